@@ -1,0 +1,41 @@
+# `make demo` and `make test` are all that a fresh machine with Python >= 3.11 needs: each builds its own .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow test-gpu lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/shoal train digits -n 2 --out runs/digits
+
+test: $(VENV)/.test lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Shoal needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 demo"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,70 @@
+"""Every error that Shoal raises at its users, as one tree.
+
+    ShoalError
+    ├── ConfigError          a config file, a flag or a value; carries all problems at once
+    ├── EnvironmentConflict  launcher variables that contradict each other or what was asked for
+    ├── LaunchError          a rank failed or could not start
+    ├── DataError            a data set that is not where it should be, or not what it should be
+    ├── StrategyRefused      a model or a world that a strategy cannot take
+    ├── UsageError           a call that would have given a wrong gradient or lost something
+    └── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
+
+A message states the fact, the values and the cure. `assert` is kept for our own bugs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class ShoalError(Exception):
+    """Base of all errors that a user can mend; the command line prints it without a traceback."""
+
+
+class ConfigError(ShoalError):
+    """One or more bad settings, reported together.
+
+    Args:
+        problems: one line each, `where: what is wrong; what would be right`.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: Sequence[str] = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n  ".join([f"{head} in the configuration:", *self.problems]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Sequence[str]]]:
+        return type(self), (self.problems,)
+
+
+class EnvironmentConflict(ShoalError):
+    """The launcher's variables contradict each other, or what was asked for."""
+
+
+class LaunchError(ShoalError):
+    """A rank failed or could not be started."""
+
+
+class DataError(ShoalError):
+    """A data set is missing or malformed; the message says what belongs where."""
+
+
+class StrategyRefused(ShoalError):
+    """The strategy cannot take this model, world or option; said before training starts."""
+
+
+class UsageError(ShoalError):
+    """A call that would have been silently wrong."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint is corrupt, missing, or belongs to another experiment."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or the list of what is known when nothing is close."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
