@@ -1,0 +1,49 @@
+"""A Job in writing: as the YAML that reproduces it, and with the origin of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.config.dialect import write
+from shoal.config.fields import all_sections, all_settings, leaves, value_of
+from shoal.config.job import Job
+from shoal.config.read import Settings
+
+# The column that help starts in, unless a value is longer.
+HELP_COLUMN = 36
+# One long list must not push every origin off the screen.
+WIDEST_VALUE = 24
+
+
+def to_yaml(job: Job) -> str:
+    """The whole job as YAML, every setting with its meaning behind it. `read` gives an equal job back."""
+    return "\n".join(_yaml_lines(job)) + "\n"
+
+
+def explain(settings: Settings) -> str:
+    """Every dotted name, its value, where that came from and, on the line below, what it means."""
+    rows = [(name, write(value), settings.origins[name]) for name, value in leaves(settings.job).items()]
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = min(WIDEST_VALUE, max(len(value) for _, value, _ in rows))
+    lines = []
+    for name, value, origin in rows:
+        lines.append(f"{name:{name_width}}  {value:{value_width}}  {origin}")
+        if name in all_settings():
+            lines.append(f"    {all_settings()[name].help}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_lines(job: Job) -> Iterator[str]:
+    section = ""
+    for name, setting in all_settings().items():
+        if setting.section != section:
+            section = setting.section
+            opening = f"{_indented(section)}:"
+            yield from ("", f"{opening:{HELP_COLUMN}}# {all_sections()[section]}")
+        line = f"{_indented(name)}: {write(value_of(job, name))}"
+        yield f"{line:{HELP_COLUMN - 1}} # {setting.help}"
+
+
+def _indented(name: str) -> str:
+    above, _, last = name.rpartition(".")
+    return "  " * len(above.split(".") if above else []) + last

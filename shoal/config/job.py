@@ -1,0 +1,179 @@
+"""A job as data: frozen dataclasses, one for each section, each field with its meaning and its limits.
+
+Nothing here reads a file, the environment or torch; `read.py` fills these in and reports what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Check = tuple[Callable[[Any], bool], str]
+POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
+NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
+SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
+BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
+UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
+NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
+SIZES: Check = (lambda v: len(v) > 0 and all(size > 0 for size in v), "must be one or more sizes greater than 0")
+
+
+def setting(default: Any, help: str, check: Check | None = None) -> Any:
+    """A field with its help text and, where a type is not enough, a check of its value."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which network is trained."""
+
+    name: str = setting("residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers")
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "keyword arguments of the model's constructor; another name starts without", "check": None},
+    )
+    weights: str | None = setting(None, "file with weights to start from (a state dict, loaded weights-only)")
+    channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
+    compile: bool = setting(False, "compile the model with torch.compile")
+    sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks (CUDA only)")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What it is trained on. Nothing is ever downloaded."""
+
+    name: str = setting(
+        "digits", "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --import registers"
+    )
+    path: str | None = setting(None, "directory that holds the files; data/NAME if not given")
+    train_split: str = setting("train", "imagefolder: subdirectory of the training images")
+    validation_split: str = setting("val", "imagefolder: subdirectory of the validation images")
+    image_size: int = setting(224, "imagefolder: side of the square that the model sees, in pixels", POSITIVE)
+    resize: int = setting(256, "imagefolder: shorter side before the centre crop of an evaluation, in pixels", POSITIVE)
+    augment: bool = setting(True, "random crops and flips of training images, where the data set has them")
+    sequence_length: int = setting(256, "stdlib: bytes in one sample", POSITIVE)
+    shape: tuple[int, ...] = setting((3, 224, 224), "dummy: shape of one sample", SIZES)
+    samples: int = setting(1000, "dummy: number of training samples; as many again for validation", POSITIVE)
+    classes: int = setting(10, "dummy: number of classes", POSITIVE)
+    workers: int = setting(0, "data-loader processes per rank", NOT_NEGATIVE)
+    pin_memory: bool = setting(True, "copy batches through pinned memory (CUDA only)")
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Train on a part of the data first, then on all of it."""
+
+    epochs: int = setting(0, "epochs on the part, at the start; they count among train.epochs", NOT_NEGATIVE)
+    fraction: float = setting(1.0, "how much of the data the part holds", SHARE)
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long and how."""
+
+    epochs: int = setting(10, "passes over the data", POSITIVE)
+    max_steps: int | None = setting(None, "stop after so many steps, whatever train.epochs says", POSITIVE)
+    batch_size: int = setting(128, "samples in one optimizer step, over all ranks and accumulated parts", POSITIVE)
+    accumulate: int = setting(
+        1, "parts that each rank's share of a batch is computed in, one after the other", POSITIVE
+    )
+    drop_last: bool = setting(False, "leave out the last batch of an epoch where it is smaller")
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
+        "fp32", "fp32; bf16 and fp16 are autocast; fp64 for proofs"
+    )
+    clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
+    label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
+    mixup: float = setting(0.0, "alpha of mixup; 0 is off", NOT_NEGATIVE)
+    cutmix: float = setting(
+        0.0, "alpha of cutmix; 0 is off; with mixup, each sample takes one of the two", NOT_NEGATIVE
+    )
+    ema: float = setting(0.0, "decay of the moving average of the weights that is evaluated; 0 is off", BELOW_ONE)
+    deterministic: bool = setting(
+        False, "only kernels that give the same bits in every run, even if slower (CUDA only)"
+    )
+    cudnn_benchmark: bool = setting(False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)")
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Who steps."""
+
+    name: str = setting("SGD", "SGD, AdamW or any other name in torch.optim")
+    lr: float = setting(0.1, "learning rate for a batch of optimizer.reference_batch samples", POSITIVE)
+    reference_batch: int | None = setting(
+        None, "scale the rate by batch_size / reference_batch; none: as it stands", POSITIVE
+    )
+    momentum: float = setting(0.9, "SGD: momentum", BELOW_ONE)
+    nesterov: bool = setting(False, "SGD: Nesterov's momentum")
+    weight_decay: float = setting(0.0, "weight decay", NOT_NEGATIVE)
+    decay_norm_and_bias: bool = setting(True, "apply weight decay to biases and norm layers too")
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "further keyword arguments of the optimizer; another name starts without", "check": None},
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over time; set before every step."""
+
+    name: Literal["cosine", "step", "constant"] = setting("cosine", "shape after the warm-up")
+    warmup_epochs: float = setting(0.0, "epochs of linear warm-up", NOT_NEGATIVE)
+    warmup_factor: float = setting(0.1, "share of the learning rate that the warm-up starts from", UP_TO_ONE)
+    final_factor: float = setting(0.0, "cosine: share of the learning rate that it ends at", NOT_NEGATIVE)
+    milestones: tuple[int, ...] = setting((), "step: epochs at which the rate is multiplied by schedule.gamma")
+    gamma: float = setting(0.1, "step: the multiplier", POSITIVE)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Exact at any number of ranks."""
+
+    every: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", POSITIVE)
+    batch_size: int = setting(200, "samples in one forward pass on one rank", POSITIVE)
+    topk: int = setting(5, "k of the second accuracy", POSITIVE)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a killed run costs at most."""
+
+    every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
+    every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
+    keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
+    resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is written while it runs."""
+
+    every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
+    tensorboard: bool = setting(True, "write TensorBoard events")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One experiment, whole. The same job on 1 and on 64 ranks is the same experiment."""
+
+    name: str = setting("job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY)
+    seed: int = setting(0, "from which every random number follows", NOT_NEGATIVE)
+    strategy: str = setting("ddp", "single, ddp: how several ranks train one model")
+    out: str | None = setting(None, "run directory")
+    imports: tuple[str, ...] = setting(
+        (), "Python files that register models and data (their `models` and `data` dicts)"
+    )
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+
+    @property
+    def directory(self) -> str:
+        return self.out or f"runs/{self.name}"
