@@ -1,0 +1,44 @@
+"""Data sets by name. A new one is one file with a `load(config, seed) -> Source`, and one line in `SOURCES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shoal.config.job import Data
+from shoal.data import cifar, digits, dummy, stdlib
+from shoal.data.source import Source
+from shoal.errors import ConfigError, did_you_mean
+
+Loader = Callable[[Data, int], Source]
+
+
+def _imagefolder(config: Data, seed: int) -> Source:
+    # Imported here because it brings torchvision, which takes seconds that the others need not wait for.
+    from shoal.data import imagefolder
+
+    return imagefolder.load(config, seed)
+
+
+SOURCES: dict[str, Loader] = {
+    "digits": digits.load,
+    "cifar10": cifar.load,
+    "cifar100": cifar.load,
+    "imagefolder": _imagefolder,
+    "stdlib": stdlib.load,
+    "dummy": dummy.load,
+}
+
+
+def load(config: Data, seed: int, extra: Mapping[str, Loader] | None = None) -> Source:
+    """The data set that `config.name` names.
+
+    Args:
+        seed: the job's; only `dummy` reads it, the other sources hold the same samples in every run.
+        extra: sources of the user's own, which come before those above.
+
+    Raises: ConfigError: no such name. DataError: its files are missing or not what they should be.
+    """
+    sources = {**SOURCES, **(extra or {})}
+    if config.name not in sources:
+        raise ConfigError([f"data.name: there is no data set '{config.name}'; {did_you_mean(config.name, sources)}"])
+    return sources[config.name](config, seed)

@@ -1,0 +1,62 @@
+"""Small images that are held in memory as they came, one byte a pixel, and normalised when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class Images(Dataset):
+    """Labelled images without randomness.
+
+    Args:
+        pixels: uint8 (samples, channels, height, width).
+        labels: int64 (samples,).
+        mean, std: one for each channel, in units of `pixels`.
+
+    `images[i]` is float32 (channels, height, width) and an int; `batch(indices)` is the same, stacked.
+    """
+
+    def __init__(self, pixels: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.pixels, self.labels = pixels, labels
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.normalise(self.pixels[index]), int(self.labels[index])
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.normalise(self.pixels[indices]), self.labels[indices]
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """uint8 (..., channels, height, width) to float32 of mean 0 and standard deviation 1."""
+        return (pixels.float() - self.mean) / self.std
+
+
+class Augmented(Dataset):
+    """The same images, each cropped out of itself with a black border, and flipped every other time.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
+    """
+
+    def __init__(self, images: Images, border: int = 4) -> None:
+        self.images, self.border = images, border
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        pixels = self.images.pixels[index]
+        height, width = pixels.shape[-2:]
+        # One draw for all three numbers: at 32 x 32 the calls cost more than the work.
+        places = 2 * self.border + 1
+        place = int(torch.randint(2 * places * places, ()))
+        flip, top, left = place % 2, place // 2 % places, place // 2 // places
+        crop = F.pad(pixels, (self.border,) * 4)[:, top : top + height, left : left + width]
+        return self.images.normalise(crop.flip(-1) if flip else crop), int(self.images.labels[index])
