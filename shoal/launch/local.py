@@ -1,0 +1,131 @@
+"""Several ranks on this machine, from one command, in the foreground."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shoal.errors import LaunchError
+from shoal.launch import preload as preloads
+from shoal.launch import rank
+from shoal.launch.failure import first_cause
+from shoal.launch.start import start
+from shoal.launch.supervise import Supervision
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def run(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    processes: int,
+    environment: Mapping[str, str] = NOTHING,
+    output: Literal["first", "all"] = "first",
+    grace_s: float = 60.0,
+    preload: Sequence[str] = preloads.TRAINING,
+) -> int:
+    """Call `target(*args)` in `processes` ranks on this machine and wait for them. Main thread only.
+
+    Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
+    so `torch.distributed.init_process_group(init_method="env://")` works in it. The first failure is printed, last and
+    whole, and ends the other ranks. Ctrl-C ends them all. SIGTERM is passed on to them.
+
+    Args:
+        target: a function at the top of a module. The module is imported before ranks are forked, so it must neither
+            start threads nor touch CUDA when it is imported.
+        args: plain data.
+        processes: the number of ranks.
+        environment: further variables for the ranks.
+        output: `first` shows what rank 0 prints and drops what others print to stdout; `all` shows it all, with the
+            rank in front of every line. stderr is always shown.
+        grace_s: how long ranks may take to save and stop after a SIGTERM.
+        preload: modules that are imported once, before ranks are forked, besides torch and the target's.
+
+    Returns:
+        The exit code for the whole: 0; 75 if ranks stopped with 75 ("run me again") and none failed; 130 after
+        Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else the first failing rank's, 128 + n for signal n.
+
+    Raises:
+        LaunchError: no such number of processes, or a target that cannot be sent to them.
+    """
+    try:
+        modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
+        with start(target, args, processes, environment, output, preload=modules) as ranks, _signals() as signals:
+            supervision = Supervision(ranks, grace_s)
+            while ranks.alive:
+                supervision.step(also=[signals])
+                for number in _arrived(signals):
+                    supervision.forward(number)
+            return _verdict(supervision)
+    except KeyboardInterrupt:  # between the start and the time when signals are caught
+        return rank.INTERRUPTED
+
+
+def run_script(
+    path: str,
+    argv: list[str],
+    processes: int,
+    environment: Mapping[str, str] = NOTHING,
+    output: Literal["first", "all"] = "first",
+    grace_s: float = 60.0,
+) -> int:
+    """Run the Python file `path` with the arguments `argv` in each of `processes` ranks; otherwise as `run`.
+
+    Raises:
+        LaunchError: also where there is no such file.
+    """
+    try:
+        with tokenize.open(path) as script:
+            preload = preloads.for_script(script.read())
+    except OSError as error:
+        raise LaunchError(f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}.") from error
+    except SyntaxError:  # no text in any known encoding; the ranks say where
+        preload = []
+    return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
+
+
+def _verdict(supervision: Supervision) -> int:
+    codes = supervision.codes.values()
+    if supervision.asked == signal.SIGINT:
+        return rank.INTERRUPTED
+    failures = [failure for failure in supervision.failures if not (supervision.asked and failure.is_echo)]
+    if failures:
+        cause = first_cause(failures)
+        print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)
+        return cause.code
+    stopped_well = len(codes) == len(supervision.ranks.all) and set(codes) <= {0, rank.RUN_AGAIN}
+    if supervision.asked is not None and not stopped_well:
+        return 128 + supervision.asked
+    return rank.RUN_AGAIN if rank.RUN_AGAIN in codes else 0
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Signals to this process, as bytes that can be read. Those that it was started to ignore stay ignored."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP) if signal.getsignal(n) != signal.SIG_IGN]
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        descriptor = signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _arrived(signals: socket.socket) -> bytes:
+    try:
+        return signals.recv(64)
+    except BlockingIOError:
+        return b""

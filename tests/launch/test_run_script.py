@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch import local
+from shoal.launch.preload import for_script
+
+# Knows nothing of Shoal.
+RAW_DDP = """
+    import sys
+    import helper
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    distributed.init_process_group("gloo", init_method="env://")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1, bias=False))
+    model(torch.full((2, 3), float(rank))).sum().backward()
+    if rank == 0:
+        print(sys.argv[1:], __name__, helper.NAME, world, model.module.weight.grad.tolist())
+"""
+
+
+def written(folder, text, name="script.py"):
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+@pytest.mark.parametrize(("processes", "gradient"), [(1, 0.0), (2, 1.0)])
+def test_a_script_that_knows_nothing_of_shoal_runs_as_python_would_run_it(tmp_path, capfd, processes, gradient):
+    (tmp_path / "helper.py").write_text("NAME = 'beside it'")
+    assert local.run_script(written(tmp_path, RAW_DDP), ["--lr", "3"], processes) == 0
+    assert capfd.readouterr().out == f"['--lr', '3'] __main__ beside it {processes} {[[gradient] * 3]}\n"
+
+
+def test_handlers_that_a_script_registers_run_at_its_end(tmp_path, capfd):
+    script = written(tmp_path, "import atexit\natexit.register(print, 'the end')\nprint('the start')")
+    assert local.run_script(script, [], 1) == 0
+    assert capfd.readouterr().out == "the start\nthe end\n"
+
+
+def test_data_loader_workers_start_as_in_any_script(tmp_path, capfd):
+    script = written(tmp_path, "import multiprocessing\nprint(multiprocessing.get_start_method(allow_none=True))")
+    assert local.run_script(script, [], 1) == 0
+    assert capfd.readouterr().out == "None\n"
+
+
+def test_ranks_draw_different_random_numbers_unless_they_are_seeded(tmp_path, capfd):
+    script = written(tmp_path, "import numpy, random\nprint(numpy.random.rand(), random.random())")
+    assert local.run_script(script, [], 2, output="all") == 0
+    first, second = (line.removeprefix("[rank 1] ").split() for line in capfd.readouterr().out.splitlines())
+    assert not set(first) & set(second)
+
+
+def test_a_traceback_begins_in_the_script(tmp_path, capfd):
+    path = written(tmp_path, "def f():\n    return 1 / 0\nf()")
+    assert local.run_script(path, [], 1) == 1
+    printed = capfd.readouterr().err
+    assert printed.startswith(
+        "rank 0 of 1 failed: ZeroDivisionError: division by zero\n\n"
+        f'Traceback (most recent call last):\n  File "{path}", line 3, in <module>'
+    )
+
+
+def test_a_script_that_is_no_python_is_shown_with_its_line(tmp_path, capfd):
+    path = written(tmp_path, "x = 1\nif x\n")
+    assert local.run_script(path, [], 1) == 1
+    assert f'File "{path}", line 2' in capfd.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match="No such file or directory"):
+        local.run_script(str(tmp_path / "none.py"), [], 2)
+
+
+def test_only_what_is_safe_before_a_fork_is_imported_ahead():
+    assert for_script("import torch.distributed.tensor, torchvision, os\nfrom . import x") == [
+        "torch.distributed.tensor"
+    ]
+    assert "torch._dynamo" in for_script("from torch.optim import SGD")
+    assert for_script("if x\n") == []
