@@ -1,0 +1,73 @@
+"""Random streams that depend on nothing but their names: (seed, epoch, index), never on who draws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def stream(*parts: int) -> int:
+    """A 63-bit seed that is a function of `parts` alone; neighbours are unrelated.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), applied once for each part.
+    """
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 30) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's CPU generator, Python's and NumPy's; CUDA is left alone, samples are made on the CPU."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def borrowed() -> Iterator[None]:
+    """Put the CPU generators back afterwards as they were."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's generators as tensors."""
+    version, python, gauss = random.getstate()
+    assert version == 3
+    legacy: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = legacy
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(python, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def load_random_state(state: Mapping[str, Tensor]) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
