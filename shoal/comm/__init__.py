@@ -1,0 +1,1 @@
+"""Who talks to whom: the process group, and what every layout needs computed across it."""

@@ -1,0 +1,90 @@
+"""The one owner of process groups: this rank's place among all ranks, its device, and how to leave."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.launch.environment import Place
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands. `size` ranks in all; axes for tensor and pipeline groups belong here as well."""
+
+    rank: int
+    size: int
+    device: torch.device
+    place: Place
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The element-wise sum over all ranks, in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Every rank takes rank 0's parameters and buffers. Collective."""
+        if self.size > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Every rank takes rank 0's buffers, BatchNorm's running statistics above all. Collective."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text on every rank, as bytes: nothing is unpickled. Collective."""
+        if self.size == 1:
+            return text
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(data)], device=self.device)
+        dist.broadcast(length, src=0)
+        data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, src=0)
+        return bytes(data.tolist()).decode()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(place: Place) -> Mesh:
+    """Take this process's place in the world. Collective; a world of one talks to nobody.
+
+    A process group that the program itself has set up is used as it is.
+    """
+    device = _device(place)
+    if place.world > 1 and not dist.is_initialized():
+        if place.master_address is not None:
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.master_address, str(place.master_port)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+        # A group that is still open while the interpreter goes down can end a good run with an error.
+        atexit.register(leave)
+    return Mesh(place.rank, place.world, device, place)
+
+
+def leave() -> None:
+    """Close the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(place: Place) -> torch.device:
+    """This rank's GPU where there are enough of them for all local ranks, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world:
+        torch.cuda.set_device(place.local_rank)
+        return torch.device("cuda", place.local_rank)
+    return torch.device("cpu")

@@ -1,0 +1,57 @@
+"""Sums over ranks that do not depend on where in a buffer a number lies.
+
+A ring adds each chunk in another order of ranks, so with three ranks or more the last bit of a sum depends on the
+number's position in its bucket (seen with Gloo on torch 2.13). A resumed run lays its buckets out anew in its first
+step, and would differ from the undisturbed one. Here every number is summed in the order of ranks:
+
+      rank 0   a0 b0 c0        [1] all-to-all        a0 a1 a2        [2] sum     A        [3] all-gather   A B C
+      rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
+      rank 2   a2 b2 c2            chunk i to i      c0 c1 c2        in order    C                         A B C
+
+Each rank sends 2(n-1)/n of the buffer, as in a ring.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucket, which its stubs leave out
+from torch.nn.parallel import DistributedDataParallel
+
+
+def ordered_mean(tensor: Tensor) -> Tensor:
+    """The mean over all ranks, in place, bit for bit the same wherever in `tensor` a number lies. Collective."""
+    ranks = dist.get_world_size()
+    flat = tensor.reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
+    columns = torch.empty_like(padded)
+    dist.all_to_all_single(columns, padded)  # [1]
+    total = columns.view(ranks, -1)
+    own = total[0].clone()
+    for other in total[1:]:  # [2]
+        own += other
+    dist.all_gather_into_tensor(padded, own / ranks)  # [3]
+    return tensor.copy_(padded[: len(flat)].view_as(tensor))
+
+
+def use_ordered_mean(ddp: DistributedDataParallel) -> None:
+    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass."""
+    # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ordered-mean")
+
+    def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        worker.submit(_reduce, bucket.buffer(), done)
+        return done
+
+    ddp.register_comm_hook(None, hook)
+
+
+def _reduce(buffer: Tensor, done: torch.futures.Future[Tensor]) -> None:
+    try:
+        done.set_result(ordered_mean(buffer))
+    except RuntimeError as error:  # a peer is gone: the rank must end with this, not wait for ever
+        done.set_exception(error)  # type: ignore[arg-type]

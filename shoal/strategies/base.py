@@ -1,0 +1,164 @@
+"""The one idea: every strategy is a function `Part -> Part`, and every step is run, reduce, step, gather.
+
+    batch ──> run ──────> reduce ─────> step ──────────> gather
+              forward     gradients     the owner's      new values reach
+              backward    are global    optimizer        every rank that
+                          means                          reads them
+
+A `Part` is what one rank holds. `whole` makes the part of a world of one; `cut` folds strategies over it, in the order
+that they are given. A strategy says which of the fields it replaces and never looks at another strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import UsageError
+
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
+"""(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
+Measure = Callable[[Any, Any], Tensor]
+"""(output, target) -> 1-D tensor of sums over the batch, detached; summed over all ranks."""
+
+LOSS_SUM, COUNT, STOP, MEASURED = 0, 1, 2, 3
+"""Where things stand in the totals of a step; measures begin at MEASURED."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch, or a micro-batch of that share."""
+
+    loss_fn: LossFunction
+    inputs: tuple[Any, ...]
+    target: Any
+    rows: int  # samples in this share; 0 marks a stand-in sample, there only so that every rank takes part
+    global_rows: int  # samples in the global batch
+    measure: Measure | None = None
+    stop: bool = False  # this rank was asked to stop
+    scale: float = 1.0  # multiplies the objective; a strategy that averages over n ranks asks for n
+    before: Tensor | None = None  # totals of the micro-batches that came before this one
+    last: bool = True  # the last micro-batch of the step: gradients are reduced after it
+
+
+class Outcome(NamedTuple):
+    """What a forward pass gives."""
+
+    objective: Tensor  # scalar with a graph: what is differentiated
+    totals: Tensor  # (3 + measures,), detached: loss sum, count, stop requests, measures
+    weighed: bool  # the loss counted for itself: gradients are still to be divided by the global count
+
+
+Forward = Callable[[Batch], Outcome]
+
+
+class Loss(NamedTuple):
+    """What a step gives."""
+
+    totals: Tensor  # (3 + measures,), over all ranks after the last micro-batch
+    weighed: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds, and how it takes a step."""
+
+    module: nn.Module
+    """Its layers, or its slices of them."""
+    forward: Forward
+    """One micro-batch through `module` and the loss."""
+    run: Callable[[Forward, Batch], Loss]
+    """Forward and backward; fills `.grad`."""
+    owned: Mapping[str, nn.Parameter]
+    """What this rank's optimizer steps, under whole-model names."""
+    reduce: Callable[[], None]
+    """Owned gradients become global means, or the wait for it."""
+    gather: Callable[[], None]
+    """New values reach every rank that reads them, or the wait for it."""
+
+
+class Strategy(Protocol):
+    """A way to cut. A strategy is one file; its options are its fields."""
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """What this rank holds afterwards. Collective: every rank of the mesh calls it."""
+        ...
+
+
+def whole(module: nn.Module) -> Part:
+    """The part of a world of one: all of the model, and nobody to talk to."""
+
+    def forward(batch: Batch) -> Outcome:
+        return objective(module(*batch.inputs), batch)
+
+    owned = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return Part(module, forward, backward, owned, reduce=nothing, gather=nothing)
+
+
+def nothing() -> None:
+    """The reduce and the gather of a rank that has nobody to talk to."""
+
+
+def cut(part: Part, strategies: Iterable[Strategy], mesh: Mesh) -> Part:
+    """Fold the strategies over a part. Collective."""
+    for strategy in strategies:
+        part = strategy.cut(part, mesh)
+    return part
+
+
+def backward(forward: Forward, batch: Batch) -> Loss:
+    """Forward and backward of one micro-batch on one rank."""
+    outcome = forward(batch)
+    outcome.objective.backward()
+    return Loss(outcome.totals, outcome.weighed)
+
+
+def objective(output: Any, batch: Batch) -> Outcome:
+    """The loss of a micro-batch, weighed by its share of the global batch, and its totals.
+
+    The objectives of all shares sum to the global mean: sum_i (rows_i / global_rows) mean_i. A loss that counts for
+    itself is divided by `global_rows` for now, which every rank knows, and by the true count once that is known
+    (`settle`), so that no rank waits for a count before its backward pass.
+    """
+    value = batch.loss_fn(output, batch.target)
+    weighed = isinstance(value, tuple)
+    total, count = _sum_and_count(value, batch.rows)
+    if isinstance(value, tuple):
+        differentiated = total * (batch.scale / batch.global_rows)
+    else:
+        share = batch.rows / batch.global_rows * batch.scale
+        differentiated = value if share == 1.0 else value * share
+    if differentiated.dim() != 0:
+        raise UsageError(
+            f"loss_fn returned a tensor of shape {tuple(differentiated.shape)}; it must return the mean over its batch "
+            "(a scalar), or a (sum, count) pair of scalars."
+        )
+    totals = [total.detach(), count, count.new_full((), float(batch.stop))]
+    if batch.measure is not None:
+        measured = batch.measure(output, batch.target).to(totals[0].dtype)
+        totals.extend((measured if batch.rows else torch.zeros_like(measured)).unbind())
+    stacked = torch.stack(totals)
+    return Outcome(differentiated, stacked if batch.before is None else stacked + batch.before, weighed)
+
+
+def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    """Sum and count of a loss as tensors of one dtype, at least float32; both 0 for a stand-in sample."""
+    if not isinstance(value, tuple):
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        return value.detach().to(dtype) * rows, value.detach().new_full((), rows, dtype=dtype)
+    total, count = value
+    dtype = torch.promote_types(total.dtype, torch.float32)
+    known = torch.as_tensor(count, dtype=dtype, device=total.device).detach()
+    return (total.to(dtype), known) if rows else (total.to(dtype) * 0, known * 0)
+
+
+def settle(part: Part, loss: Loss, global_rows: int) -> None:
+    """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
+    gradients = [parameter.grad for parameter in part.owned.values() if parameter.grad is not None]
+    if loss.weighed and gradients:
+        torch._foreach_mul_(gradients, global_rows / loss.totals[COUNT].clamp(min=1))

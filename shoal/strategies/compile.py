@@ -1,0 +1,18 @@
+"""torch.compile: the model's forward pass as compiled kernels; parameters keep their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.comm.mesh import Mesh
+from shoal.strategies.base import Part
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Applied before the data strategy, whose hooks stay outside the compiled graph."""
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Compiles the module in place, at its first batch."""
+        part.module.compile()
+        return part

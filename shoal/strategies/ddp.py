@@ -1,0 +1,203 @@
+"""Data parallel: every rank holds the whole model and a share of each batch; gradients are averaged.
+
+      rank 0   forward ── backward ▓▓▓▓▓▓▓▓ ── step
+                             └ bucket 1 ┐ └ bucket 2 ┐        a bucket is reduced as soon as its gradients
+      rank 1   forward ── backward ▓▓▓▓▓▓▓▓ ── step           are there, while earlier layers still compute
+
+The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three things are added to it:
+
+[1] *Totals ride along.* Loss sum, count and measures of a step are the gradient of one small extra parameter, so the
+    gradients' own all-reduce sums them over all ranks: the global loss costs no collective and no synchronisation.
+[2] *The first step looks.* It is taken without the engine, to see which parameters get no gradient and which buffers
+    the forward pass changes; the engine is then built for that. Searching in every step would cost an all-reduce.
+[3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (`comm/ordered.py`), so that a
+    resumed run is the undisturbed one to the last bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.ordered import ordered_mean, use_ordered_mean
+from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies.base import MEASURED, Batch, Forward, Loss, Outcome, Part
+
+SLOTS = 16
+"""Numbers that can ride: loss sum, count, stop requests, and up to 13 measures."""
+
+
+@dataclass(frozen=True)
+class Ddp:
+    """Distributed data parallel.
+
+    Args:
+        unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
+            step which ones these are; parameters that never get one are found by themselves.
+        bucket_mb: size of the buckets that gradients are reduced in, in MiB.
+    """
+
+    unused: bool = False
+    bucket_mb: float = 25.0
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces forward and run. Collective. Raises StrategyRefused for a model without trainable parameters."""
+        if not part.owned:
+            raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
+        if mesh.size == 1:
+            return part
+        mesh.broadcast(part.module)
+        engine = _Engine(self, part, mesh)
+        return replace(part, forward=engine.forward, run=engine.run)
+
+
+class _Engine:
+    """Takes the first step by hand, looking, and all others through a DistributedDataParallel built for what it saw."""
+
+    def __init__(self, options: Ddp, part: Part, mesh: Mesh) -> None:
+        self.options, self.part, self.mesh = options, part, mesh
+        self.riding = _Riding(part, mesh)
+        self.look = _Look(self.riding)
+        self.ddp: DistributedDataParallel | None = None
+        # Two ranks add in one order only. With NCCL the order is its own affair.
+        self.ordered = mesh.size > 2 and mesh.device.type == "cpu"
+
+    def forward(self, batch: Batch) -> Outcome:
+        """Through the engine, so that it knows which gradients to wait for."""
+        outcome: Outcome = (self.ddp or self.riding)(batch)
+        return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch; gradients and totals are reduced with the last one of the step."""
+        # Gradients become means over ranks; the objectives of all ranks are to be summed.
+        batch = replace(batch, scale=batch.scale * self.mesh.size)
+        self.riding.carrier.grad = None
+        with nullcontext() if batch.last or self.ddp is None else self.ddp.no_sync():
+            local = self.part.run(forward, batch)
+        if not batch.last:
+            return local
+        if self.ddp is None:
+            self.ddp = self._after_the_first()
+        else:
+            self._check_reduced(self.ddp)
+        return Loss(self.riding.carried()[: local.totals.numel()], local.weighed)
+
+    def _after_the_first(self) -> DistributedDataParallel:
+        """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""
+        used, changed = self.look.result()
+        flags = torch.tensor([*used, changed], dtype=torch.int64, device=self.mesh.device)
+        *users, changes = self.mesh.sum(flags).tolist()
+        for parameter, count in zip(self.look.parameters, users, strict=True):
+            if count:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                ordered_mean(parameter.grad) if self.ordered else self.mesh.sum(parameter.grad.div_(self.mesh.size))
+        always = all(count == self.mesh.size for count in users)
+        return self._build(find_unused=self.options.unused or not always, sync_buffers=changes > 0)
+
+    def _build(self, find_unused: bool, sync_buffers: bool) -> DistributedDataParallel:
+        signature = inspect.signature(DistributedDataParallel.__init__).parameters
+        # torch 2.13 renamed the argument and warns about the old name.
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
+        arguments: dict[str, Any] = {buffers: sync_buffers}
+        ddp = DistributedDataParallel(
+            self.riding,
+            init_sync=False,  # `cut` has made all ranks equal
+            bucket_cap_mb=self.options.bucket_mb,
+            find_unused_parameters=find_unused,
+            gradient_as_bucket_view=True,
+            **arguments,
+        )
+        if self.ordered:
+            use_ordered_mean(ddp)
+        return ddp
+
+    def _check_reduced(self, ddp: DistributedDataParallel) -> None:
+        """Raise now, before a step is taken, when a gradient did not arrive and its bucket was never reduced."""
+        try:
+            ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            names = [name for name, p in self.riding.named_parameters() if p.requires_grad]
+            missing = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            found = [names[int(i)].removeprefix("module.") for group in missing for i in group.split()]
+            listed = ", ".join(found) if found else "some parameters"
+            raise StrategyRefused(
+                f"{listed}: no gradient in this step, though there was one in the first. Which parameters are used "
+                "changes from step to step; use --strategy ddp,unused=true."
+            ) from error
+
+
+class _Look:
+    """[2] Sees which parameters get a gradient in the first step, and whether its forward pass changes buffers."""
+
+    def __init__(self, riding: _Riding) -> None:
+        self.parameters = [p for p in riding.parameters() if p.requires_grad]
+        self.module, self.before = riding.module, _versions(riding.module)
+        self.used = [0] * len(self.parameters)
+        self.hooks = [p.register_hook(partial(self._saw, index)) for index, p in enumerate(self.parameters)]
+
+    def _saw(self, index: int, _: Tensor) -> None:
+        self.used[index] = 1
+
+    def result(self) -> tuple[list[int], int]:
+        """For each parameter whether it was used, and whether a buffer changed; the looking ends."""
+        for hook in self.hooks:
+            hook.remove()
+        return self.used, int(_versions(self.module) != self.before)
+
+
+class _Riding(nn.Module):
+    """[1] The part's module with one parameter more, whose gradient is the totals of the step."""
+
+    def __init__(self, part: Part, mesh: Mesh) -> None:
+        super().__init__()
+        self.module = part.module
+        self.part_forward, self.ranks = part.forward, mesh.size
+        dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32)
+        self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=mesh.device))
+
+    def carried(self) -> Tensor:
+        """Totals over all ranks, after the backward pass."""
+        assert self.carrier.grad is not None
+        return self.carrier.grad
+
+    def forward(self, batch: Batch) -> Outcome:
+        outcome = self.part_forward(batch)
+        if not batch.last:
+            return outcome
+        free = SLOTS - outcome.totals.numel()
+        if free < 0:
+            measured = outcome.totals.numel() - MEASURED
+            raise UsageError(f"measure returned {measured} numbers; ddp carries {SLOTS - MEASURED}.")
+        # The mean over ranks of `ranks * total` is the sum, and exact for counts.
+        totals = nn.functional.pad(outcome.totals.to(self.carrier.dtype) * self.ranks, (0, free))
+        return outcome._replace(objective=_Ride.apply(outcome.objective, self.carrier, totals))
+
+
+class _Ride(torch.autograd.Function):
+    """Passes the objective through; hands `totals` to the carrier as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, objective: Tensor, carrier: Tensor, totals: Tensor) -> Tensor:
+        ctx.totals = totals
+        return objective.view_as(objective)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.totals, None
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Changes whenever a buffer does. BatchNorm's are left out: training never reads its running statistics, and
+    rank 0's are the ones that are evaluated and saved, so they need no broadcast in every step."""
+    batch_norm = torch.nn.modules.batchnorm._NormBase
+    owners = (m for m in module.modules() if not isinstance(m, batch_norm))
+    return [(id(b), b._version) for m in owners for b in m.buffers(recurse=False)]

@@ -1,0 +1,81 @@
+"""Mixed precision: the forward pass under autocast; for fp16, gradients scaled so that small ones survive.
+
+fp16 gradients below 6e-8 become zero, so the objective is multiplied by a large scale and the gradients are divided by
+it before the optimizer sees them. When they overflow, on whatever rank, every rank sees it after the reduction: the
+step is skipped on all of them alike and the scale halved (Micikevicius et al., ICLR 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from shoal.comm.mesh import Mesh
+from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+
+GROWTH_INTERVAL = 2000
+
+
+class LossScale:
+    """The dynamic scale of fp16, the same on every rank because all see the same gradients."""
+
+    def __init__(self, scale: float = 65536.0) -> None:
+        self.scale, self.good_steps, self.skipped = scale, 0, 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow; double after GROWTH_INTERVAL good steps."""
+        if not finite:
+            self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
+        elif self.good_steps + 1 == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0
+        else:
+            self.good_steps += 1
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.skipped = int(state["skipped"])
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Args: name: fp64 and fp32 leave the model as it is; bf16 and fp16 are autocast. loss_scale: for fp16."""
+
+    name: Literal["fp64", "fp32", "bf16", "fp16"]
+    loss_scale: LossScale | None = None
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces forward; for fp16 run and reduce as well."""
+        if self.name in ("fp64", "fp32"):
+            return part
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
+
+        def forward(batch: Batch) -> Outcome:
+            with torch.autocast(mesh.device.type, dtype):
+                return part.forward(batch)
+
+        scale = self.loss_scale
+        if scale is None:
+            return replace(part, forward=forward)
+
+        def run(forward: Forward, batch: Batch) -> Loss:
+            return part.run(forward, replace(batch, scale=batch.scale * scale.scale))
+
+        return replace(part, forward=forward, run=run)
+
+
+def unscale(part: Part, loss_scale: LossScale) -> None:
+    """Divide owned gradients by the scale; drop them all when one is not finite, which makes the step a no-op."""
+    gradients = [p.grad for p in part.owned.values() if p.grad is not None]
+    if not gradients:
+        return
+    torch._foreach_mul_(gradients, 1.0 / loss_scale.scale)
+    finite = bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all())
+    if not finite:
+        for parameter in part.owned.values():
+            parameter.grad = None
+    loss_scale.update(finite)

@@ -1,0 +1,22 @@
+"""One device: nothing is cut, nobody is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import StrategyRefused
+from shoal.strategies.base import Part
+
+
+@dataclass(frozen=True)
+class Single:
+    """The reference that every other strategy is measured against."""
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
+        if mesh.size > 1:
+            raise StrategyRefused(
+                f"strategy single trains on one rank; there are {mesh.size}. Use ddp, or start one process."
+            )
+        return part
