@@ -1,0 +1,35 @@
+"""Shoal: train one PyTorch model on many devices, by any strategy, with the numbers of one device.
+
+run = shoal.init()
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+loss = run.forward_backward(loss_fn, model, x, y)
+run.save("model.pt")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.errors import ShoalError
+    from shoal.run import Run, init
+    from shoal.train.checkpoint import Checkpoints
+
+__version__ = "0.1.0"
+__all__ = ["Checkpoints", "Run", "ShoalError", "init"]
+
+_HOMES = {
+    "init": "shoal.run",
+    "Run": "shoal.run",
+    "Checkpoints": "shoal.train.checkpoint",
+    "ShoalError": "shoal.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use: `shoal --help` imports this package too, and must not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,75 @@
+"""Exact evaluation at any number of ranks: every sample once, the same sums to the last bit.
+
+      batch     0   1   2   3   4   5   6       fixed batches of the data set in its own order;
+      rank      0   1   2   0   1   2   0       ranks take them in turn, without padding
+
+What is summed for a batch depends on that batch alone. The per-batch sums of all ranks meet in one table, and every
+rank adds the table up in the same order, so the result does not depend on who computed what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shoal.comm.mesh import Mesh
+from shoal.data.loader import fetched
+from shoal.data.shares import Share, shares
+from shoal.errors import UsageError
+
+Measures = Callable[[Any, Any], dict[str, Tensor]]
+"""(output, target) -> name -> scalar sum over the batch; `samples` is added when it is not there."""
+
+
+def evaluate(
+    mesh: Mesh, measure: Measures, model: nn.Module, loader: DataLoader, move: Callable[[Any], Any]
+) -> dict[str, float]:
+    """Sum what `measure` gives over every sample of `loader`'s data set. Collective.
+
+    The model is put into evaluation mode and back. Buffers are rank 0's on all ranks. Sums are float64.
+
+    Returns: name -> sum over all samples.
+    Raises: UsageError: the loader has no batch size, or its data set is empty.
+    """
+    batches = list(_batches(loader))
+    mine = batches[mesh.rank :: mesh.size]
+    mesh.broadcast_buffers(model)
+    training = model.training
+    model.eval()
+    rows: list[dict[str, Tensor]] = []
+    with torch.no_grad():
+        for batch in fetched(loader, mine):
+            *inputs, target = move(batch)
+            rows.append({"samples": torch.tensor(float(_length(target))), **measure(model(*inputs), target)})
+    model.train(training)
+    return _total(mesh, rows, len(batches))
+
+
+def _total(mesh: Mesh, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
+    """Add up the table of all batches, in order."""
+    # Rank 0 always has a batch; others may have none and so not know what is measured.
+    names = mesh.broadcast_text("\n".join(rows[0]) if rows else "").split("\n")
+    table = torch.zeros(batches, len(names), dtype=torch.float64, device=mesh.device)
+    for index, row in enumerate(rows):
+        table[mesh.rank + index * mesh.size] = torch.stack([v.detach().double().to(mesh.device) for v in row.values()])
+    # Every entry is one number plus zeros: the sum over ranks is exact.
+    return dict(zip(names, mesh.sum(table).cpu().sum(dim=0).tolist(), strict=True))
+
+
+def _batches(loader: DataLoader) -> Iterator[Share]:
+    """The data set in its own order, cut into fixed batches."""
+    if loader.batch_size is None:
+        raise UsageError("evaluation needs DataLoader(dataset, batch_size=...): batches are what ranks take in turn.")
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    if samples == 0:
+        raise UsageError("there is nothing to evaluate: the data set is empty.")
+    return shares(range(samples), 0, 0, loader.batch_size, drop_last=False, rank=0, ranks=1)
+
+
+def _length(target: Any) -> int:
+    first = next(iter(target.values())) if isinstance(target, dict) else target
+    return len(first)

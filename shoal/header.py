@@ -1,0 +1,46 @@
+"""What is said before the first step: the global batch spelled out, and where the numbers will differ from one device."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def spell_batch(batch_size: int, ranks: int, accumulate: int) -> str:
+    """`global batch 256 = 8 ranks x 16 x 2 accumulated`; shares that differ by one sample are given as a range."""
+    share = _spread(batch_size, ranks)
+    if accumulate > 1:
+        low, high = batch_size // ranks, -(-batch_size // ranks)
+        share = f"{_spread(low, accumulate, high)} x {accumulate} accumulated"
+    return f"global batch {batch_size} = {ranks} {'rank' if ranks == 1 else 'ranks'} x {share}"
+
+
+def _spread(total: int, parts: int, high: int | None = None) -> str:
+    low, top = total // parts, -(-(high or total) // parts)
+    return str(low) if low == top else f"{low} to {top}"
+
+
+def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
+    """One line for each thing in `model` that makes this run differ from one device, whatever the strategy."""
+    notes = []
+    plain = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not _synchronised(m)]
+    if plain and ranks * accumulate > 1:
+        notes.append(
+            f"BatchNorm ({plain[0]} and {len(plain) - 1} more) normalises over what one rank computes at once, so "
+            "gradients differ from one device by design; GroupNorm has no such difference, SyncBatchNorm (CUDA) none "
+            "between ranks."
+        )
+    dropping = [name for name, m in model.named_modules() if _drops(m)]
+    if dropping and ranks * accumulate > 1:
+        notes.append(f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same law, other masks.")
+    return notes
+
+
+def _synchronised(module: nn.Module) -> bool:
+    return isinstance(module, nn.SyncBatchNorm)
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.RNNBase) and module.dropout > 0

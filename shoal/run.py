@@ -1,0 +1,323 @@
+"""The library's face: `init`, `prepare`, `forward_backward`, `save`.
+
+run = shoal.init()
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = run.forward_backward(F.cross_entropy, model, x, y)
+    optimizer.step()
+run.save("model.pt")
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal import binding, header
+from shoal.comm.mesh import Mesh, join
+from shoal.data.loader import ShareLoader
+from shoal.data.seeds import load_random_state, random_state, stream
+from shoal.errors import CheckpointError, UsageError
+from shoal.evaluate import Measures, evaluate
+from shoal.launch.environment import read
+from shoal.strategies import base, parse
+from shoal.strategies.accumulate import Accumulate
+from shoal.strategies.compile import Compile
+from shoal.strategies.precision import LossScale, Precision, unscale
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+def init(
+    strategy: str = "ddp",
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    precision: PrecisionName = "fp32",
+    compile: bool = False,
+    announce: Callable[[str], None] = print,
+) -> Run:
+    """Take this process's place in the world that the launcher made. Collective: every rank calls it first.
+
+    Under `shoal launch`, torchrun, srun or mpirun the place is read from their variables; a plain `python script.py` is
+    a world of one. Sets the current CUDA device where there are GPUs, and seeds torch, Python and NumPy alike on every
+    rank, so that every rank builds the same model.
+
+    Args:
+        strategy: how several ranks train one model, e.g. "ddp"; `shoal launch --strategy` overrides it.
+        seed: from which the order of samples, augmentation and dropout follow.
+        accumulate: parts that each rank's share of a batch is computed in, to save memory.
+        precision: "bf16" and "fp16" run the forward pass under autocast.
+        compile: compile the model with torch.compile.
+        announce: is given what there is to say before the first step; called on rank 0 only.
+
+    Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy.
+    """
+    mesh = join(read(os.environ))
+    chosen = parse(os.environ.get("SHOAL_STRATEGY", strategy))
+    accumulate = int(os.environ.get("SHOAL_ACCUMULATE", accumulate))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    scale = LossScale() if precision == "fp16" else None
+    strategies: list[base.Strategy] = [Precision(precision, scale)]
+    strategies += [Compile()] if compile else []
+    strategies += [chosen, Accumulate(accumulate)]
+    return Run(mesh, strategies, seed, accumulate, scale, announce if mesh.rank == 0 else _silent)
+
+
+class Run:
+    """One training run, seen from one rank. Made by `shoal.init`.
+
+    Attributes:
+        rank, world: this process's number, and how many there are.
+        device: where this rank's model and batches belong.
+        totals: sums over all ranks of the last step: see `shoal.strategies.base`. None before the first.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        strategies: list[base.Strategy],
+        seed: int,
+        accumulate: int,
+        loss_scale: LossScale | None,
+        announce: Callable[[str], None],
+    ) -> None:
+        self.mesh, self.rank, self.world, self.device = mesh, mesh.rank, mesh.size, mesh.device
+        self.totals: Tensor | None = None
+        self._strategies, self._seed, self._accumulate = strategies, seed, accumulate
+        self._loss_scale, self._announce = loss_scale, announce
+        self._part: base.Part | None = None
+        self._optimizer: Optimizer | None = None
+        self._loader: ShareLoader | None = None
+        self._inside = False
+        self._stop = False
+
+    def prepare(
+        self, model: Model, optimizer: AnyOptimizer, loader: DataLoader | None = None
+    ) -> tuple[Model, AnyOptimizer, Any]:
+        """Make model, optimizer and loader those of this rank. Collective.
+
+        The model keeps its class, its parameters' names and its `state_dict`; the optimizer is the same object, bound
+        to what this rank owns; the loader yields this rank's share of every global batch of `loader.batch_size`.
+
+        Raises:
+            UsageError: called twice; an optimizer that does not hold each trainable parameter exactly once; a loader
+                whose batches cannot be shared out.
+            StrategyRefused: the strategy cannot take this model or world.
+        """
+        if self._part is not None:
+            raise UsageError("this run has prepared a model already; call shoal.init() once for each model.")
+        groups = binding.names_in(optimizer, model)
+        shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
+        self._say(model, shared)
+        part = base.cut(base.whole(model), self._strategies, self.mesh)
+        binding.bind(optimizer, groups, part.owned)
+        for parameter in part.owned.values():
+            parameter.register_hook(self._refuse_bare_backward)
+        optimizer.register_step_post_hook(lambda *_: part.gather())
+        # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
+        torch.manual_seed(stream(self._seed, self.rank))
+        self._part, self._optimizer, self._loader = part, optimizer, shared
+        return model, optimizer, shared
+
+    def forward_backward(
+        self, loss_fn: base.LossFunction, model: nn.Module, *batch: Any, measure: base.Measure | None = None
+    ) -> Tensor:
+        """Forward and backward of this rank's share of a global batch. Collective.
+
+        Afterwards `.grad` holds the global means; the optimizer's step comes next.
+
+        Args:
+            loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) where samples weigh differently.
+            model: what `prepare` returned.
+            batch: the model's inputs, then the target: `loss_fn(model(*inputs), target)`.
+            measure: (output, target) -> 1-D tensor of sums over the batch, for `measured`.
+
+        Returns: the global mean loss, a detached scalar on the device: the same on every rank.
+        """
+        part = self._prepared(model)
+        *inputs, target = batch
+        share = None if self._loader is None else self._loader.share
+        if share is None:
+            # Nobody knows the other ranks' rows: the loss counts for itself, and the counts ride with the gradients.
+            loss_fn, rows, global_rows = _counted(loss_fn, _length(target)), 1, 1
+        else:
+            rows, global_rows = share.rows, share.global_rows
+        step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
+        self._inside = True
+        try:
+            loss = part.run(part.forward, step)
+            part.reduce()
+        finally:
+            self._inside = False
+        base.settle(part, loss, global_rows)
+        if self._loss_scale is not None:
+            unscale(part, self._loss_scale)
+        self.totals = loss.totals
+        return loss.totals[base.LOSS_SUM] / loss.totals[base.COUNT]
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        Returns: the norm before, a scalar tensor. Call it between `forward_backward` and `optimizer.step()`.
+        """
+        part = self._prepared()
+        gradients = [p.grad for p in part.owned.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        nn.utils.clip_grads_with_norm_(part.owned.values(), max_norm, norm)
+        return norm
+
+    def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+        """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
+
+        Args:
+            measure: (output, target) -> name -> scalar sum over the batch, e.g. correct predictions.
+            model: prepared or not; it is put into evaluation mode and back.
+            loader: a plain DataLoader; its `batch_size` is what one rank computes at once.
+
+        Returns: the sums, and `samples`.
+        """
+        return evaluate(self.mesh, measure, model, loader, self.move)
+
+    def move(self, batch: Any) -> Any:
+        """A nest of tensors on this rank's device."""
+        if isinstance(batch, Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self.move(value) for key, value in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            return type(batch)(self.move(value) for value in batch)
+        return batch
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; safe in a signal handler. They learn of it with the next step's gradients."""
+        self._stop = True
+
+    def stopping(self) -> bool:
+        """Whether any rank had asked to stop when the last step began: the same answer on every rank.
+
+        Waits for the device; on a GPU ask every few steps.
+        """
+        return self.totals is not None and bool(self.totals[base.STOP] > 0)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model's `state_dict`, under the user's own names, as `torch.save` does. Collective.
+
+        The file is replaced in one piece or not at all. Read it with `torch.load(path, weights_only=True)`.
+        """
+        model = self._prepared().module
+        self.mesh.broadcast_buffers(model)
+        if self.rank == 0:
+            target = Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + ".tmp")
+            with partial.open("wb") as file:
+                torch.save(model.state_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        self.mesh.barrier()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+        """Everything that the rest of the run depends on, as (tensors, info, private). Collective.
+
+        `tensors` are the same on every rank, `info` is made of JSON values, `private` is this rank's random state.
+        Given back to `load_state`, the run goes on bit for bit at the same number of ranks.
+        """
+        part, optimizer = self._prepared(), self._optimizer
+        assert optimizer is not None
+        self.mesh.broadcast_buffers(part.module)
+        tensors = {f"model.{name}": value for name, value in _tensors(part.module).items()}
+        gathered, scalars = binding.optimizer_state(optimizer, part.owned)
+        tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
+        info: dict[str, Any] = {"optimizer": scalars}
+        if self._loader is not None:
+            info["data"] = self._loader.state()
+        if self._loss_scale is not None:
+            info["loss_scale"] = self._loss_scale.state()
+        return tensors, info, random_state(self.device)
+
+    def load_state(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed."""
+        part, optimizer = self._prepared(), self._optimizer
+        assert optimizer is not None
+        part.module.load_state_dict(_below("model.", tensors))
+        binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
+        if self._loader is not None and "data" in info:
+            self._loader.restore(info["data"])
+        if self._loss_scale is not None and "loss_scale" in info:
+            self._loss_scale.load(info["loss_scale"])
+        if private:
+            load_random_state(private)
+
+    def _say(self, model: nn.Module, loader: ShareLoader | None) -> None:
+        if loader is not None:
+            self._announce(header.spell_batch(loader.batch_size, self.world, self._accumulate))
+        for note in header.differences(model, self.world, self._accumulate):
+            self._announce(f"note: {note}")
+
+    def _prepared(self, model: nn.Module | None = None) -> base.Part:
+        if self._part is None:
+            raise UsageError(
+                "no model was prepared. Before the loop: "
+                "model, optimizer, loader = run.prepare(model, optimizer, loader)."
+            )
+        if model is not None and model is not self._part.module:
+            raise UsageError(
+                f"forward_backward was given a {type(model).__name__} that is not the prepared model. Use the one that "
+                "run.prepare returned."
+            )
+        return self._part
+
+    def _refuse_bare_backward(self, _: Tensor) -> None:
+        if not self._inside:
+            raise UsageError(
+                "a bare .backward() reached a prepared model: its gradients would be this rank's alone. Use "
+                "loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and loss.backward()."
+            )
+
+
+def _counted(loss_fn: base.LossFunction, rows: int) -> base.LossFunction:
+    """`loss_fn` as a (sum, count) pair."""
+
+    def counted(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        value = loss_fn(output, target)
+        return value if isinstance(value, tuple) else (value * rows, value.new_full((), rows))
+
+    return counted
+
+
+def _length(target: Any) -> int:
+    if isinstance(target, Mapping):
+        return _length(next(iter(target.values())))
+    return _length(target[0]) if isinstance(target, (tuple, list)) else len(target)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    state = module.state_dict()
+    other = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if other:
+        raise CheckpointError(f"{', '.join(other)}: extra state that is no tensor cannot be saved without pickle.")
+    return state
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _silent(_: str) -> None:
+    """What ranks other than 0 have to say."""
