@@ -1,0 +1,143 @@
+"""The manifest: what a checkpoint consists of, and how to tell that all of it is there.
+
+`manifest.json` is the last file of a checkpoint to be written. It lists every other file with its size and SHA-256,
+and carries the SHA-256 of its own text. A directory without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CheckpointError
+from shoal.train.checkpoint import exact_json
+from shoal.train.checkpoint.durable import why_untrusted, write_durably
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint, as it was when it was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    step: int
+    world: int
+    files: Mapping[str, StoredFile]
+    info: Mapping[str, Any]
+
+    def contents(self) -> dict[str, Any]:
+        """What is written, as JSON values."""
+        files = {name: asdict(stored) for name, stored in self.files.items()}
+        return {"format": FORMAT, "step": self.step, "world": self.world, "files": files, "info": self.info}
+
+    def sha256(self) -> str:
+        """The digest of the contents: equal for equal checkpoints."""
+        return hashlib.sha256(exact_json.to_text(self.contents()).encode()).hexdigest()
+
+
+def step_of(name: str) -> int | None:
+    """12 of "step-00000012"; None of a name that no checkpoint has."""
+    found = CHECKPOINT_NAME.fullmatch(name)
+    return int(found[1]) if found and name == name_of(int(found[1])) else None
+
+
+def name_of(step: int) -> str:
+    """ "step-00000012" of 12."""
+    return f"step-{step:08d}"
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` and wait until it is on the disk."""
+    document = {"contents": manifest.contents(), "sha256": manifest.sha256()}
+    write_durably(directory / FILE_NAME, exact_json.to_text(document) + "\n")
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of a checkpoint; nothing else in the directory is opened.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, altered, of another format, or of another step than its directory.
+    """
+    path = directory / FILE_NAME
+    try:
+        document = exact_json.from_text(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is unreadable ({error})") from None
+    return _parsed(document, path)
+
+
+def problems(directory: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint, one line each; none if it is whole. Reads all of it."""
+    try:
+        if reason := why_untrusted(directory):
+            return [reason]
+        listed = read(directory).files
+        return [*_surplus(directory, listed), *_defects(directory, listed)]
+    except (OSError, CheckpointError) as error:
+        return [str(error)]
+
+
+def _parsed(document: Any, path: Path) -> Manifest:
+    try:
+        contents, sha256 = document["contents"], document["sha256"]
+        if (found := contents["format"]) != FORMAT:
+            raise CheckpointError(f"{path} has format {found!r}; this version of Shoal reads format {FORMAT}")
+        files = {name: StoredFile(**entry) for name, entry in contents["files"].items()}
+        manifest = Manifest(contents["step"], contents["world"], files, contents["info"])
+        actual = manifest.sha256()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no manifest ({type(error).__name__}: {error})") from None
+    if actual != sha256:
+        raise CheckpointError(f"{path} was altered: its SHA-256 should be {sha256} and is {actual}")
+    if manifest.step != step_of(path.parent.name):
+        raise CheckpointError(f"{path} is of step {manifest.step}, which is not what its directory is called")
+    return manifest
+
+
+def _surplus(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
+    names = sorted(set(os.listdir(directory)) - set(listed) - {FILE_NAME})
+    return [f"{directory / name} is not in the manifest" for name in names]
+
+
+def _defects(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
+    if reason := why_untrusted(directory / FILE_NAME):
+        return [reason]
+    return [defect for name, stored in sorted(listed.items()) if (defect := _defect(directory, name, stored))]
+
+
+def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
+    path = directory / name
+    if not LISTED_NAME.fullmatch(name):
+        return f"{directory / FILE_NAME} lists {name!r}, which no checkpoint contains"
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return f"{path} is missing"
+    if reason := why_untrusted(path):
+        return reason
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is no regular file"
+    if status.st_size != stored.size_bytes:
+        return f"{path} should have {stored.size_bytes} bytes and has {status.st_size}"
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if actual == stored.sha256 else f"{path} was altered: SHA-256 {stored.sha256} expected, {actual} found"
