@@ -1,0 +1,215 @@
+"""What this machine has, as plain data: what `shoal doctor` judges. Numbers carry their unit in their name.
+
+torch is imported inside functions only, and whatever cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+
+Facts = dict[str, Any]
+ALL_REDUCE_LIMIT_S = 90
+
+
+def gather() -> dict[str, Facts]:
+    """Every section of facts. Takes seconds: torch is imported, and two ranks really talk to each other."""
+    return {
+        "software": software(),
+        "machine": machine(),
+        "devices": devices(),
+        "communication": communication(),
+        "launch": launch(),
+    }
+
+
+def software() -> Facts:
+    """Versions; of packages that are not installed, None."""
+    packages = ("shoal", "torch", "torchvision", "numpy", "timm", "tensorboard")
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in packages},
+        "torchvision_error": _torchvision_error(),
+        "compiler": shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++"),
+        "python_headers": Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    }
+
+
+def machine() -> Facts:
+    """Cores, memory and limits, those of the container included."""
+    cores_limit, memory_limit_bytes = cgroup_limits()
+    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores_limit": cores_limit,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_limit_bytes": memory_limit_bytes,
+        "shared_memory_bytes": shared.total if shared else None,
+        "shared_memory_free_bytes": shared.free if shared else None,
+        "open_files": _open_files(),
+        "fork": "ranks are forked from one server" if sys.platform == "linux" else "every rank is a new interpreter",
+    }
+
+
+def devices() -> Facts:
+    """GPUs and what the CPU computes well; a fact is missing where torch is."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return {"gpus": []}
+    return {
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "cuda_build": torch.version.cuda,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_half_precision": _half_precision(),
+    }
+
+
+def communication() -> Facts:
+    """torch.distributed's backends, and whether ranks on this machine reach each other."""
+    return {"backends": _backends(), "loopback_error": _loopback_error(), **_all_reduce()}
+
+
+def launch() -> Facts:
+    """Which launcher this very process seems to run under, and which ones there are."""
+    from shoal.launch import environment
+
+    try:
+        place = environment.read(os.environ)
+        decision = {"launcher": place.launcher, "reason": place.reason, "conflict": None}
+    except ShoalError as error:
+        decision = {"launcher": None, "reason": None, "conflict": str(error)}
+    return {**decision, **{program: shutil.which(program) for program in ("srun", "mpirun", "ssh")}}
+
+
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> tuple[float | None, int | None]:
+    """(cores, bytes) that the control groups around this process allow; None for what is not limited."""
+    inner = {names: path for _, names, path in (line.split(":", 2) for line in _read(membership).splitlines())}
+    cores, sizes = [], []
+    for group in _around(root, inner.get("", "/")):
+        cores += [words for words in [_numbers(group / "cpu.max")] if len(words) == 2]
+        sizes += _numbers(group / "memory.max")
+    # Version 1, still found on older clusters, has a tree for each resource, and -1 or a huge number for "no limit".
+    for group in _around(root / "cpu", inner.get("cpu", inner.get("cpu,cpuacct", "/"))):
+        quota, period = _numbers(group / "cpu.cfs_quota_us"), _numbers(group / "cpu.cfs_period_us")
+        cores += [quota + period] if quota and period else []
+    for group in _around(root / "memory", inner.get("memory", "/")):
+        sizes += [size for size in _numbers(group / "memory.limit_in_bytes") if size < 2**60]
+    return min((quota / period for quota, period in cores), default=None), min(sizes, default=None)
+
+
+def all_reduce_of_two() -> None:
+    """What each of the two ranks of the check runs."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    if total.item() != 3.0:
+        raise SystemExit(f"an all-reduce of 1 and 2 gave {total.item()}")
+
+
+def _all_reduce() -> Facts:
+    program = "from shoal.launch import local; from shoal.facts import all_reduce_of_two as two; "
+    command = [sys.executable, "-c", program + "raise SystemExit(local.run(two, (), 2))"]
+    begin = time.monotonic()
+    try:
+        # A process of its own: whatever goes wrong in it, even a hang, is a finding and not our end.
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=ALL_REDUCE_LIMIT_S, check=False
+        )
+        error = None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        error = f"no result after {ALL_REDUCE_LIMIT_S} s"
+    return {"all_reduce_error": error, "all_reduce_s": None if error else round(time.monotonic() - begin, 1)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torchvision_error() -> str | None:
+    try:
+        from shoal.vision import torchvision  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _gpu(index: int) -> Facts:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
+
+
+def _half_precision() -> list[str]:
+    """Which of bf16 and fp16 this CPU has instructions for."""
+    flags = set(_read(Path("/proc/cpuinfo")).partition("flags")[2].partition("\n")[0].split())
+    found = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
+    return [precision for precision, wanted in found.items() if wanted & flags]
+
+
+def _backends() -> list[str]:
+    try:
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        return []
+    if not dist.is_available():
+        return []
+    return [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+
+
+def _loopback_error() -> str | None:
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def _open_files() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _around(root: Path, inner: str) -> list[Path]:
+    """The control group `inner` and those that it lies in, up to the root of the tree."""
+    group = root / inner.lstrip("/")
+    return [path for path in (group, *group.parents) if path.is_relative_to(root)]
+
+
+def _numbers(path: Path) -> list[int]:
+    words = _read(path).split()
+    return [int(word) for word in words] if all(word.isdigit() for word in words) else []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
