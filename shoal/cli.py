@@ -1,0 +1,237 @@
+"""The command line: one verb, one function. torch is imported inside the verbs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shoal.errors import ConfigError, ShoalError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from shoal.config import Settings
+
+EPILOG = """\
+Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
+`shoal config NAME --explain` lists them all with their meaning, value and origin.
+
+  shoal train digits -n 2                       a built-in experiment on two processes
+  shoal train my.yaml --train.batch_size 512    a file of your own
+  shoal launch -n 4 train.py                    your own script
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with a hint where a verb is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one verb and exit with its status: 0, 1 for a failed run, 2 for bad input, 75 for 'run me again'."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words and not words[0].startswith("-") and words[0] not in VERBS:
+            raise UsageError(f"there is no verb '{words[0]}'; {did_you_mean(words[0], VERBS)}")
+        parser = _parser()
+        settings: list[tuple[str, str]] = []
+        if words and words[0] in TAKES_SETTINGS:
+            words, settings = _split_settings(words)
+        options = parser.parse_args(words)
+        if options.verb is None:
+            parser.print_help()
+            raise SystemExit(0)
+        options.settings = settings
+        raise SystemExit(VERBS[options.verb](options))
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, (ConfigError, UsageError)) else 1) from None
+    except BrokenPipeError:
+        # `shoal config digits | head` has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="shoal",
+        description="Train one PyTorch model on many devices, by any strategy, with the numbers of one device.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+
+    def verb(name: str, help: str) -> argparse.ArgumentParser:
+        formatter = argparse.RawDescriptionHelpFormatter
+        return verbs.add_parser(name, help=help, description=help, epilog=EPILOG, formatter_class=formatter)
+
+    train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
+    _job_arguments(train)
+    train.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
+    config = verb("config", "print an experiment's settings")
+    _job_arguments(config)
+    config.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
+    evaluate = verb("eval", "evaluate a run on every validation sample")
+    evaluate.add_argument("run", type=Path, help="run directory")
+    evaluate.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
+    evaluate.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object with top1, top5, loss, samples")
+    plot = verb("plot", "draw the curves of one run, or of several in comparison")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    plot.add_argument(
+        "-o", "--output", type=Path, default=Path("curves.png"), help=".png or .svg (default: curves.png)"
+    )
+    launch = verb("launch", "run your own script on several processes")
+    launch.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
+    launch.add_argument("--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp")
+    launch.add_argument("--accumulate", type=int, help="parts that each rank's share of a batch is computed in")
+    launch.add_argument(
+        "--output", choices=("first", "all"), default="first", help="whose stdout is shown (default: first)"
+    )
+    launch.add_argument("script", help="Python file")
+    launch.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    doctor = verb("doctor", "look at this machine: versions, devices, backends, and what is missing for which strategy")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
+    parser.add_argument("--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE", help="register models, data"
+    )
+
+
+def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
+    own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json"}
+    rest, settings, waiting = [], [], list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in own:
+            rest.append(word)
+            continue
+        if not equals:
+            if not waiting:
+                raise ConfigError([f"flag {name}: a value is missing"])
+            value = waiting.pop(0)
+        settings.append((name.removeprefix("--"), value))
+    return rest, settings
+
+
+def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[str]]:
+    """The job that the words describe, and notes to print before it runs."""
+    from shoal import config
+
+    flags = list(options.settings)
+    if options.imports:
+        flags += [("import", str(Path(file).resolve())) for file in options.imports]
+    if options.cfg is not None:
+        return config.translate(options.cfg, options.source, ranks, flags)
+    if len(options.source) != 1:
+        given = f"there are {len(options.source)}: {' '.join(options.source)}" if options.source else "there is none"
+        raise UsageError(f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}")
+    return config.read(options.source[0], flags), []
+
+
+def _train(options: argparse.Namespace) -> int:
+    from shoal.launch.environment import read
+    from shoal.train.directory import claim
+
+    place = read(_expecting(options.processes))
+    ranks = options.processes or place.world
+    settings, notes = _settings(options, ranks)
+    if place.rank == 0:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    if place.world == 1:
+        claim(settings.job).close()  # said before any process is started; rank 0 takes the lock
+    return _on_ranks(place.world, ranks, "train", (settings.job,))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from shoal.launch.environment import read
+    from shoal.train.directory import job_of
+
+    place = read(_expecting(options.processes))
+    job_of(options.run)  # a wrong directory is said at once
+    arguments = (options.run, options.checkpoint, options.json)
+    return _on_ranks(place.world, options.processes or place.world, "evaluate_run", arguments)
+
+
+def _expecting(processes: int | None) -> dict[str, str]:
+    """The environment, with the number of ranks that was asked for where a launcher has started them already."""
+    if processes is not None and processes < 1:
+        raise UsageError(f"-n {processes}: at least one process is needed")
+    environment = dict(os.environ)
+    if processes is not None and ("RANK" in environment or "SLURM_STEP_ID" in environment):
+        environment["SHOAL_EXPECTED_WORLD"] = str(processes)
+    return environment
+
+
+def _on_ranks(world: int, ranks: int, function: str, arguments: tuple[object, ...]) -> int:
+    """Call a function of shoal.train.entry in every rank: here, or in processes of this machine."""
+    if world == 1 and ranks > 1:
+        from shoal.launch.local import run
+        from shoal.train import entry
+
+        return run(getattr(entry, function), arguments, ranks)
+    from shoal.train import entry
+
+    getattr(entry, function)(*arguments)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    from shoal import config
+
+    settings, notes = _settings(options, 1)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(config.explain(settings) if options.explain else config.to_yaml(settings.job))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from shoal.plot import plot
+
+    plot(options.runs, options.output)
+    print(options.output)
+    return 0
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from shoal.launch.local import run_script
+
+    chosen = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
+    environment = {name: str(value) for name, value in chosen.items() if value is not None}
+    return run_script(options.script, options.arguments, options.processes, environment, options.output)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from shoal import doctor
+
+    report = doctor.examine()
+    print(doctor.to_json(report) if options.json else doctor.render(report))
+    return report.exit_code
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "eval": _evaluate,
+    "config": _config,
+    "plot": _plot,
+    "launch": _launch,
+    "doctor": _doctor,
+}
+TAKES_SETTINGS = ("train", "config")

@@ -1,0 +1,116 @@
+"""From a job to the things that a loop needs. Each is made by the one function that knows how."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from shoal import data, imports, models
+from shoal.config.job import Job
+from shoal.config.job import Model as ModelConfig
+from shoal.data.mixing import mixed
+from shoal.data.source import Source
+from shoal.data.warm_start import WarmStart
+from shoal.errors import ConfigError
+from shoal.train.task import Task
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a job describes, on this rank's device and before any strategy."""
+
+    source: Source
+    task: Task
+    model: nn.Module
+    train_loader: DataLoader
+    validation_loader: DataLoader
+
+
+def build(job: Job, device: torch.device) -> Built:
+    """Raises ConfigError or DataError; nothing has been written or trained by then."""
+    registered = imports.load(job.imports)
+    source = data.load(job.data, job.seed, registered.data)
+    _refuse_what_text_cannot(job, source)
+    task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
+    model = models.build(job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models)
+    model = _placed(job, model, device)
+    return Built(source, task, model, _train_loader(job, source), _validation_loader(job, source))
+
+
+def _placed(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
+    if job.model.weights is not None:
+        _load_weights(model, job.model)
+    if job.model.sync_batchnorm:
+        if device.type != "cuda":
+            raise ConfigError(["model.sync_batchnorm: needs CUDA; on the CPU use a model with GroupNorm."])
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if job.train.precision == "fp64":
+        model = model.double()
+    if job.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_forward_pre_hook(partial(_as_input, job))
+    return model.to(device)
+
+
+def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Inputs in the precision and memory format that the model computes in, in training and in evaluation."""
+    if job.train.precision == "fp64":
+        inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    if job.model.channels_last:
+        inputs = tuple(x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
+    return inputs
+
+
+def _load_weights(model: nn.Module, config: ModelConfig) -> None:
+    """Start from a file. Only tensors are read from it, whatever else it holds."""
+    path = Path(str(config.weights))
+    if not path.is_file():
+        raise ConfigError([f"model.weights: there is no file {path}"])
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError([f"model.weights: {path} is no file of weights alone: {first}"]) from error
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ConfigError([f"model.weights: {path} does not fit {config.name}: {error}"]) from error
+
+
+def _train_loader(job: Job, source: Source) -> DataLoader:
+    dataset: Any = source.train
+    if job.train.mixup or job.train.cutmix:
+        dataset = mixed(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
+    warm = job.train.warm_start
+    sampler: Sampler = (
+        WarmStart(len(dataset), warm.epochs, warm.fraction, job.seed) if warm.epochs else RandomSampler(dataset)
+    )
+    return DataLoader(
+        dataset, job.train.batch_size, sampler=sampler, drop_last=job.train.drop_last, **_worker_arguments(job)
+    )
+
+
+def _validation_loader(job: Job, source: Source) -> DataLoader:
+    return DataLoader(source.validation, job.evaluation.batch_size, **_worker_arguments(job))
+
+
+def _worker_arguments(job: Job) -> dict[str, Any]:
+    workers = job.data.workers
+    return {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "pin_memory": job.data.pin_memory and torch.cuda.is_available(),
+    }
+
+
+def _refuse_what_text_cannot(job: Job, source: Source) -> None:
+    if source.task == "language" and (job.train.mixup or job.train.cutmix):
+        raise ConfigError([f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."])

@@ -1,0 +1,84 @@
+"""The run directory: it holds one experiment, and says so.
+
+runs/digits/
+  config.yaml       the merged configuration; it reproduces the run
+  metrics.jsonl     one JSON object a line
+  tensorboard/      the same, as events
+  checkpoints/      step-00000120/ ..., latest, best
+  curves.png        drawn when the run ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from shoal.config import differences, read, to_yaml
+from shoal.config.job import Job
+from shoal.errors import ConfigError
+
+CONFIG, LOCK = "config.yaml", ".lock"
+
+
+def claim(job: Job) -> IO[str]:
+    """Make `job`'s run directory, or take it up again. One process calls it, before any rank trains.
+
+    Returns: a lock, held until it is closed or the process ends, however it ends.
+    Raises: ConfigError: it holds another experiment, or files that are no run, or a run that is training right now.
+    """
+    directory = Path(job.directory)
+    config = directory / CONFIG
+    if config.exists():
+        _refuse_another_experiment(directory, job)
+    elif directory.exists() and any(path.name != LOCK for path in directory.iterdir()):
+        raise ConfigError([f"{directory} holds files but no {CONFIG}, so it is no run. Choose another --out."])
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _locked(directory)
+        _write_atomically(config, to_yaml(job))
+    except OSError as error:
+        raise ConfigError([f"{directory} cannot be written: {error.strerror}. Choose another --out."]) from error
+    return lock
+
+
+def job_of(directory: Path) -> Job:
+    """The job that `directory` holds. Raises ConfigError when it is no run directory."""
+    if not (directory / CONFIG).is_file():
+        raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
+    return read(directory / CONFIG).job
+
+
+def _refuse_another_experiment(directory: Path, job: Job) -> None:
+    changed = differences(job_of(directory), job)
+    if changed:
+        raise ConfigError(
+            [f"{directory} holds another experiment: {'; '.join(changed)}. Choose another --out, or remove it."]
+        )
+
+
+def _locked(directory: Path) -> IO[str]:
+    """Two runs in one directory would remove each other's checkpoints."""
+    lock = (directory / LOCK).open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        raise ConfigError(
+            [f"{directory} is being trained in by process {holder}. Wait for it, stop it, or choose another --out."]
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,56 @@
+"""The exponential moving average of the weights: smoother than the weights themselves, so evaluated in their place.
+
+      average <- decay * average + (1 - decay) * weights        after every step (Polyak & Juditsky, 1992)
+
+Early on the decay is (1 + steps) / (10 + steps), so that the average does not remember the initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """The average of one model's parameters. Every rank keeps its own; equal weights give equal averages.
+
+    Args: decay: in (0, 1); 0.999 remembers about a thousand steps.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay, self.steps = decay, 0
+        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._average = {name: weight.clone() for name, weight in self._weights.items()}
+
+    def update(self) -> None:
+        """Take in the weights after an optimizer step."""
+        self.steps += 1
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model's parameters are the averages."""
+        own = {name: weight.clone() for name, weight in self._weights.items()}
+        self._copy(self._average)
+        try:
+            yield
+        finally:
+            self._copy(own)
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages under `ema.NAME`, and how many steps they hold."""
+        return {f"ema.{name}": value for name, value in self._average.items()} | {"ema_steps": torch.tensor(self.steps)}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`."""
+        self.steps = int(tensors["ema_steps"])
+        for name, value in self._average.items():
+            value.copy_(tensors[f"ema.{name}"])
+
+    def _copy(self, values: Mapping[str, Tensor]) -> None:
+        for name, weight in self._weights.items():
+            weight.copy_(values[name])

@@ -1,0 +1,46 @@
+"""`shoal eval`: what a checkpoint of a run is worth, measured again."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+import shoal
+from shoal.errors import CheckpointError
+from shoal.train.build import build
+from shoal.train.checkpoint import Checkpoints
+from shoal.train.directory import job_of
+from shoal.train.ema import Ema
+
+
+def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int, dict[str, float | int]]:
+    """Evaluate one checkpoint on every validation sample. Collective.
+
+    Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: the same for any number of ranks.
+    Raises: ConfigError: no run directory. CheckpointError: nothing to evaluate.
+    """
+    job = job_of(directory)
+    run = shoal.init("ddp", seed=job.seed, announce=_silent)
+    built = build(job, run.device)
+    saved = Checkpoints(directory / "checkpoints").load(_report, which=which)
+    if saved is None:
+        raise CheckpointError(f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}")
+    prefix = "model."
+    weights = {n.removeprefix(prefix): value for n, value in saved.tensors.items() if n.startswith(prefix)}
+    built.model.load_state_dict(weights)
+    ema = Ema(built.model, job.train.ema) if job.train.ema else None
+    if ema is not None:
+        ema.load(saved.tensors)
+    with ema.in_place() if ema else nullcontext():
+        sums = run.evaluate(built.task.measures, built.model, built.validation_loader)
+    return run.rank, {**built.task.report(sums), "step": saved.step}
+
+
+def _report(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr)
+
+
+def _silent(_: str) -> None:
+    """An evaluation has no batch to spell out."""

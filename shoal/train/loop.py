@@ -1,0 +1,263 @@
+"""A training run on one rank: build, resume, train, evaluate, save. It knows no strategy.
+
+for each epoch
+    for each global batch        this rank's share of it
+        learning rate            a function of the step
+        run, reduce              run.forward_backward
+        clip
+        step, gather             optimizer.step
+    evaluate                     every sample once
+    save                         after what it measured is known
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.config.job import Job
+from shoal.errors import CheckpointError, ConfigError, ShoalError
+from shoal.plot import plot
+from shoal.strategies.base import MEASURED
+from shoal.train import optimizer as optimizers
+from shoal.train.build import Built, build
+from shoal.train.checkpoint import Checkpoints, newest
+from shoal.train.directory import claim
+from shoal.train.ema import Ema
+from shoal.train.log import Log
+from shoal.train.progress import Progress
+from shoal.train.schedule import factor, set_learning_rate
+from shoal.train.stopwatch import Stopwatch
+
+RUN_ME_AGAIN = 75
+"""Exit status of a run that was told to stop and has saved: EX_TEMPFAIL of sysexits.h."""
+
+
+def train(job: Job) -> None:
+    """Train `job` on this rank, from its newest checkpoint on if there is one. Collective.
+
+    Raises: SystemExit(75): SIGTERM was received and everything is saved; the same command goes on from there.
+    """
+    Training(job).run_all()
+
+
+class Training:
+    """One run on one rank. `step` counts optimizer steps since the very beginning."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        lines: list[str] = []
+        self.run = shoal.init(
+            job.strategy,
+            seed=job.seed,
+            accumulate=job.train.accumulate,
+            precision=job.train.precision,
+            compile=job.model.compile,
+            announce=lines.append,
+        )
+        built = build(job, self.run.device)
+        self.lock = claim(job) if self.run.rank == 0 else None
+        torch.use_deterministic_algorithms(job.train.deterministic)
+        torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
+        self.task, self.validation = built.task, built.validation_loader
+        optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
+        self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
+        self.ema = Ema(self.model, job.train.ema) if job.train.ema else None
+        self.directory = Path(job.directory)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", job.checkpoint.keep)
+        self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
+        self.final: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None
+        self.sums = torch.zeros(MEASURED + 2, dtype=torch.float64, device=self.run.device)
+        self.epoch_steps = self._steps_of_epochs()
+        self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
+        notes: list[str] = []
+        self._resume(notes)
+        self._open(lines, notes, built)
+        self.logged_step, self.logged_s = self.step, self.watch.seconds
+
+    def run_all(self) -> None:
+        """All epochs that are left, and the end."""
+        previous = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
+        try:
+            while self.step < self.total_steps:
+                self._epoch()
+            self._finish()
+        finally:
+            self.progress.close()
+            self.log.close()
+            if self.lock is not None:
+                self.lock.close()
+            signal.signal(signal.SIGTERM, previous)
+
+    def _epoch(self) -> None:
+        epoch = self.loader.epoch
+        steps = self.epoch_steps[epoch]
+        first = self.step - sum(self.epoch_steps[:epoch])
+        self.progress.epoch(epoch + 1, steps, first)
+        stopping = False
+        for index, batch in enumerate(self.loader, start=first):
+            self._step(batch, epoch + index / steps)
+            stopping = self._asked_to_stop()
+            if self.step == self.total_steps or index + 1 == steps:
+                break  # what is due at the end of an epoch comes before a stop
+            if stopping:
+                self._stop()
+            every = self.job.checkpoint.every_steps
+            if every and self.step % every == 0:
+                self._save()
+        ended = self.step == self.total_steps
+        best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
+        if ended or stopping or (epoch + 1) % self.job.checkpoint.every_epochs == 0:
+            self._save(best, must=ended)
+        if stopping and not ended:
+            self._stop()
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        inputs, target = self.run.move(batch)
+        rate = set_learning_rate(self.optimizer, factor(self.job.schedule, epochs, self.step / self.total_steps))
+        self.optimizer.zero_grad()
+        self.run.forward_backward(self.task.loss, self.model, inputs, target, measure=self.task.hits)
+        if self.job.train.clip_norm is not None:
+            self.run.clip_gradients(self.job.train.clip_norm)
+        self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update()
+        self.step += 1
+        assert self.run.totals is not None
+        self.sums += self.run.totals
+        self.progress.step(self.loader.share.global_rows)
+        if self.step % self.job.log.every == 0 or self.step == self.total_steps:
+            self._log(rate)
+
+    def _log(self, rate: float) -> None:
+        """One record of the steps since the last one: the only place where a step waits for the device."""
+        loss, count, _, hits, predictions = self.sums.tolist()
+        self.sums.zero_()
+        seconds = self.watch.seconds
+        samples = (self.step - self.logged_step) * self.job.train.batch_size
+        record = {
+            "step": self.step,
+            "epoch": self.loader.epoch + 1,
+            "sample": self.loader.position,
+            **self.task.training_report(loss / max(count, 1.0), hits, predictions),
+            "lr": rate,
+            "samples_per_s": samples / max(seconds - self.logged_s, 1e-9),
+            "time_s": seconds,
+        }
+        self.log.step(record)
+        self.progress.show(record)
+        self.logged_step, self.logged_s = self.step, seconds
+
+    def _evaluate(self, epoch: int) -> bool:
+        """Measure the model, or its moving average, on every validation sample; whether it is the best so far."""
+        with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
+            sums = self.run.evaluate(self.task.measures, self.model, self.validation)
+        self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
+        self.log.evaluation({**self.final, "time_s": self.watch.seconds})
+        self.progress.evaluation(self.final)
+        better = self.best is None or self.task.score(self.final) > self.task.score(self.best)
+        if better:
+            self.best = self.final
+        return better
+
+    def _save(self, best: bool = False, must: bool = False) -> None:
+        """Save everything. A save that fails is said, and training goes on; the last one must not fail."""
+        tensors, info, private = self.run.state()
+        tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
+        info |= {"step": self.step, "time_s": self.watch.seconds, "final": self.final, "best": self.best}
+        try:
+            with self._pause("saving"):
+                self.checkpoints.save(self.step, tensors, info, private, best)
+            self.saved_step = self.step
+        except CheckpointError as error:
+            if must:
+                raise
+            self.log.note(f"{error}; training goes on")
+
+    def _resume(self, notes: list[str]) -> None:
+        """Go on from the newest good checkpoint, if there is one."""
+        saved = self.checkpoints.load(notes.append) if self.job.checkpoint.resume else None
+        if saved is None:
+            return
+        self.run.load_state(saved.tensors, saved.info, saved.private)
+        if self.ema is not None:
+            self.ema.load(saved.tensors)
+        self.sums.copy_(saved.tensors["sums"])
+        self.step, self.watch = saved.step, Stopwatch(saved.info["time_s"])
+        self.final, self.best = saved.info["final"], saved.info["best"]
+        notes.append(f"resumed from {saved.path}")
+
+    def _open(self, lines: list[str], notes: list[str], built: Built) -> None:
+        """Open what is written and shown, and say what kind of run this is."""
+        first = self.run.rank == 0
+        self.log = Log(self.directory, active=first, tensorboard=self.job.log.tensorboard, resume_step=self.step)
+        self.log.header([*lines, *self._description(built)])
+        for note in notes:
+            self.log.note(note)
+        self.progress = Progress(
+            active=first, epochs=self.job.train.epochs, total_steps=self.total_steps, done_steps=self.step
+        )
+
+    def _description(self, built: Built) -> list[str]:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        rate = optimizers.scaled_rate(self.job.optimizer, self.job.train.batch_size)
+        samples = f"{len(built.source.train):,} samples, {len(built.source.validation):,} to validate"  # type: ignore[arg-type]
+        return [
+            f"{self.job.model.name}, {parameters:,} parameters, on {self.job.data.name}: {samples}",
+            f"{self.job.strategy}, {self.run.device.type}, {self.job.train.precision}; {self.job.optimizer.name}, "
+            f"learning rate {rate:g}; {self.total_steps:,} steps in {self.directory}",
+        ]
+
+    def _steps_of_epochs(self) -> list[int]:
+        steps = [self.loader.batches_in(epoch) for epoch in range(self.job.train.epochs)]
+        if 0 in steps:
+            raise ConfigError(
+                [
+                    f"train.batch_size: {self.job.train.batch_size} is more than the data set holds, and "
+                    "train.drop_last leaves the rest out. Use a smaller batch, or train.drop_last=false."
+                ]
+            )
+        return steps
+
+    def _asked_to_stop(self) -> bool:
+        """The same answer on all ranks. Asking waits for the device, so a GPU is asked now and then only."""
+        return (self.run.device.type == "cpu" or self.step % self.job.log.every == 0) and self.run.stopping()
+
+    def _stop(self) -> None:
+        if self.saved_step != self.step:
+            self._save(must=True)
+        self.log.note(f"stopped at step {self.step}, and saved; the same command goes on from there")
+        raise SystemExit(RUN_ME_AGAIN)
+
+    @contextmanager
+    def _pause(self, doing: str) -> Iterator[None]:
+        """What is not training counts neither as slow training nor as its time."""
+        with self.progress.paused(doing), self.watch.paused():
+            yield
+
+    def _finish(self) -> None:
+        curves = self.directory / "curves.png"
+        if self.run.rank == 0:
+            try:
+                plot([self.directory], curves)
+            except (ShoalError, OSError) as error:
+                self.log.note(f"no curves were drawn: {error}")
+        self.progress.close()
+        self.log.close(
+            {
+                "final": self.final,
+                "best": self.best,
+                "epochs": self.job.train.epochs,
+                "steps": self.step,
+                "time_s": self.watch.seconds,
+                "checkpoint": newest(self.checkpoints.directory) if self.run.rank == 0 else None,
+                "curves": curves,
+            }
+        )
