@@ -1,0 +1,165 @@
+"""Which sample comes when is a function of (seed, epoch, global index) alone."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from shoal.data.loader import ShareLoader
+from shoal.data.seeds import borrowed, load_random_state, random_state, seed_all, stream
+from shoal.data.warm_start import WarmStart
+
+
+class Noisy(Dataset):
+    """Every sample is its index and three draws: torch's, Python's and NumPy's."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(index), torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+def epochs(rank: int = 0, ranks: int = 1, workers: int = 0, count: int = 2, **arguments: object) -> list[list[Tensor]]:
+    """For each global batch of `count` epochs, this rank's rows as (index, draws)."""
+    arguments = {"shuffle": True, **arguments}
+    loader = DataLoader(Noisy(), batch_size=5, num_workers=workers, **arguments)  # type: ignore[arg-type]
+    shared = ShareLoader(loader, rank, ranks, seed=7)
+    found = []
+    for _ in range(count):
+        for index, draws in shared:
+            assert shared.share is not None
+            rows = torch.cat([index.double()[:, None], draws.double()], dim=1)
+            found.append(rows[: shared.share.rows])
+    return found
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_ranks_together_see_the_batches_of_one_rank(ranks: int) -> None:
+    shares = [epochs(rank, ranks) for rank in range(ranks)]
+    assert equal(epochs(), [torch.cat(rows) for rows in zip(*shares, strict=True)])
+
+
+def test_worker_processes_change_nothing() -> None:
+    assert equal(epochs(), epochs(workers=2))
+
+
+def test_every_epoch_has_every_sample_once_in_another_order_with_other_draws() -> None:
+    batches = epochs()
+    first, second = torch.cat(batches[:5]), torch.cat(batches[5:])
+    assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == list(range(23))
+    assert first[:, 0].tolist() != second[:, 0].tolist()
+    assert len(set(first[:, 1].tolist() + second[:, 1].tolist())) == 46
+
+
+def test_fetching_leaves_the_callers_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    epochs()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_position_is_taken_up_by_another_number_of_ranks_without_losing_or_repeating_a_sample() -> None:
+    whole = torch.cat(epochs(count=1))[:, 0].tolist()
+    loaders = [ShareLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 2, seed=7) for rank in range(2)]
+    seen: list[float] = []
+    for (first, _), (second, _) in zip(*loaders, strict=True):
+        seen += [*first.tolist(), *second.tolist()]
+        if len(seen) == 10:
+            state = loaders[0].state()
+            break
+    assert state == {"epoch": 0, "position": 10}
+    resumed = [ShareLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 3, seed=7) for rank in range(3)]
+    for loader in resumed:
+        loader.restore(state)
+    for batches in zip(*resumed, strict=True):
+        for loader, (index, _) in zip(resumed, batches, strict=True):
+            seen += index.tolist()[: loader.share.rows]  # type: ignore[union-attr]
+    assert seen == whole
+
+
+def test_a_position_at_the_end_is_the_start_of_the_next_epoch() -> None:
+    loader = ShareLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
+    loader.restore({"epoch": 1, "position": 23})
+    assert loader.state() == {"epoch": 2, "position": 0}
+    dropping = ShareLoader(DataLoader(Noisy(), batch_size=5, drop_last=True), 0, 1, seed=0)
+    dropping.restore({"epoch": 1, "position": 20})
+    assert dropping.state() == {"epoch": 2, "position": 0}
+
+
+def test_leaving_an_epoch_early_ends_it() -> None:
+    loader = ShareLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
+    for _ in loader:
+        break
+    assert loader.epoch == 1
+    assert len(list(loader)) == 5
+
+
+def test_drop_last_leaves_out_the_smaller_batch() -> None:
+    assert [len(batch) for batch in epochs(count=1, drop_last=True)] == [5, 5, 5, 5]
+
+
+def test_a_users_own_sampler_is_drawn_alike_on_every_rank() -> None:
+    def own() -> WeightedRandomSampler:
+        return WeightedRandomSampler(torch.ones(23).tolist(), 11)
+
+    whole = epochs(sampler=own(), shuffle=None)
+    halves = [epochs(rank, 2, sampler=own(), shuffle=None) for rank in range(2)]
+    assert equal(whole, [torch.cat(rows) for rows in zip(*halves, strict=True)])
+
+
+def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_by_sample() -> None:
+    class Plain(Dataset):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return tensors[0][index], tensors[1][index]
+
+    tensors = torch.randn(9, 2), torch.arange(9)
+    fast, slow = (
+        ShareLoader(DataLoader(dataset, batch_size=4, shuffle=True), 0, 1, seed=0)
+        for dataset in (TensorDataset(*tensors), Plain())
+    )
+    for left, right in zip(fast, slow, strict=True):
+        assert equal(list(left), list(right))
+
+
+def test_a_warm_start_sees_a_fixed_part_and_then_everything() -> None:
+    def sampler() -> WarmStart:
+        return WarmStart(samples=23, epochs=2, fraction=0.4, seed=1)
+
+    loader = ShareLoader(DataLoader(Noisy(), batch_size=5, sampler=sampler()), 0, 1, seed=7)
+    assert [loader.batches_in(epoch) for epoch in range(3)] == [2, 2, 5]
+    seen = [torch.cat([index for index, _ in loader]).tolist() for _ in range(3)]
+    assert sorted(seen[0]) == sorted(seen[1])
+    assert seen[0] != seen[1]
+    assert len(seen[0]) == 9
+    assert sorted(seen[2]) == list(range(23))
+
+
+def test_neighbouring_streams_are_unrelated_and_depend_on_the_order_of_their_names() -> None:
+    seeds = {
+        stream(seed, epoch, index) & 0xFFFFFFFF for seed in range(10) for epoch in range(10) for index in range(10)
+    }
+    assert len(seeds) == 1000
+    assert stream(1, 2) != stream(2, 1)
+
+
+def test_random_state_comes_back_as_it_was() -> None:
+    with borrowed():
+        seed_all(5)
+        random.gauss(0, 1)
+        np.random.randn()
+        saved = random_state(torch.device("cpu"))
+        expected = torch.rand(2).tolist(), random.gauss(0, 1), np.random.randn()
+        load_random_state(saved)
+        assert (torch.rand(2).tolist(), random.gauss(0, 1), np.random.randn()) == expected
