@@ -1,4 +1,4 @@
-"""What the ranks of test_local.py do, and the program that some of its tests start them from."""
+"""What the ranks of test_local.py do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.errors import DataError
-from shoal.launch import environment, local
+from shoal.launch import environment
 from shoal.launch.rank import RUN_AGAIN
 
 
@@ -94,8 +93,8 @@ def saves_when_told(folder: str, parent: int) -> None:
 
 def signals_its_parent(folder: str, parent: int, number: int) -> None:
     atexit.register(note, folder, "exit")
-    meet()
     try:
+        meet()
         if rank() == 0:
             os.kill(parent, number)
         time.sleep(1000)
@@ -115,17 +114,3 @@ def ignores_the_end(folder: str, parent: int) -> None:
 def prints(folder: str) -> None:
     print(f"stdout of {rank()}")
     print(f"stderr of {rank()}", file=sys.stderr)
-
-
-def runs_for_ever(folder: str) -> None:
-    note(folder, "pid", str(os.getpid()))
-    meet()
-    for _ in DataLoader(TensorDataset(torch.zeros(1000)), num_workers=1):
-        note(folder, "ready", f"{sys.stdout.isatty()}")
-        time.sleep(1000)
-
-
-if __name__ == "__main__":  # launched.py FOLDER PROCESSES
-    import launched
-
-    sys.exit(local.run(launched.runs_for_ever, (sys.argv[1],), int(sys.argv[2]), preload=()))

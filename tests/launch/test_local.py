@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import endless
 import launched
 import pytest
 
@@ -30,6 +31,11 @@ def until(condition: Callable[[], object]) -> None:
 
 def notes(folder: Path, name: str) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob(f"{name}.*"))]
+
+
+def ready(folder: Path) -> list[list[str]]:
+    """Process id and whether it has the terminal, of each rank of `endless` that has a data-loader worker by now."""
+    return [path.read_text().split() for path in sorted(folder.glob("*.ready"))]
 
 
 def alive(pids: list[str]) -> list[str]:
@@ -148,7 +154,7 @@ def program(folder: Path, **options: object) -> Iterator[tuple[subprocess.Popen[
         return found
 
     environ = dict([*os.environ.items(), mark.split("=")])
-    command = [sys.executable, str(Path(launched.__file__)), str(folder), "2"]
+    command = [sys.executable, endless.__file__, str(folder)]
     with subprocess.Popen(command, env=environ, start_new_session=True, **options) as process:  # type: ignore[call-overload]
         try:
             yield process, descendants
@@ -160,7 +166,7 @@ def program(folder: Path, **options: object) -> Iterator[tuple[subprocess.Popen[
 
 def test_ctrl_c_on_the_foreground_group_leaves_no_process_and_no_word(tmp_path):
     with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (process, descendants):
-        until(lambda: len(notes(tmp_path, "ready")) == 2)
+        until(lambda: len(ready(tmp_path)) == 2)
         assert len(descendants()) >= 6  # itself, the server, two ranks, two workers
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate()
@@ -179,7 +185,7 @@ def test_ctrl_c_while_torch_is_still_imported_leaves_no_process_and_no_word(tmp_
 
 def test_a_launcher_that_is_killed_takes_ranks_workers_and_server_with_it(tmp_path):
     with program(tmp_path) as (process, descendants):
-        until(lambda: len(notes(tmp_path, "ready")) == 2)
+        until(lambda: len(ready(tmp_path)) == 2)
         process.kill()
         until(lambda: not descendants())
 
@@ -193,8 +199,8 @@ def test_ranks_stop_and_go_on_with_their_launcher_and_rank_0_has_the_terminal(tm
     terminal, inner = pty.openpty()
     with program(tmp_path, stdout=inner, stderr=inner) as (process, _):
         os.close(inner)
-        until(lambda: len(notes(tmp_path, "ready")) == 2)
-        pids = [str(process.pid), *notes(tmp_path, "pid")]
+        until(lambda: len(ready(tmp_path)) == 2)
+        pids = [str(process.pid), *(pid for pid, _ in ready(tmp_path))]
         process.send_signal(signal.SIGTSTP)
         until(lambda: states(pids) == "TTT")
         process.send_signal(signal.SIGCONT)
@@ -202,4 +208,4 @@ def test_ranks_stop_and_go_on_with_their_launcher_and_rank_0_has_the_terminal(tm
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
     os.close(terminal)
-    assert notes(tmp_path, "ready") == ["True", "False"]
+    assert [terminal for _, terminal in ready(tmp_path)] == ["True", "False"]
