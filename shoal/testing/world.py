@@ -9,7 +9,8 @@
 
     assert world.run(3, mean_of_ranks) == [1.0, 1.0, 1.0]
 
-The first world of a process takes seconds more, because its fork server imports torch.
+The first world of a process takes seconds more, because its fork server imports torch. The server ends with the thread
+that started it, so call this from the main thread.
 """
 
 from __future__ import annotations
