@@ -11,8 +11,7 @@ step, and would differ from the undisturbed one. Here every number is summed in 
 Each rank sends 2(n-1)/n of the buffer, as in a ring.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with types.
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucket, which its stubs leave out
 from torch.nn.parallel import DistributedDataParallel
+
+# torch 2.13 renamed it, and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def ordered_mean(tensor: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ def ordered_mean(tensor: Tensor) -> Tensor:
     own = total[0].clone()
     for other in total[1:]:  # [2]
         own += other
-    dist.all_gather_into_tensor(padded, own / ranks)  # [3]
+    _all_gather(padded, own / ranks)  # [3]
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
