@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from shoal.strategies.base import whole
+from shoal.strategies.precision import GROWTH_INTERVAL, LossScale, unscale
+
+
+def test_the_scale_doubles_after_enough_good_steps_and_halves_after_an_overflow() -> None:
+    scale = LossScale(8.0)
+    for _ in range(GROWTH_INTERVAL):
+        scale.update(finite=True)
+    assert scale.scale == 16.0
+    scale.update(finite=False)
+    assert (scale.scale, scale.skipped) == (8.0, 1)
+
+
+def test_the_scale_comes_back_from_its_state() -> None:
+    scale, other = LossScale(4.0), LossScale()
+    scale.update(finite=True)
+    other.load(scale.state())
+    assert other.state() == scale.state()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_gradients_that_overflowed_are_dropped_all_together(bad: float) -> None:
+    part = whole(torch.nn.Linear(2, 2))
+    for parameter in part.owned.values():
+        parameter.grad = torch.full_like(parameter, 8.0)
+    unscale(part, LossScale(4.0))
+    assert all(torch.equal(p.grad, torch.full_like(p, 2.0)) for p in part.owned.values())
+    part.owned["weight"].grad[0, 0] = bad
+    unscale(part, LossScale(4.0))
+    assert all(parameter.grad is None for parameter in part.owned.values())
