@@ -127,7 +127,7 @@ def all_reduce_of_two() -> None:
 
 def _all_reduce() -> Facts:
     program = "from shoal.launch import local; from shoal.facts import all_reduce_of_two as two; "
-    command = [sys.executable, "-c", program + "raise SystemExit(local.run(two, (), 2))"]
+    command = [sys.executable, "-c", program + "raise SystemExit(local.run(two, (), 2, preload=()))"]
     begin = time.monotonic()
     try:
         # A process of its own: whatever goes wrong in it, even a hang, is a finding and not our end.

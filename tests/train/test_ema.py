@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import nn
+
+from shoal.train.ema import Ema
+
+
+def linear(value: float) -> nn.Linear:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, 0.0)
+    return model
+
+
+def test_the_average_follows_its_formula_with_a_shorter_memory_at_first() -> None:
+    model, expected = linear(1.0), 1.0
+    ema = Ema(model, decay=0.5)
+    for step, weight in enumerate([2.0, 3.0, 5.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0], start=1):
+        nn.init.constant_(model.weight, weight)
+        ema.update()
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * weight
+    assert ema.state()["ema.weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_come_back_after_an_evaluation_even_if_it_fails() -> None:
+    model = linear(1.0)
+    ema = Ema(model, decay=0.5)
+    nn.init.constant_(model.weight, 9.0)
+
+    def fail() -> None:
+        with ema.in_place():
+            assert model.weight.item() == 1.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert model.weight.item() == 9.0
+
+
+def test_state_given_back_continues_the_average() -> None:
+    one, other = linear(1.0), linear(1.0)
+    first, second = Ema(one, 0.9), Ema(other, 0.9)
+    nn.init.constant_(one.weight, 3.0)
+    first.update()
+    second.load({name: value.clone() for name, value in first.state().items()})
+    nn.init.constant_(other.weight, 3.0)
+    first.update()
+    second.update()
+    assert torch.equal(first.state()["ema.weight"], second.state()["ema.weight"])
