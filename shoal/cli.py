@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, ShoalError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from shoal.config import Settings
+    from shoal.launch.place import Place
 
 EPILOG = """\
 Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
@@ -73,7 +74,6 @@ def _parser() -> Parser:
 
     train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
     _job_arguments(train)
-    train.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
     config = verb("config", "print an experiment's settings")
     _job_arguments(config)
     config.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
@@ -104,6 +104,7 @@ def _parser() -> Parser:
 
 
 def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
     parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
     parser.add_argument("--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow")
     parser.add_argument(
@@ -145,10 +146,9 @@ def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[s
 
 
 def _train(options: argparse.Namespace) -> int:
-    from shoal.launch.environment import read
     from shoal.train.directory import claim
 
-    place = read(_expecting(options.processes))
+    place = _place(options.processes)
     ranks = options.processes or place.world
     settings, notes = _settings(options, ranks)
     if place.rank == 0:
@@ -160,32 +160,35 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from shoal.launch.environment import read
     from shoal.train.directory import job_of
 
-    place = read(_expecting(options.processes))
+    place = _place(options.processes)
     job_of(options.run)  # a wrong directory is said at once
     arguments = (options.run, options.checkpoint, options.json)
     return _on_ranks(place.world, options.processes or place.world, "evaluate_run", arguments)
 
 
-def _expecting(processes: int | None) -> dict[str, str]:
-    """The environment, with the number of ranks that was asked for where a launcher has started them already."""
+def _place(processes: int | None) -> Place:
+    """This process's place in its world. Where a launcher made the world, it must be of the size that was asked for."""
+    from shoal.launch.environment import read
+
     if processes is not None and processes < 1:
         raise UsageError(f"-n {processes}: at least one process is needed")
-    environment = dict(os.environ)
-    if processes is not None and ("RANK" in environment or "SLURM_STEP_ID" in environment):
-        environment["SHOAL_EXPECTED_WORLD"] = str(processes)
-    return environment
+    place = read(os.environ)
+    if processes is None or place.launcher == "single":
+        return place
+    return read({**os.environ, "SHOAL_EXPECTED_WORLD": str(processes)})
 
 
 def _on_ranks(world: int, ranks: int, function: str, arguments: tuple[object, ...]) -> int:
     """Call a function of shoal.train.entry in every rank: here, or in processes of this machine."""
     if world == 1 and ranks > 1:
         from shoal.launch.local import run
+        from shoal.launch.preload import TRAINING
         from shoal.train import entry
 
-        return run(getattr(entry, function), arguments, ranks)
+        preload = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
+        return run(getattr(entry, function), arguments, ranks, preload=preload)
     from shoal.train import entry
 
     getattr(entry, function)(*arguments)
@@ -195,7 +198,7 @@ def _on_ranks(world: int, ranks: int, function: str, arguments: tuple[object, ..
 def _config(options: argparse.Namespace) -> int:
     from shoal import config
 
-    settings, notes = _settings(options, 1)
+    settings, notes = _settings(options, options.processes or 1)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(config.explain(settings) if options.explain else config.to_yaml(settings.job))

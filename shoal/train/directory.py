@@ -20,6 +20,8 @@ from shoal.config.job import Job
 from shoal.errors import ConfigError
 
 CONFIG, LOCK = "config.yaml", ".lock"
+WORK = ("checkpoints", "metrics.jsonl")
+"""What a run that got as far as training has left; without these there is nothing to lose."""
 
 
 def claim(job: Job) -> IO[str]:
@@ -30,9 +32,9 @@ def claim(job: Job) -> IO[str]:
     """
     directory = Path(job.directory)
     config = directory / CONFIG
-    if config.exists():
+    if config.exists() and any((directory / name).exists() for name in WORK):
         _refuse_another_experiment(directory, job)
-    elif directory.exists() and any(path.name != LOCK for path in directory.iterdir()):
+    elif directory.exists() and any(path.name not in (LOCK, CONFIG) for path in directory.iterdir()):
         raise ConfigError([f"{directory} holds files but no {CONFIG}, so it is no run. Choose another --out."])
     try:
         directory.mkdir(parents=True, exist_ok=True)
