@@ -24,36 +24,38 @@ from torch.nn.parallel import DistributedDataParallel
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def ordered_mean(tensor: Tensor) -> Tensor:
+def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean over all ranks, in place, bit for bit the same wherever in `tensor` a number lies. Collective."""
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size(group)
     flat = tensor.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
     columns = torch.empty_like(padded)
-    dist.all_to_all_single(columns, padded)  # [1]
+    dist.all_to_all_single(columns, padded, group=group)  # [1]
     total = columns.view(ranks, -1)
     own = total[0].clone()
     for other in total[1:]:  # [2]
         own += other
-    _all_gather(padded, own / ranks)  # [3]
+    _all_gather(padded, own / ranks, group=group)  # [3]
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
 def use_ordered_mean(ddp: DistributedDataParallel) -> None:
-    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass."""
+    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective."""
+    # A group of its own: the engine's collectives, in the other thread, must not come between.
+    group = dist.new_group()
     # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ordered-mean")
 
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        worker.submit(_reduce, bucket.buffer(), done)
+        worker.submit(_reduce, bucket.buffer(), group, done)
         return done
 
     ddp.register_comm_hook(None, hook)
 
 
-def _reduce(buffer: Tensor, done: torch.futures.Future[Tensor]) -> None:
+def _reduce(buffer: Tensor, group: dist.ProcessGroup, done: torch.futures.Future[Tensor]) -> None:
     try:
-        done.set_result(ordered_mean(buffer))
+        done.set_result(ordered_mean(buffer, group))
     except RuntimeError as error:  # a peer is gone: the rank must end with this, not wait for ever
         done.set_exception(error)  # type: ignore[arg-type]

@@ -148,6 +148,8 @@ def _worker_loader(fetch: _Fetch, coming: Iterable[Share], loader: DataLoader) -
     if loader.num_workers == 0 and not pin_memory:
         return None
     arguments: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": pin_memory}
+    # Each new iterator draws a seed; drawn from the default generator, it would change the dropout masks that follow.
+    arguments["generator"] = torch.Generator()
     if loader.num_workers:
         for name in ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers"):
             arguments[name] = getattr(loader, name)

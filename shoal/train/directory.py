@@ -28,12 +28,14 @@ def claim(job: Job) -> IO[str]:
     """Make `job`'s run directory, or take it up again. One process calls it, before any rank trains.
 
     Returns: a lock, held until it is closed or the process ends, however it ends.
-    Raises: ConfigError: it holds another experiment, or files that are no run, or a run that is training right now.
+    Raises: ConfigError: it holds another experiment, or files that are no run, or a run that is training right now, or
+        one that shall not be resumed.
     """
     directory = Path(job.directory)
     config = directory / CONFIG
     if config.exists() and any((directory / name).exists() for name in WORK):
         _refuse_another_experiment(directory, job)
+        _refuse_to_start_afresh(directory, job)
     elif directory.exists() and any(path.name not in (LOCK, CONFIG) for path in directory.iterdir()):
         raise ConfigError([f"{directory} holds files but no {CONFIG}, so it is no run. Choose another --out."])
     try:
@@ -60,12 +62,21 @@ def _refuse_another_experiment(directory: Path, job: Job) -> None:
         )
 
 
+def _refuse_to_start_afresh(directory: Path, job: Job) -> None:
+    """Two histories in one directory would take each other's records and checkpoints away."""
+    if not job.checkpoint.resume and any((directory / "checkpoints").glob("step-*")):
+        raise ConfigError(
+            [f"checkpoint.resume: is false, but {directory} holds checkpoints. Choose another --out, or remove it."]
+        )
+
+
 def _locked(directory: Path) -> IO[str]:
     """Two runs in one directory would remove each other's checkpoints."""
     lock = (directory / LOCK).open("a+")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Not flock: data-loader workers would inherit it, and hold it for seconds after a kill of this process.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         lock.seek(0)
         holder = lock.read().strip()
         raise ConfigError(

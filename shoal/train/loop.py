@@ -109,12 +109,11 @@ class Training:
                 break  # what is due at the end of an epoch comes before a stop
             if stopping:
                 self._stop()
-            every = self.job.checkpoint.every_steps
-            if every and self.step % every == 0:
+            if self._is_save_due():
                 self._save()
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
-        if ended or stopping or (epoch + 1) % self.job.checkpoint.every_epochs == 0:
+        if ended or stopping or (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due():
             self._save(best, must=ended)
         if stopping and not ended:
             self._stop()
@@ -181,6 +180,11 @@ class Training:
                 raise
             self.log.note(f"{error}; training goes on")
 
+    def _is_save_due(self) -> bool:
+        """Whether checkpoint.every_steps asks for one now."""
+        every = self.job.checkpoint.every_steps
+        return every is not None and self.step % every == 0
+
     def _resume(self, notes: list[str]) -> None:
         """Go on from the newest good checkpoint, if there is one."""
         saved = self.checkpoints.load(notes.append) if self.job.checkpoint.resume else None
@@ -192,7 +196,16 @@ class Training:
         self.sums.copy_(saved.tensors["sums"])
         self.step, self.watch = saved.step, Stopwatch(saved.info["time_s"])
         self.final, self.best = saved.info["final"], saved.info["best"]
+        if self.best is not None and self.best["step"] == saved.step:
+            # Its save may have been killed after the checkpoint was there and before it was marked.
+            self._mark_best(notes)
         notes.append(f"resumed from {saved.path}")
+
+    def _mark_best(self, notes: list[str]) -> None:
+        try:
+            self.checkpoints.mark_best(self.step)
+        except CheckpointError as error:
+            notes.append(f"{error}; training goes on")
 
     def _open(self, lines: list[str], notes: list[str], built: Built) -> None:
         """Open what is written and shown, and say what kind of run this is."""

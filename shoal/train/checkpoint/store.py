@@ -102,6 +102,15 @@ class Checkpoints:
         on_rank_zero(f"step {step} was saved, but not all that follows was done", lambda: self._tidy_up(path, best))
         return path
 
+    def mark_best(self, step: int) -> None:
+        """Mark a checkpoint that is there as the best one so far, so that it is not pruned. All ranks must call it.
+
+        Raises:
+            CheckpointError: on every rank; the mark could not be written.
+        """
+        name = name_of(step)
+        on_rank_zero(f"{name} was not marked as the best in {self.directory}", lambda: self._mark_best(name))
+
     def load(
         self,
         report: Callable[[str], None],
@@ -172,7 +181,7 @@ class Checkpoints:
         """[7] and [8]: the hints, then what is no longer needed."""
         replace_durably(self.directory / "latest", path.name + "\n")
         if best:
-            replace_durably(self.directory / "best", path.name + "\n")
+            self._mark_best(path.name)
         for name in self._superfluous():
             _remove(self.directory / f"{name}.tmp")
             # A rename first: a kill in the middle leaves rubbish by its name, not a corrupt checkpoint.
@@ -181,6 +190,10 @@ class Checkpoints:
         for entry in os.listdir(self.directory):
             if LEFTOVER_NAME.fullmatch(entry):
                 _remove(self.directory / entry)
+
+    def _mark_best(self, name: str) -> None:
+        if pointed_at(self.directory / "best") != name:
+            replace_durably(self.directory / "best", name + "\n")
 
     def _superfluous(self) -> list[str]:
         """What is older than the newest `keep` that verify, and not the best."""

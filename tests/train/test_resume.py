@@ -1,0 +1,128 @@
+"""The same command again: bit for bit the run that was never stopped; on other numbers of ranks, the same losses."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs
+import torch
+from tiny_jobs import EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, everything, metrics, tiny
+
+from shoal.errors import ConfigError
+from shoal.testing import world
+from shoal.train.checkpoint import Checkpoints, newest
+from shoal.train.loop import RUN_ME_AGAIN
+
+DOUBLE = {**MLP, "train.precision": "fp64"}
+
+
+def stop(ranks: int, *arguments: Any) -> None:
+    """A world whose ranks get a SIGTERM after a step: the next one is their last."""
+    with world.start(ranks, tiny_jobs.is_signalled, *arguments) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path, ranks: int) -> None:
+    world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT))
+    job = tiny(tmp_path / "run", GPT)
+    stop(ranks, job, 5)
+    assert newest(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step-00000006"
+    world.run(ranks, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> None:
+    tiny_jobs.trains(tiny(tmp_path / "undisturbed", EVERYTHING))
+    job = tiny(tmp_path / "run", EVERYTHING)
+    for step in (2, 5, 8):
+        with pytest.raises(SystemExit, match=str(RUN_ME_AGAIN)):
+            tiny_jobs.is_signalled(job, step)
+    tiny_jobs.trains(job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RMSprop", "Rprop"])
+def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> None:
+    settings = {**MLP, "optimizer.name": name, "optimizer.lr": 0.01, "train.epochs": 2}
+    tiny_jobs.trains(tiny(tmp_path / "undisturbed", settings))
+    job = tiny(tmp_path / "run", settings)
+    with pytest.raises(SystemExit, match=str(RUN_ME_AGAIN)):
+        tiny_jobs.is_signalled(job, 5)
+    tiny_jobs.trains(job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+def test_data_loader_workers_change_nothing(tmp_path: Path) -> None:
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "without", GPT))
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "with", GPT, WORKERS))
+    assert_equal_to_the_bit(everything(tmp_path / "with"), everything(tmp_path / "without"))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of an undisturbed run on one rank in float64."""
+    directory = tmp_path_factory.mktemp("one") / "run"
+    tiny_jobs.trains(tiny(directory, DOUBLE))
+    return directory
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+def test_on_another_number_of_ranks_each_remaining_sample_comes_once_and_losses_agree(
+    tmp_path: Path, on_one_rank: Path, before: int, after: int
+) -> None:
+    stop(before, tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen before")), 5)
+    world.run(after, tiny_jobs.trains, tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen after")))
+    first, second = ((tmp_path / f"seen {when}").read_text().split() for when in ("before", "after"))
+    everyone = Counter({str(sample): 1 for sample in range(30)})
+    # Stopped after step 6, the second of an epoch of four: 16 of its 30 samples were seen.
+    assert len(first) == 30 + 16
+    assert Counter(first[30:] + second[:14]) == everyone
+    assert Counter(first[:30]) == Counter(second[14:]) == everyone
+    assert_close(metrics(tmp_path / "run"), metrics(on_one_rank))
+    weights, expected = (weights_of(directory) for directory in (tmp_path / "run", on_one_rank))
+    for name, weight in weights.items():
+        assert (weight - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max()
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Losses to 1e-10; everything else, counts among it, exactly."""
+    assert [record.pop("loss") for record in found] == pytest.approx(
+        [record.pop("loss") for record in expected], rel=1e-10
+    )
+    assert found == expected
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    saved = Checkpoints(directory / "checkpoints").load(pytest.fail)
+    assert saved is not None
+    return {name: value for name, value in saved.tensors.items() if name.startswith("model.")}
+
+
+def test_a_checkpoint_that_is_due_when_an_epoch_ends_is_saved(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", MLP, checkpoint__every_epochs=100, checkpoint__every_steps=4, checkpoint__keep=9)
+    tiny_jobs.trains(job)
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert names == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def test_a_best_checkpoint_that_a_kill_left_unmarked_is_marked_by_the_resume(tmp_path: Path) -> None:
+    world.run(1, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT))
+    job = tiny(tmp_path / "run", GPT)
+    with world.start(1, tiny_jobs.dies_before_marking_the_best, job) as dying:
+        assert dying.wait() == [-9]
+    assert not (tmp_path / "run/checkpoints/best").exists()
+    world.run(1, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+def test_what_is_there_is_never_started_afresh(tmp_path: Path) -> None:
+    tiny_jobs.trains(tiny(tmp_path / "run", MLP))
+    before = tiny_jobs.contents(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: is false, but .*run holds checkpoints"):
+        tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))
+    assert tiny_jobs.contents(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run")
+    tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))

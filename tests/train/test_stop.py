@@ -1,0 +1,91 @@
+"""SIGTERM: all ranks save at the same step and exit with 75, and the same command goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_jobs
+from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
+
+from shoal.config import to_yaml
+from shoal.testing import world
+from shoal.train.checkpoint import newest, read_info
+from shoal.train.loop import RUN_ME_AGAIN
+
+PATIENT = {**MLP, "data.name": "patient"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    world.run(2, tiny_jobs.trains, tiny(directory, PATIENT))
+    return directory
+
+
+def test_a_command_that_is_told_to_stop_saves_exits_with_75_and_goes_on_when_run_again(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    config = tmp_path / "patient.yaml"
+    config.write_text(to_yaml(tiny(tmp_path / "run", PATIENT, data__path=str(tmp_path))))
+    command = [sys.executable, "-m", "shoal.cli", "train", str(config), "-n", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            while len(list(tmp_path.glob("waiting.*"))) < 2:
+                assert running.poll() is None, running.communicate()
+                time.sleep(0.02)
+            running.send_signal(signal.SIGTERM)
+            _, said = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == RUN_ME_AGAIN, said
+    assert "stopped at step 3, and saved; the same command goes on from there" in said
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from" in again.stderr
+    assert "final validation" in again.stdout
+    assert (tmp_path / "run/curves.png").exists()
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
+
+
+@pytest.mark.parametrize(
+    ("rank", "after", "stopped", "position"),
+    [(1, 5, 6, {"epoch": 1, "position": 16}), (0, 7, 8, {"epoch": 2, "position": 0})],
+    ids=["one rank, in the middle of an epoch", "one rank, in the last step of an epoch"],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    tmp_path: Path, undisturbed: Path, rank: int, after: int, stopped: int, position: dict[str, int]
+) -> None:
+    job = tiny(tmp_path / "run", PATIENT)
+    with world.start(2, tiny_jobs.is_signalled, job, after, signal.SIGTERM, rank) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+    saved = newest(tmp_path / "run/checkpoints")
+    assert saved is not None
+    assert saved.name == f"step-{stopped:08d}"
+    assert read_info(saved)["data"] == position
+    world.run(2, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
+
+
+def test_a_signal_in_the_very_last_step_lets_the_run_end(tmp_path: Path, undisturbed: Path) -> None:
+    with world.start(2, tiny_jobs.is_signalled, tiny(tmp_path / "run", PATIENT), 11) as ending:
+        assert ending.wait() == [0, 0]
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
+
+
+def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with world.start(1, stops_on_a_full_disk, tiny(tmp_path / "run", PATIENT)) as stopping:
+        assert stopping.wait() == [1]
+    assert "step 3 was not saved" in stopping.failures[0].text
+
+
+def stops_on_a_full_disk(job: tiny_jobs.Job) -> None:
+    training = tiny_jobs.FillsTheDisk(job, steps=(3,))
+    training.run.request_stop()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    training.run_all()
