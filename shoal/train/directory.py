@@ -77,8 +77,9 @@ def _locked(directory: Path) -> IO[str]:
         # Not flock: data-loader workers would inherit it, and hold it for seconds after a kill of this process.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        lock.seek(0)
-        holder = lock.read().strip()
+        with lock:
+            lock.seek(0)
+            holder = lock.read().strip()
         raise ConfigError(
             [f"{directory} is being trained in by process {holder}. Wait for it, stop it, or choose another --out."]
         ) from None

@@ -27,7 +27,7 @@ from shoal.plot import plot
 from shoal.strategies.base import MEASURED
 from shoal.train import optimizer as optimizers
 from shoal.train.build import Built, build
-from shoal.train.checkpoint import Checkpoints, newest
+from shoal.train.checkpoint import Checkpoints, Saved, newest
 from shoal.train.directory import claim
 from shoal.train.ema import Ema
 from shoal.train.log import Log
@@ -44,7 +44,10 @@ def train(job: Job) -> None:
 
     Raises: SystemExit(75): SIGTERM was received and everything is saved; the same command goes on from there.
     """
-    Training(job).run_all()
+    training = Training(job)
+    with claim(job) if training.run.rank == 0 else nullcontext():
+        training.resume()
+        training.run_all()
 
 
 class Training:
@@ -62,7 +65,6 @@ class Training:
             announce=lines.append,
         )
         built = build(job, self.run.device)
-        self.lock = claim(job) if self.run.rank == 0 else None
         torch.use_deterministic_algorithms(job.train.deterministic)
         torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
         self.task, self.validation = built.task, built.validation_loader
@@ -77,9 +79,16 @@ class Training:
         self.sums = torch.zeros(MEASURED + 2, dtype=torch.float64, device=self.run.device)
         self.epoch_steps = self._steps_of_epochs()
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
+        self.lines = [*lines, *self._description(built)]
+
+    def resume(self) -> None:
+        """Go on from the newest good checkpoint, if there is one; open what is written and shown. Collective."""
         notes: list[str] = []
-        self._resume(notes)
-        self._open(lines, notes, built)
+        saved = self.checkpoints.load(notes.append) if self.job.checkpoint.resume else None
+        if saved is not None:
+            self._load(saved, notes)
+            notes.append(f"resumed from {saved.path}")
+        self._open(notes)
         self.logged_step, self.logged_s = self.step, self.watch.seconds
 
     def run_all(self) -> None:
@@ -92,8 +101,6 @@ class Training:
         finally:
             self.progress.close()
             self.log.close()
-            if self.lock is not None:
-                self.lock.close()
             signal.signal(signal.SIGTERM, previous)
 
     def _epoch(self) -> None:
@@ -185,11 +192,7 @@ class Training:
         every = self.job.checkpoint.every_steps
         return every is not None and self.step % every == 0
 
-    def _resume(self, notes: list[str]) -> None:
-        """Go on from the newest good checkpoint, if there is one."""
-        saved = self.checkpoints.load(notes.append) if self.job.checkpoint.resume else None
-        if saved is None:
-            return
+    def _load(self, saved: Saved, notes: list[str]) -> None:
         self.run.load_state(saved.tensors, saved.info, saved.private)
         if self.ema is not None:
             self.ema.load(saved.tensors)
@@ -199,7 +202,6 @@ class Training:
         if self.best is not None and self.best["step"] == saved.step:
             # Its save may have been killed after the checkpoint was there and before it was marked.
             self._mark_best(notes)
-        notes.append(f"resumed from {saved.path}")
 
     def _mark_best(self, notes: list[str]) -> None:
         try:
@@ -207,11 +209,11 @@ class Training:
         except CheckpointError as error:
             notes.append(f"{error}; training goes on")
 
-    def _open(self, lines: list[str], notes: list[str], built: Built) -> None:
-        """Open what is written and shown, and say what kind of run this is."""
+    def _open(self, notes: list[str]) -> None:
+        """Say what kind of run this is."""
         first = self.run.rank == 0
         self.log = Log(self.directory, active=first, tensorboard=self.job.log.tensorboard, resume_step=self.step)
-        self.log.header([*lines, *self._description(built)])
+        self.log.header(self.lines)
         for note in notes:
             self.log.note(note)
         self.progress = Progress(
@@ -259,7 +261,8 @@ class Training:
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
             try:
-                plot([self.directory], curves)
+                with self._pause("drawing"):
+                    plot([self.directory], curves)
             except (ShoalError, OSError) as error:
                 self.log.note(f"no curves were drawn: {error}")
         self.progress.close()

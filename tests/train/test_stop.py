@@ -1,6 +1,5 @@
 """SIGTERM: all ranks save at the same step and exit with 75, and the same command goes on from there."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,10 +11,12 @@ import tiny_jobs
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.config import to_yaml
+from shoal.config.job import Job
 from shoal.testing import world
 from shoal.train.checkpoint import newest, read_info
 from shoal.train.loop import RUN_ME_AGAIN
 
+SHOAL = str(Path(sys.executable).with_name("shoal"))
 PATIENT = {**MLP, "data.name": "patient"}
 
 
@@ -31,7 +32,7 @@ def test_a_command_that_is_told_to_stop_saves_exits_with_75_and_goes_on_when_run
 ) -> None:
     config = tmp_path / "patient.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", PATIENT, data__path=str(tmp_path))))
-    command = [sys.executable, "-m", "shoal.cli", "train", str(config), "-n", "2"]
+    command = [SHOAL, "train", str(config), "-n", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
             while len(list(tmp_path.glob("waiting.*"))) < 2:
@@ -76,16 +77,13 @@ def test_a_signal_in_the_very_last_step_lets_the_run_end(tmp_path: Path, undistu
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
 
 
-def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with world.start(1, stops_on_a_full_disk, tiny(tmp_path / "run", PATIENT)) as stopping:
-        assert stopping.wait() == [1]
-    assert "step 3 was not saved" in stopping.failures[0].text
-
-
-def stops_on_a_full_disk(job: tiny_jobs.Job) -> None:
-    training = tiny_jobs.FillsTheDisk(job, steps=(3,))
+def is_told_to_stop_on_a_full_disk(job: Job) -> None:
+    training = tiny_jobs.FillsTheDisk(job, steps=(1,))
     training.run.request_stop()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    training.run_all()
+    tiny_jobs.go(training)
+
+
+def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(tmp_path: Path) -> None:
+    with world.start(2, is_told_to_stop_on_a_full_disk, tiny(tmp_path / "run", PATIENT)) as stopping:
+        assert stopping.wait() == [1, 1]
+    assert "the checkpoint of step 1 was not saved" in stopping.failures[0].text

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from shoal.config import read
 from shoal.config.job import Job
 from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
+from shoal.train.directory import claim
 from shoal.train.loop import Training
 
 DATA = Path(__file__).with_name("tiny_data.py")
@@ -92,8 +94,15 @@ class Undrawn(Training):
 def trains(job: Job) -> int:
     """What a rank does: the job, to its end or to exit code 75. Returns its steps."""
     training = Undrawn(job)
-    training.run_all()
+    go(training)
     return training.step
+
+
+def go(training: Training) -> None:
+    """As `shoal.train.loop.train`, with a Training of ours."""
+    with claim(training.job) if training.run.rank == 0 else nullcontext():
+        training.resume()
+        training.run_all()
 
 
 class StopsAfter(Undrawn):
@@ -111,7 +120,7 @@ class StopsAfter(Undrawn):
 
 def is_signalled(job: Job, step: int, number: int = signal.SIGTERM, rank: int | None = None) -> None:
     """What a rank does: the job, with a signal to itself (to `rank` alone, if given) after `step`."""
-    StopsAfter(job, step, number, rank).run_all()
+    go(StopsAfter(job, step, number, rank))
 
 
 class FillsTheDisk(Undrawn):
@@ -133,7 +142,7 @@ class FillsTheDisk(Undrawn):
 
 def fills_the_disk(job: Job, steps: tuple[int, ...]) -> None:
     """What a rank does: the job, on a disk that is full when these steps are saved."""
-    FillsTheDisk(job, steps).run_all()
+    go(FillsTheDisk(job, steps))
 
 
 class Calls:
@@ -166,7 +175,7 @@ def counts_calls(job: Job) -> dict[str, int]:
     """What a rank does: the job, undisturbed. Returns how many calls there were in each part."""
     training, calls = Undrawn(job), Calls()
     sys.setprofile(calls.watch)
-    training.run_all()
+    go(training)
     sys.setprofile(None)
     return calls.counts
 
@@ -176,7 +185,7 @@ def dies(job: Job, rank: int, part: str, point: int) -> None:
     training = Undrawn(job)
     if training.run.rank == rank:
         sys.setprofile(Calls(part, point).watch)
-    training.run_all()
+    go(training)
 
 
 def everything(directory: Path) -> dict[str, Any]:

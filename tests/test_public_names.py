@@ -1,0 +1,14 @@
+import shoal
+
+
+def test_the_public_names_are_these_and_only_these() -> None:
+    assert sorted(shoal.__all__) == ["Checkpoints", "Run", "ShoalError", "init"]
+    assert all(getattr(shoal, name) is not None for name in shoal.__all__)
+
+
+def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
+    public = [name for name in vars(shoal.Run) if not name.startswith("_")]
+    assert sorted(public) == [
+        *("clip_gradients", "evaluate", "forward_backward", "load_state", "move", "prepare", "request_stop"),
+        *("save", "state", "stopping"),
+    ]
