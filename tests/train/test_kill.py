@@ -8,29 +8,30 @@ from typing import Any
 
 import pytest
 import tiny_jobs
-from tiny_jobs import CNN, EVERYTHING, GPT, HALF, MLP, WORKERS, assert_equal_to_the_bit, everything, tiny
+from tiny_jobs import CNN, EVERYTHING, GPT, HALF, WORKERS, assert_equal_to_the_bit, everything, tiny
 
 from shoal.testing import world
 
 SCENES: dict[str, tuple[int, dict[str, Any]]] = {
-    "augmentation, mixup, moving average, warm start": (2, EVERYTHING),
+    "augmented": (2, EVERYTHING),  # and mixup, moving average, warm start, clipping, label smoothing
     "dropout": (2, GPT),
-    "dropout, data-loader workers": (2, {**GPT, **WORKERS}),
-    "fp16 whose loss scale falls": (2, HALF),
-    "accumulation, incomplete batches left out": (2, CNN),
+    "workers": (2, {**GPT, **WORKERS}),
+    "fp16": (2, HALF),
+    "accumulated": (2, CNN),
     "one rank": (1, EVERYTHING),
     "three ranks": (3, GPT),
 }
-# A scene, the part of the run, and the seed from which rank and point are drawn.
-POINTS = [
-    *[("augmentation, mixup, moving average, warm start", part, seed) for part in ("training", "saving") for seed in (1, 2)],
-    *[("dropout", part, seed) for part in ("training", "saving") for seed in (3, 4)],
-    *[("dropout, data-loader workers", part, 5) for part in ("training", "saving")],
-    *[("fp16 whose loss scale falls", part, 6) for part in ("training", "saving")],
-    *[("accumulation, incomplete batches left out", part, 7) for part in ("training", "saving")],
-    *[("one rank", part, 8) for part in ("training", "saving")],
-    *[("three ranks", part, seed) for part in ("training", "saving") for seed in (9, 10)],
-]  # fmt: skip
+# From the seeds follow the rank and the call at which it is killed, once while training and once while saving.
+SEEDS = {
+    "augmented": (1, 2),
+    "dropout": (3, 4),
+    "workers": (5,),
+    "fp16": (6,),
+    "accumulated": (7,),
+    "one rank": (8,),
+    "three ranks": (9, 10),
+}
+POINTS = [(scene, part, seed) for scene in SCENES for part in ("training", "saving") for seed in SEEDS[scene]]
 
 Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
@@ -51,9 +52,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return of
 
 
-def test_there_are_twenty_points_and_half_are_within_saves() -> None:
-    assert [part for _, part, _ in POINTS].count("saving") == 10
+def test_there_are_twenty_points() -> None:
     assert len(set(POINTS)) == 20
+
+
+def test_the_loss_scale_of_fp16_has_something_to_remember(undisturbed: Undisturbed) -> None:
+    assert undisturbed("fp16")[0]["info"]["loss_scale"]["skipped"] > 0
 
 
 @pytest.mark.parametrize(("scene", "part", "seed"), POINTS)
