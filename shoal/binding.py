@@ -30,15 +30,15 @@ def names_in(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     problems = []
     if lost:
         problems.append(
-            f"{_listed(lost)}: trainable, but in no group of the optimizer. Build the optimizer after the last change to "
-            "the model, add them to a group, or freeze them with requires_grad_(False)."
+            f"{_listed(lost)}: trainable, but in no group of the optimizer. Build the optimizer after the last change "
+            "to the model, add them to a group, or freeze them with requires_grad_(False)."
         )
     if twice:
         problems.append(f"{_listed(twice)}: in more than one group of the optimizer; keep one.")
     if strange:
         problems.append(
-            f"{strange} of the optimizer's {len(held)} parameters do not belong to the model. Was the model copied, moved "
-            "or wrapped after the optimizer was built? Build it from the parameters of this model."
+            f"{strange} of the optimizer's {len(held)} parameters do not belong to the model. Was the model copied, "
+            "moved or wrapped after the optimizer was built? Build it from the parameters of this model."
         )
     if problems:
         raise UsageError("\n".join(problems))
@@ -74,7 +74,7 @@ def optimizer_state(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> 
 def load_optimizer_state(
     optimizer: Optimizer, owned: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], scalars: Scalars
 ) -> None:
-    """The inverse of `optimizer_state`; learning rates and the like stay as the optimizer has them."""
+    """The inverse of `optimizer_state`."""
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     for path, tensor in tensors.items():
         name, _, key = path.rpartition(".")
@@ -87,6 +87,20 @@ def load_optimizer_state(
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
     with torch.no_grad():
         optimizer.load_state_dict(state)
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
+    """Learning rate and other plain numbers of each group, which a scheduler may have changed."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, (bool, int, float))}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_group_settings(optimizer: Optimizer, settings: list[dict[str, float | int | bool]]) -> None:
+    """The inverse of `group_settings`."""
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        group.update(saved)
 
 
 def _listed(names: list[str], most: int = 5) -> str:

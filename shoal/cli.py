@@ -26,7 +26,7 @@ Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epo
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with a hint where a verb is misspelt."""
+    """argparse that says what is wrong in two lines."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

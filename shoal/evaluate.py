@@ -10,6 +10,7 @@ rank adds the table up in the same order, so the result does not depend on who c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,15 +39,24 @@ def evaluate(
     batches = list(_batches(loader))
     mine = batches[mesh.rank :: mesh.size]
     mesh.broadcast_buffers(model)
-    training = model.training
-    model.eval()
     rows: list[dict[str, Tensor]] = []
-    with torch.no_grad():
-        for batch in fetched(loader, mine):
+    with torch.no_grad(), _evaluating(model):
+        for share, batch in zip(mine, fetched(loader, mine), strict=True):
             *inputs, target = move(batch)
-            rows.append({"samples": torch.tensor(float(_length(target))), **measure(model(*inputs), target)})
-    model.train(training)
+            rows.append({"samples": torch.tensor(float(share.rows)), **measure(model(*inputs), target)})
     return _total(mesh, rows, len(batches))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module is as it was, frozen BatchNorm too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _total(mesh: Mesh, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
@@ -62,14 +72,11 @@ def _total(mesh: Mesh, rows: list[dict[str, Tensor]], batches: int) -> dict[str,
 
 def _batches(loader: DataLoader) -> Iterator[Share]:
     """The data set in its own order, cut into fixed batches."""
-    if loader.batch_size is None:
-        raise UsageError("evaluation needs DataLoader(dataset, batch_size=...): batches are what ranks take in turn.")
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        raise UsageError(
+            "evaluation needs a plain DataLoader(dataset, batch_size=...): its batches are what ranks take in turn."
+        )
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if samples == 0:
         raise UsageError("there is nothing to evaluate: the data set is empty.")
     return shares(range(samples), 0, 0, loader.batch_size, drop_last=False, rank=0, ranks=1)
-
-
-def _length(target: Any) -> int:
-    first = next(iter(target.values())) if isinstance(target, dict) else target
-    return len(first)

@@ -1,4 +1,4 @@
-"""What is said before the first step: the global batch spelled out, and where the numbers will differ from one device."""
+"""What is said before the first step: the global batch, and where the numbers will differ from one device."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def load(files: Iterable[str]) -> Registered:
 
 
 def _run(path: Path) -> Any:
-    # Under a name of its own, so that data-loader workers can import it again.
+    # Under a name of its own: two files may be called the same, and none may hide a library's module.
     spec = importlib.util.spec_from_file_location(f"shoal_import_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 from shoal import binding, header
 from shoal.comm.mesh import Mesh, join
 from shoal.data.loader import ShareLoader
+from shoal.data.nest import nested
 from shoal.data.seeds import load_random_state, random_state, stream
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.evaluate import Measures, evaluate
 from shoal.launch.environment import read
 from shoal.strategies import base, parse
@@ -65,9 +66,30 @@ def init(
 
     Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy.
     """
+    return begin(
+        os.environ.get("SHOAL_STRATEGY", strategy),
+        seed=seed,
+        accumulate=int(os.environ.get("SHOAL_ACCUMULATE", accumulate)),
+        precision=precision,
+        compile=compile,
+        announce=announce,
+    )
+
+
+def begin(
+    strategy: str,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    precision: PrecisionName = "fp32",
+    compile: bool = False,
+    announce: Callable[[str], None] = print,
+) -> Run:
+    """`init` for a job that has all its settings from elsewhere: nothing is overridden. Collective."""
+    if accumulate < 1:
+        raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
+    chosen = parse(strategy)
     mesh = join(read(os.environ))
-    chosen = parse(os.environ.get("SHOAL_STRATEGY", strategy))
-    accumulate = int(os.environ.get("SHOAL_ACCUMULATE", accumulate))
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -103,6 +125,7 @@ class Run:
         self._part: base.Part | None = None
         self._optimizer: Optimizer | None = None
         self._loader: ShareLoader | None = None
+        self._frozen: dict[str, nn.Parameter] = {}
         self._inside = False
         self._stop = False
 
@@ -121,6 +144,9 @@ class Run:
         """
         if self._part is not None:
             raise UsageError("this run has prepared a model already; call shoal.init() once for each model.")
+        self._refuse_misplaced(model)
+        if loader is None and self._accumulate > 1:
+            raise UsageError("accumulate splits what the loader shares out; prepare a loader, or use accumulate=1.")
         groups = binding.names_in(optimizer, model)
         shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
         self._say(model, shared)
@@ -132,6 +158,7 @@ class Run:
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
         torch.manual_seed(stream(self._seed, self.rank))
         self._part, self._optimizer, self._loader = part, optimizer, shared
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return model, optimizer, shared
 
     def forward_backward(
@@ -157,7 +184,9 @@ class Run:
             loss_fn, rows, global_rows = _counted(loss_fn, _length(target)), 1, 1
         else:
             rows, global_rows = share.rows, share.global_rows
+            _check_rows(batch, rows)
         step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
+        earlier = _take_gradients(part)
         self._inside = True
         try:
             loss = part.run(part.forward, step)
@@ -165,10 +194,12 @@ class Run:
         finally:
             self._inside = False
         base.settle(part, loss, global_rows)
-        if self._loss_scale is not None:
-            unscale(part, self._loss_scale)
+        if self._loss_scale is not None and not unscale(part, self._loss_scale):
+            earlier.clear()  # the whole step is skipped
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.totals = loss.totals
-        return loss.totals[base.LOSS_SUM] / loss.totals[base.COUNT]
+        return loss.totals[base.LOSS_SUM] / base.nonzero_count(loss.totals)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `max_norm`. Collective.
@@ -197,11 +228,7 @@ class Run:
         """A nest of tensors on this rank's device."""
         if isinstance(batch, Tensor):
             return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: self.move(value) for key, value in batch.items()}
-        if isinstance(batch, (tuple, list)):
-            return type(batch)(self.move(value) for value in batch)
-        return batch
+        return nested(batch, self.move)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; safe in a signal handler. They learn of it with the next step's gradients."""
@@ -244,7 +271,7 @@ class Run:
         tensors = {f"model.{name}": value for name, value in _tensors(part.module).items()}
         gathered, scalars = binding.optimizer_state(optimizer, part.owned)
         tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
-        info: dict[str, Any] = {"optimizer": scalars}
+        info: dict[str, Any] = {"optimizer": scalars, "groups": binding.group_settings(optimizer)}
         if self._loader is not None:
             info["data"] = self._loader.state()
         if self._loss_scale is not None:
@@ -257,6 +284,7 @@ class Run:
         assert optimizer is not None
         part.module.load_state_dict(_below("model.", tensors))
         binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
+        binding.load_group_settings(optimizer, info["groups"])
         if self._loader is not None and "data" in info:
             self._loader.restore(info["data"])
         if self._loss_scale is not None and "loss_scale" in info:
@@ -267,6 +295,11 @@ class Run:
     def _say(self, model: nn.Module, loader: ShareLoader | None) -> None:
         if loader is not None:
             self._announce(header.spell_batch(loader.batch_size, self.world, self._accumulate))
+        if self.mesh.place.launcher not in ("single", "shoal"):
+            self._announce(self.mesh.place.describe())
+        if torch.cuda.is_available() and self.device.type == "cpu":
+            ranks, gpus = self.mesh.place.local_world, torch.cuda.device_count()
+            self._announce(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
         for note in header.differences(model, self.world, self._accumulate):
             self._announce(f"note: {note}")
 
@@ -276,6 +309,12 @@ class Run:
                 "no model was prepared. Before the loop: "
                 "model, optimizer, loader = run.prepare(model, optimizer, loader)."
             )
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                f"{', '.join(thawed)}: unfrozen after prepare, so no optimizer steps it. Unfreeze it before "
+                "run.prepare(...), or freeze it again."
+            )
         if model is not None and model is not self._part.module:
             raise UsageError(
                 f"forward_backward was given a {type(model).__name__} that is not the prepared model. Use the one that "
@@ -283,12 +322,46 @@ class Run:
             )
         return self._part
 
+    def _refuse_misplaced(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.device != self.device:
+                raise UsageError(
+                    f"{name} is on {parameter.device}; this rank's device is {self.device}. Call model.to(run.device) "
+                    "before the optimizer is built."
+                )
+
     def _refuse_bare_backward(self, _: Tensor) -> None:
         if not self._inside:
             raise UsageError(
                 "a bare .backward() reached a prepared model: its gradients would be this rank's alone. Use "
                 "loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and loss.backward()."
             )
+
+
+def _take_gradients(part: base.Part) -> dict[nn.Parameter, Tensor]:
+    """Gradients of earlier calls, out of the way of what is done to this call's; none after `zero_grad()`.
+
+    Copies, for they may lie in a bucket that this call will fill again.
+    """
+    earlier = {p: p.grad.clone() for p in part.owned.values() if p.grad is not None}
+    for parameter in earlier:
+        parameter.grad = None
+    return earlier
+
+
+def _check_rows(batch: tuple[Any, ...], rows: int) -> None:
+    """Refuse a batch that is clearly not the one that the loader yielded last.
+
+    Samples may stand in the second dimension, or a batch may be flattened to so many rows each.
+    """
+    tensors = [item for item in batch if isinstance(item, Tensor) and item.dim()]
+    wrong = [t for t in tensors if t.shape[0] % max(rows, 1) and (t.dim() < 2 or t.shape[1] != rows)]
+    if wrong and len(wrong) == len(tensors):
+        raise UsageError(
+            f"forward_backward was given a batch of shape {tuple(wrong[0].shape)}; the loader's last share has "
+            f"{max(rows, 1)} samples. Call it on each batch before the next one is fetched, or prepare without the "
+            "loader for batches of your own."
+        )
 
 
 def _counted(loss_fn: base.LossFunction, rows: int) -> base.LossFunction:

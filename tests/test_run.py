@@ -329,3 +329,124 @@ def test_ddp_refuses_a_model_without_trainable_parameters() -> None:
     model.requires_grad_(False)
     with pytest.raises(StrategyRefused, match="no trainable parameter"):
         quiet().prepare(model, optimizer, loader)
+
+
+def weighed_mean(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights that sum to far less than one."""
+    weights = (1.0 + target.double()) / 100
+    return (F.cross_entropy(output.double(), target, reduction="none") * weights).sum(), weights.sum()
+
+
+def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
+    run = shoal.init(precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    model, optimizer, loader = parts(batch_size=10)
+    prepared = run.prepare(model, optimizer, loader if with_loader else None)
+    x, y = next(iter(prepared[2])) if with_loader else [t[run.rank :: run.world] for t in data().tensors]
+    function = weighed_mean if loss_fn == "weighed" else F.cross_entropy
+    gradients = []
+    for _ in range(2):
+        run.forward_backward(function, model, x, y)
+        gradients.append(model.weight.grad.clone())
+    return gradients
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("loss_fn", ["mean", "weighed"])
+def test_a_second_call_before_the_step_adds_its_gradients(loss_fn: str, precision: str, with_loader: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = data().tensors
+    value = weighed_mean(model(x), y) if loss_fn == "weighed" else F.cross_entropy(model(x), y)
+    (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+    tolerance = 1e-10 if precision == "fp32" else 1e-2
+    for once, twice in world.run(2, two_calls, loss_fn, precision, with_loader):
+        assert torch.allclose(once, model.weight.grad, rtol=tolerance, atol=tolerance / 10)
+        assert torch.allclose(twice, 2 * once, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_a_batch_of_ignored_samples_gives_zeros_and_no_nan() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    loss = run.forward_backward(lambda out, y: (out.sum() * 0, torch.zeros(())), model, x, y)
+    assert loss == 0
+    assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
+
+
+def test_a_distributed_sampler_is_refused_with_the_cure() -> None:
+    from torch.utils.data.distributed import DistributedSampler
+
+    model, optimizer, _ = parts()
+    sampler: DistributedSampler = DistributedSampler(data(), num_replicas=2, rank=0)
+    with pytest.raises(UsageError, match=r"DistributedSampler, which gives every rank other samples.*shuffle=True"):
+        quiet().prepare(model, optimizer, DataLoader(data(), batch_size=2, sampler=sampler))
+
+
+def test_a_batch_that_is_not_the_last_one_of_the_loader_is_refused() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts(batch_size=7))
+    (x, y), _ = list(loader)
+    with pytest.raises(UsageError, match=r"shape \(7, 4\); the loader's last share has 3 samples"):
+        run.forward_backward(F.cross_entropy, model, x, y)
+
+
+def test_a_parameter_unfrozen_after_prepare_is_named() -> None:
+    run = quiet()
+    model, optimizer, loader = parts()
+    model.bias.requires_grad_(False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    model.bias.requires_grad_(True)
+    x, y = next(iter(loader))
+    with pytest.raises(UsageError, match="bias: unfrozen after prepare"):
+        run.forward_backward(F.cross_entropy, model, x, y)
+
+
+def test_accumulation_without_a_loader_is_refused() -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(UsageError, match="accumulate splits what the loader shares out"):
+        shoal.init(accumulate=2, announce=lambda _: None).prepare(model, optimizer)
+
+
+def test_an_evaluation_leaves_every_module_in_the_mode_that_it_had() -> None:
+    run = quiet()
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    model[0].eval()
+    found = run.evaluate(lambda out, y: {"ones": (y >= 0).sum()}, model, DataLoader(data(), batch_size=4))
+    assert found == {"samples": 10.0, "ones": 10.0}
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_a_schedulers_rate_comes_back_with_the_state() -> None:
+    run, again = quiet(), quiet()
+    _, optimizer, _ = run.prepare(*parts())
+    optimizer.param_groups[0]["lr"] = 0.025
+    _, other, _ = again.prepare(*parts())
+    again.load_state(*run.state())
+    assert other.param_groups[0]["lr"] == 0.025
+
+
+def kept_totals() -> list[float]:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    kept = []
+    for x, y in loader:
+        run.forward_backward(F.cross_entropy, model, x, y)
+        kept.append(run.totals)
+    return [totals[1].item() for totals in kept if totals is not None]
+
+
+def test_totals_of_a_step_stay_what_they_were() -> None:
+    assert world.run(2, kept_totals) == [[4.0, 4.0, 2.0]] * 2
+
+
+def own_group_of_another_size() -> None:
+    import os
+
+    os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SHOAL_EXPECTED_WORLD="1")
+    shoal.init()
+
+
+def test_a_process_group_that_contradicts_the_environment_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"process group says rank . of 2, the environment"):
+        world.run(2, own_group_of_another_size)

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.page import circumstances
 from benchmarks.overhead.tasks import RANK_BATCH, Task, cnn, mlp  # before lightning: it makes torchvision importable
 from benchmarks.overhead.candidates import LOOPS, HandWritten, Trainer, fit  # isort: skip
 
@@ -38,9 +39,11 @@ def main() -> None:
     _quiet()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    facts = circumstances(("torch", "shoal", "accelerate", "lightning"))
     result = {
+        "circumstances": facts,
         "difference_after_one_epoch": unlike_the_yardstick(mlp()),
-        "tasks": {task.name: measure(task, options.rounds or task.rounds) for task in (mlp(),)},
+        "tasks": {task.name: measure(task, options.rounds or task.rounds) for task in (mlp(), cnn())},
     }
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import Place
 
 TIMEOUT = timedelta(minutes=30)
@@ -64,7 +65,15 @@ def join(place: Place) -> Mesh:
     """Take this process's place in the world. Collective; a world of one talks to nobody.
 
     A process group that the program itself has set up is used as it is.
+
+    Raises: EnvironmentConflict: that group is another world than the launcher's variables tell of.
     """
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world):
+        raise EnvironmentConflict(
+            f"the program's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, the environment "
+            f"{place.describe()}. Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for it, or let shoal.init() "
+            "make the group."
+        )
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
         if place.master_address is not None:
@@ -84,7 +93,11 @@ def leave() -> None:
 
 def _device(place: Place) -> torch.device:
     """This rank's GPU where there are enough of them for all local ranks, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world:
-        torch.cuda.set_device(place.local_rank)
-        return torch.device("cuda", place.local_rank)
-    return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Slurm and MPI can bind each rank to a GPU of its own, which is then the only one that it sees.
+    bound = count == 1 and place.launcher in ("slurm", "mpi")
+    if not bound and count < place.local_world:
+        return torch.device("cpu")
+    device = torch.device("cuda", 0 if bound else place.local_rank)
+    torch.cuda.set_device(device)
+    return device

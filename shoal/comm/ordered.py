@@ -39,8 +39,13 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
-def use_ordered_mean(ddp: DistributedDataParallel) -> None:
-    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective."""
+def use_ordered_mean(ddp: DistributedDataParallel, failures: list[Exception]) -> None:
+    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective.
+
+    Args:
+        failures: what went wrong is added here; the caller looks after each backward pass. A future of torch's does not
+            carry a Python error through the backward pass.
+    """
     # A group of its own: the engine's collectives, in the other thread, must not come between.
     group = dist.new_group()
     # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
@@ -48,14 +53,17 @@ def use_ordered_mean(ddp: DistributedDataParallel) -> None:
 
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        worker.submit(_reduce, bucket.buffer(), group, done)
+        worker.submit(_reduce, bucket.buffer(), group, done, failures)
         return done
 
     ddp.register_comm_hook(None, hook)
 
 
-def _reduce(buffer: Tensor, group: dist.ProcessGroup, done: torch.futures.Future[Tensor]) -> None:
+def _reduce(
+    buffer: Tensor, group: dist.ProcessGroup, done: torch.futures.Future[Tensor], failures: list[Exception]
+) -> None:
     try:
-        done.set_result(ordered_mean(buffer, group))
-    except RuntimeError as error:  # a peer is gone: the rank must end with this, not wait for ever
-        done.set_exception(error)  # type: ignore[arg-type]
+        ordered_mean(buffer, group)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the backward pass must not wait for ever
+        failures.append(error)
+    done.set_result(buffer)

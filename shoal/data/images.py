@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoal.data.source import Batched
 
-class Images(Dataset):
+
+class Images(Batched):
     """Labelled images without randomness.
 
     Args:

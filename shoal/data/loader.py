@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.seeds import borrowed, seed_all, stream
 from shoal.data.shares import Share, shares
+from shoal.data.source import Batched
 from shoal.errors import UsageError
 
 
@@ -118,7 +120,7 @@ class _Fetch(Dataset):
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
         plain = collate_fn is default_collate
         self.tensors = dataset.tensors if plain and type(dataset) is TensorDataset else None
-        self.batch = getattr(dataset, "batch", None) if plain else None
+        self.batch = dataset.batch if plain and isinstance(dataset, Batched) else None
 
     def __getitem__(self, share: Share) -> Any:
         # Nothing random and nothing to collate: one indexing operation gives the same tensors, many times faster.
@@ -166,6 +168,11 @@ def _refuse_what_cannot_be_shared(loader: DataLoader) -> None:
         raise UsageError(
             f"{type(loader.dataset).__name__} is an IterableDataset: nobody can tell which of its samples belong to "
             "which rank. Give it a length and __getitem__ (a map-style Dataset)."
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise UsageError(
+            "the loader has a DistributedSampler, which gives every rank other samples; Shoal shares out global "
+            "batches itself. Use shuffle=True, or the sampler that the script has on one device."
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from shoal.config.job import Data
-from shoal.data.source import Source
+from shoal.data.source import Batched, Source
 from shoal.errors import DataError
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
@@ -27,7 +26,7 @@ LOCAL_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 VALIDATION_SHARE = 0.05
 
 
-class Windows(Dataset):
+class Windows(Batched):
     """A text cut into windows that do not overlap; the next byte is to be predicted at every place.
 
     Args:

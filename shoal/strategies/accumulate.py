@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.mesh import Mesh
+from shoal.data.nest import nested
 from shoal.errors import UsageError
 from shoal.strategies.base import Batch, Forward, Loss, Part
 
@@ -67,8 +68,4 @@ def cut_rows(value: Any, window: slice, rows: int) -> Any:
                 f"{tuple(value.shape)}. Put the batch dimension first, or use accumulate=1."
             )
         return value[window] if value.dim() else value
-    if isinstance(value, dict):
-        return {key: cut_rows(item, window, rows) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(cut_rows(item, window, rows) for item in value)
-    return value
+    return nested(value, lambda item: cut_rows(item, window, rows))

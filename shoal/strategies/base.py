@@ -140,7 +140,7 @@ def objective(output: Any, batch: Batch) -> Outcome:
         )
     totals = [total.detach(), count, count.new_full((), float(batch.stop))]
     if batch.measure is not None:
-        measured = batch.measure(output, batch.target).to(totals[0].dtype)
+        measured = batch.measure(output, batch.target).detach().to(totals[0].dtype)
         totals.extend((measured if batch.rows else torch.zeros_like(measured)).unbind())
     stacked = torch.stack(totals)
     return Outcome(differentiated, stacked if batch.before is None else stacked + batch.before, weighed)
@@ -161,4 +161,10 @@ def settle(part: Part, loss: Loss, global_rows: int) -> None:
     """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
     gradients = [parameter.grad for parameter in part.owned.values() if parameter.grad is not None]
     if loss.weighed and gradients:
-        torch._foreach_mul_(gradients, global_rows / loss.totals[COUNT].clamp(min=1))
+        torch._foreach_mul_(gradients, global_rows / nonzero_count(loss.totals))
+
+
+def nonzero_count(totals: Tensor) -> Tensor:
+    """The global count; 1 where nothing counted, so that a batch of ignored tokens gives zeros and no NaN."""
+    count = totals[COUNT]
+    return torch.where(count == 0, torch.ones_like(count), count)

@@ -9,7 +9,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
 [1] *Totals ride along.* Loss sum, count and measures of a step are the gradient of one small extra parameter, so the
     gradients' own all-reduce sums them over all ranks: the global loss costs no collective and no synchronisation.
 [2] *The first step looks.* It is taken without the engine, to see which parameters get no gradient and which buffers
-    the forward pass changes; the engine is then built for that. Searching in every step would cost an all-reduce.
+    the forward pass changes; the engine is then built for that. Only a model with such a parameter pays for the search
+    in every step, which is an all-reduce more.
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (`comm/ordered.py`), so that a
     resumed run is the undisturbed one to the last bit.
 """
@@ -68,6 +69,7 @@ class _Engine:
         self.riding = _Riding(part, mesh)
         self.look = _Look(self.riding)
         self.ddp: DistributedDataParallel | None = None
+        self.failures: list[Exception] = []
         # Two ranks add in one order only. With NCCL the order is its own affair.
         self.ordered = mesh.size > 2 and mesh.device.type == "cpu"
 
@@ -85,11 +87,15 @@ class _Engine:
             local = self.part.run(forward, batch)
         if not batch.last:
             return local
+        if self.failures:
+            raise self.failures[0]
         if self.ddp is None:
             self.ddp = self._after_the_first()
         else:
             self._check_reduced(self.ddp)
-        return Loss(self.riding.carried()[: local.totals.numel()], local.weighed)
+        # A copy: the carrier's gradient lies in a bucket, which the next step overwrites.
+        totals = self.riding.carried()[: local.totals.numel()].clone()
+        return Loss(totals, local.weighed)
 
     def _after_the_first(self) -> DistributedDataParallel:
         """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""
@@ -117,7 +123,7 @@ class _Engine:
             **arguments,
         )
         if self.ordered:
-            use_ordered_mean(ddp)
+            use_ordered_mean(ddp, self.failures)
         return ddp
 
     def _check_reduced(self, ddp: DistributedDataParallel) -> None:
@@ -177,7 +183,7 @@ class _Riding(nn.Module):
         if free < 0:
             measured = outcome.totals.numel() - MEASURED
             raise UsageError(f"measure returned {measured} numbers; ddp carries {SLOTS - MEASURED}.")
-        # The mean over ranks of `ranks * total` is the sum, and exact for counts.
+        # The mean over ranks of `ranks * total` is the sum, and exact for counts where the sum is divided at the end.
         totals = nn.functional.pad(outcome.totals.to(self.carrier.dtype) * self.ranks, (0, free))
         return outcome._replace(objective=_Ride.apply(outcome.objective, self.carrier, totals))
 

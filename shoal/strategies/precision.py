@@ -68,14 +68,18 @@ class Precision:
         return replace(part, forward=forward, run=run)
 
 
-def unscale(part: Part, loss_scale: LossScale) -> None:
-    """Divide owned gradients by the scale; drop them all when one is not finite, which makes the step a no-op."""
+def unscale(part: Part, loss_scale: LossScale) -> bool:
+    """Divide owned gradients by the scale; drop them all when one is not finite, which makes the step a no-op.
+
+    Returns: whether they were finite.
+    """
     gradients = [p.grad for p in part.owned.values() if p.grad is not None]
     if not gradients:
-        return
+        return True
     torch._foreach_mul_(gradients, 1.0 / loss_scale.scale)
     finite = bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all())
     if not finite:
         for parameter in part.owned.values():
             parameter.grad = None
     loss_scale.update(finite)
+    return finite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,8 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
     workers = job.data.workers
     return {
         "num_workers": workers,
+        # A data set of an --import file cannot be sent to a fresh interpreter by name; a fork has it.
+        "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
         "persistent_workers": workers > 0,
         "pin_memory": job.data.pin_memory and torch.cuda.is_available(),
     }

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.comm.mesh import Mesh
 
 CONFIG, LOCK = "config.yaml", ".lock"
 WORK = ("checkpoints", "metrics.jsonl")
@@ -36,8 +41,9 @@ def claim(job: Job) -> IO[str]:
     if config.exists() and any((directory / name).exists() for name in WORK):
         _refuse_another_experiment(directory, job)
         _refuse_to_start_afresh(directory, job)
-    elif directory.exists() and any(path.name not in (LOCK, CONFIG) for path in directory.iterdir()):
-        raise ConfigError([f"{directory} holds files but no {CONFIG}, so it is no run. Choose another --out."])
+    elif not config.exists() and (strangers := _strangers(directory)):
+        names = ", ".join(strangers[:3])
+        raise ConfigError([f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another --out."])
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _locked(directory)
@@ -47,11 +53,32 @@ def claim(job: Job) -> IO[str]:
     return lock
 
 
+def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
+    """`claim` by rank 0; where it is refused, every rank says so. Collective. Raises ConfigError."""
+    lock: AbstractContextManager[Any] = nullcontext()
+    problems: Sequence[str] = ()
+    if mesh.rank == 0:
+        try:
+            lock = claim(job)
+        except ConfigError as error:
+            problems = error.problems
+    refused = mesh.broadcast_text("\n".join(problems))
+    if refused:
+        raise ConfigError(refused.split("\n"))
+    return lock
+
+
 def job_of(directory: Path) -> Job:
     """The job that `directory` holds. Raises ConfigError when it is no run directory."""
     if not (directory / CONFIG).is_file():
         raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
     return read(directory / CONFIG).job
+
+
+def _strangers(directory: Path) -> list[str]:
+    """What a run did not put there; a kill may have left a config that was being written."""
+    found = directory.iterdir() if directory.exists() else ()
+    return sorted(path.name for path in found if path.name != LOCK and not path.name.startswith(f"{CONFIG}."))
 
 
 def _refuse_another_experiment(directory: Path, job: Job) -> None:

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-import shoal
 from shoal.errors import CheckpointError
+from shoal.run import begin
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
 from shoal.train.directory import job_of
@@ -18,11 +18,11 @@ from shoal.train.ema import Ema
 def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int, dict[str, float | int]]:
     """Evaluate one checkpoint on every validation sample. Collective.
 
-    Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: the same for any number of ranks.
+    Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: equal for any number of ranks.
     Raises: ConfigError: no run directory. CheckpointError: nothing to evaluate.
     """
     job = job_of(directory)
-    run = shoal.init("ddp", seed=job.seed, announce=_silent)
+    run = begin("ddp", seed=job.seed, announce=_silent)
     built = build(job, run.device)
     saved = Checkpoints(directory / "checkpoints").load(_report, which=which)
     if saved is None:

@@ -12,6 +12,7 @@ for each epoch
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,15 +21,15 @@ from typing import Any
 
 import torch
 
-import shoal
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, ConfigError, ShoalError
 from shoal.plot import plot
+from shoal.run import begin
 from shoal.strategies.base import MEASURED
 from shoal.train import optimizer as optimizers
 from shoal.train.build import Built, build
 from shoal.train.checkpoint import Checkpoints, Saved, newest
-from shoal.train.directory import claim
+from shoal.train.directory import claim_for_all
 from shoal.train.ema import Ema
 from shoal.train.log import Log
 from shoal.train.progress import Progress
@@ -45,7 +46,7 @@ def train(job: Job) -> None:
     Raises: SystemExit(75): SIGTERM was received and everything is saved; the same command goes on from there.
     """
     training = Training(job)
-    with claim(job) if training.run.rank == 0 else nullcontext():
+    with claim_for_all(job, training.run.mesh):
         training.resume()
         training.run_all()
 
@@ -56,7 +57,7 @@ class Training:
     def __init__(self, job: Job) -> None:
         self.job = job
         lines: list[str] = []
-        self.run = shoal.init(
+        self.run = begin(
             job.strategy,
             seed=job.seed,
             accumulate=job.train.accumulate,
@@ -65,6 +66,8 @@ class Training:
             announce=lines.append,
         )
         built = build(job, self.run.device)
+        if job.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(job.train.deterministic)
         torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
         self.task, self.validation = built.task, built.validation_loader
@@ -89,7 +92,7 @@ class Training:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
         self._open(notes)
-        self.logged_step, self.logged_s = self.step, self.watch.seconds
+        self.unlogged_samples, self.logged_s = 0, self.watch.seconds
 
     def run_all(self) -> None:
         """All epochs that are left, and the end."""
@@ -120,7 +123,8 @@ class Training:
                 self._save()
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
-        if ended or stopping or (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due():
+        due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
+        if ended or stopping or best or due:
             self._save(best, must=ended)
         if stopping and not ended:
             self._stop()
@@ -138,6 +142,7 @@ class Training:
         self.step += 1
         assert self.run.totals is not None
         self.sums += self.run.totals
+        self.unlogged_samples += self.loader.share.global_rows
         self.progress.step(self.loader.share.global_rows)
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
             self._log(rate)
@@ -147,19 +152,18 @@ class Training:
         loss, count, _, hits, predictions = self.sums.tolist()
         self.sums.zero_()
         seconds = self.watch.seconds
-        samples = (self.step - self.logged_step) * self.job.train.batch_size
         record = {
             "step": self.step,
             "epoch": self.loader.epoch + 1,
             "sample": self.loader.position,
             **self.task.training_report(loss / max(count, 1.0), hits, predictions),
             "lr": rate,
-            "samples_per_s": samples / max(seconds - self.logged_s, 1e-9),
+            "samples_per_s": self.unlogged_samples / max(seconds - self.logged_s, 1e-9),
             "time_s": seconds,
         }
         self.log.step(record)
         self.progress.show(record)
-        self.logged_step, self.logged_s = self.step, seconds
+        self.unlogged_samples, self.logged_s = 0, seconds
 
     def _evaluate(self, epoch: int) -> bool:
         """Measure the model, or its moving average, on every validation sample; whether it is the best so far."""
@@ -199,13 +203,8 @@ class Training:
         self.sums.copy_(saved.tensors["sums"])
         self.step, self.watch = saved.step, Stopwatch(saved.info["time_s"])
         self.final, self.best = saved.info["final"], saved.info["best"]
-        if self.best is not None and self.best["step"] == saved.step:
-            # Its save may have been killed after the checkpoint was there and before it was marked.
-            self._mark_best(notes)
-
-    def _mark_best(self, notes: list[str]) -> None:
         try:
-            self.checkpoints.mark_best(self.step)
+            self.checkpoints.complete(saved.step, best=self.best is not None and self.best["step"] == saved.step)
         except CheckpointError as error:
             notes.append(f"{error}; training goes on")
 

@@ -28,7 +28,7 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
     kind = _kind(config.name)
     known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
     arguments: dict[str, Any] = {"lr": scaled_rate(config, batch_size), "weight_decay": config.weight_decay}
-    if "momentum" in known:
+    if config.name == "SGD":
         arguments["momentum"] = config.momentum
     if config.nesterov:
         arguments["nesterov"] = True

@@ -1,6 +1,7 @@
 """The same command again: bit for bit the run that was never stopped; on other numbers of ranks, the same losses."""
 
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,15 @@ def test_a_checkpoint_that_is_due_when_an_epoch_ends_is_saved(tmp_path: Path) ->
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
 
 
-def test_a_best_checkpoint_that_a_kill_left_unmarked_is_marked_by_the_resume(tmp_path: Path) -> None:
-    world.run(1, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT))
+@pytest.mark.parametrize(("hint", "step"), [("best", 4), ("latest", 12)])
+def test_what_a_killed_save_left_undone_is_done_by_the_resume(tmp_path: Path, hint: str, step: int) -> None:
+    tiny_jobs.trains(tiny(tmp_path / "undisturbed", GPT))
     job = tiny(tmp_path / "run", GPT)
-    with world.start(1, tiny_jobs.dies_before_marking_the_best, job) as dying:
-        assert dying.wait() == [-9]
-    assert not (tmp_path / "run/checkpoints/best").exists()
-    world.run(1, tiny_jobs.trains, job)
+    with world.start(1, tiny_jobs.dies_before, job, hint, step) as dying:
+        assert dying.wait() == [-signal.SIGKILL]
+    hints = tmp_path / "run/checkpoints"
+    assert not (hints / hint).exists() or str(step) not in (hints / hint).read_text()
+    tiny_jobs.trains(job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from shoal.config import read
 from shoal.config.job import Job
 from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
-from shoal.train.directory import claim
+from shoal.train.directory import claim_for_all
 from shoal.train.loop import Training
 
 DATA = Path(__file__).with_name("tiny_data.py")
@@ -100,7 +99,7 @@ def trains(job: Job) -> int:
 
 def go(training: Training) -> None:
     """As `shoal.train.loop.train`, with a Training of ours."""
-    with claim(training.job) if training.run.rank == 0 else nullcontext():
+    with claim_for_all(training.job, training.run.mesh):
         training.resume()
         training.run_all()
 
@@ -232,12 +231,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def dies_before_marking_the_best(job: Job) -> None:
-    """What a rank does: the job, until rank 0 is killed when a checkpoint is there that is not yet marked as best."""
+def dies_before(job: Job, hint: str, step: int) -> None:
+    """What a rank does: the job, until rank 0 is killed when the checkpoint of `step` is there and its hint is not."""
     replace = os.replace
 
     def deadly(source: Any, target: Any) -> None:
-        if Path(target).name == "best":
+        if Path(target).name == hint and f"{step:08d}" in Path(source).read_text():
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 

@@ -102,14 +102,19 @@ class Checkpoints:
         on_rank_zero(f"step {step} was saved, but not all that follows was done", lambda: self._tidy_up(path, best))
         return path
 
-    def mark_best(self, step: int) -> None:
-        """Mark a checkpoint that is there as the best one so far, so that it is not pruned. All ranks must call it.
+    def complete(self, step: int, best: bool) -> None:
+        """Do what a save that was killed has left undone, once its checkpoint was there. All ranks must call it.
+
+        Args:
+            step: of the newest checkpoint that verifies.
+            best: whether it is the best one so far.
 
         Raises:
-            CheckpointError: on every rank; the mark could not be written.
+            CheckpointError: on every rank; a hint could not be written, or what is superfluous not removed.
         """
-        name = name_of(step)
-        on_rank_zero(f"{name} was not marked as the best in {self.directory}", lambda: self._mark_best(name))
+        path = self.directory / name_of(step)
+        failed = f"not all was done that belongs to the save of step {step}"
+        on_rank_zero(failed, lambda: None if self._is_tidy(path.name, best) else self._tidy_up(path, best))
 
     def load(
         self,
@@ -181,7 +186,7 @@ class Checkpoints:
         """[7] and [8]: the hints, then what is no longer needed."""
         replace_durably(self.directory / "latest", path.name + "\n")
         if best:
-            self._mark_best(path.name)
+            replace_durably(self.directory / "best", path.name + "\n")
         for name in self._superfluous():
             _remove(self.directory / f"{name}.tmp")
             # A rename first: a kill in the middle leaves rubbish by its name, not a corrupt checkpoint.
@@ -191,9 +196,12 @@ class Checkpoints:
             if LEFTOVER_NAME.fullmatch(entry):
                 _remove(self.directory / entry)
 
-    def _mark_best(self, name: str) -> None:
-        if pointed_at(self.directory / "best") != name:
-            replace_durably(self.directory / "best", name + "\n")
+    def _is_tidy(self, name: str, best: bool) -> bool:
+        """Whether nothing is left to do after a save; opens no checkpoint."""
+        marked = pointed_at(self.directory / "best")
+        hints_are_right = pointed_at(self.directory / "latest") == name and (marked == name or not best)
+        left = [entry for entry in os.listdir(self.directory) if LEFTOVER_NAME.fullmatch(entry)]
+        return hints_are_right and not left and set(saved_names(self.directory)[self.keep :]) <= {marked}
 
     def _superfluous(self) -> list[str]:
         """What is older than the newest `keep` that verify, and not the best."""

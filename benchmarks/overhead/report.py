@@ -1,0 +1,56 @@
+"""Turns result.json into the table of README.md and overhead.png. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.page import bars, fill, table, told
+
+HERE = Path(__file__).parent
+YARDSTICK = "hand-written DDP"
+
+
+def main() -> None:
+    result = json.loads((HERE / "result.json").read_text())
+    tasks = {name: spreads(task) for name, task in result["tasks"].items()}
+    text = f"{_rows(result['tasks'], tasks)}\n\n{_same_work(result)}\n\n{told(result['circumstances'])}"
+    fill(HERE / "README.md", text)
+    title = "Time of a step on two CPU processes, hand-written loop = 1 (median, quartiles)"
+    bars(HERE / "overhead.png", title, "ratio", tasks, YARDSTICK)
+    print(text)
+
+
+def spreads(task: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Lower quartile, median and upper quartile of each candidate's ratio to the yardstick in the same round."""
+    yardstick = task["step_s"][YARDSTICK]
+    ratios = {name: [a / b for a, b in zip(times, yardstick, strict=True)] for name, times in task["step_s"].items()}
+    found = {name: tuple(quantiles(values, n=4)) for name, values in ratios.items()}
+    return found  # type: ignore[return-value]  # quantiles of 4 parts are three
+
+
+def _rows(measured: dict[str, Any], tasks: dict[str, dict[str, tuple[float, float, float]]]) -> str:
+    head = ["ratio of step times: median (quartiles)", *(f"{n}, {t['rounds']} rounds" for n, t in measured.items())]
+    rows = []
+    for name in next(iter(tasks.values())):
+        cells = []
+        for task, found in tasks.items():
+            low, middle, high = found[name]
+            step_ms = median(measured[task]["step_s"][name]) * 1e3
+            cells.append(f"1 = {step_ms:.2f} ms" if name == YARDSTICK else f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append([f"**{name}**" if name == "Shoal" else name, *cells])
+    return table(head, rows)
+
+
+def _same_work(result: dict[str, Any]) -> str:
+    furthest = max(result["difference_after_one_epoch"].values())
+    return (
+        f"Same work: after one unshuffled epoch of the MLP, no candidate's parameters are further from the hand-written "
+        f"loop's than {furthest:.1e} of the way that training has moved them."
+    )
+
+
+if __name__ == "__main__":
+    main()
