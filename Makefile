@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-gpu lint clean
+.PHONY: demo test test-slow test-gpu lint bench-overhead bench-launch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
@@ -36,6 +36,9 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.demo
+
+bench-overhead bench-launch: bench-%: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.$*
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -87,6 +87,12 @@ def load_optimizer_state(
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
     with torch.no_grad():
         optimizer.load_state_dict(state)
+    # torch casts floating state to the parameter's dtype; some of it, NAdam's mu_product say, has one of its own.
+    for name, values in by_name.items():
+        held = optimizer.state[owned[name]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:

@@ -216,6 +216,12 @@ def _plot(options: argparse.Namespace) -> int:
 def _launch(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
 
+    place = _place(None)
+    if place.world > 1:
+        raise UsageError(
+            f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
+            f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
+        )
     chosen = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
     environment = {name: str(value) for name, value in chosen.items() if value is not None}
     return run_script(options.script, options.arguments, options.processes, environment, options.output)

@@ -81,26 +81,30 @@ def _innermost(variables: Variables) -> Place:
         return launchers.environment(variables) or launchers.single(variables)
     if place.launcher == "torchrun":
         agents = variables.number("GROUP_WORLD_SIZE") or place.world
-        _check_outer_tasks(variables, agents, launchers.mpi_tasks(variables), launchers.step_tasks(variables))
+        _check_outer_tasks(variables, place, agents, launchers.mpi_tasks(variables), launchers.step_tasks(variables))
         return place
     if place.launcher == "mpi":
-        _check_outer_tasks(variables, place.world, launchers.step_tasks(variables))
+        agents = 1 if launchers.mpirun_is_here(variables) else place.world
+        _check_outer_tasks(variables, place, agents, launchers.step_tasks(variables))
     if place.world == 1 and not variables.problems:  # its one task may be a shell in which something else was set
         return launchers.environment(variables) or launchers.single(variables)
     _check_agreement(variables, place)
     return place
 
 
-def _check_outer_tasks(variables: Variables, agents: int, *outer_tasks: int | None) -> None:
+def _check_outer_tasks(variables: Variables, place: Place, agents: int, *outer_tasks: int | None) -> None:
     """An inner launcher that has only itself, in each of an outer launcher's tasks: several worlds, all of rank 0."""
+    inner, cure = "mpirun", "Start mpirun once, outside of srun"
     for tasks in outer_tasks:
-        if agents == 1 and tasks is not None and tasks > 1:
-            variables.problems.append(
-                f"Each of {tasks} tasks of srun or mpirun has a torchrun or mpirun of its own that knows of no other: "
-                f"that makes {tasks} separate worlds. Give torchrun --nnodes={tasks} and one --rdzv-endpoint for all, "
-                "or leave it out and let Shoal read the tasks. If separate runs are meant, set SHOAL_LAUNCHER=torchrun "
-                "(single for mpirun -n 1)."
-            )
+        if agents != 1 or tasks is None or tasks == 1:
+            continue
+        if place.launcher == "torchrun":
+            inner, cure = "torchrun", f"Give torchrun --nnodes={tasks} and one --rdzv-endpoint for all"
+        variables.problems.append(
+            f"Each of {tasks} tasks of an outer launcher has {inner} of its own, which knows of no other: that makes "
+            f"{tasks} separate worlds. {cure}, or leave {inner} out and let Shoal read the tasks. "
+            f"If separate runs are meant, set SHOAL_LAUNCHER={place.launcher}."
+        )
 
 
 def _check_agreement(variables: Variables, place: Place) -> None:

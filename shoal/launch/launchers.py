@@ -73,25 +73,70 @@ def slurm(variables: Variables) -> Place | None:
     name = f"step {variables.text('SLURM_STEP_ID')} of Slurm job {variables.text('SLURM_JOB_ID', 'SLURM_JOBID')}"
     if world == 1:
         return Place(0, 1, 0, 1, "slurm", None, None, name)
-    tasks = variables.needed("SLURM_STEP_TASKS_PER_NODE", counts)
-    node = variables.needed_number("SLURM_NODEID") if tasks and len(tasks) > 1 else 0
-    if tasks and (sum(tasks) != world or node >= len(tasks)):
-        given = f"SLURM_STEP_TASKS_PER_NODE={variables.text('SLURM_STEP_TASKS_PER_NODE')}"
-        variables.problems.append(f"{given} does not fit a step of {world} tasks and SLURM_NODEID={node}.")
-    local_world = tasks[node] if tasks and node < len(tasks) else world
-    host = LOOPBACK if local_world == world else variables.needed("SLURM_STEP_NODELIST", first_host)
     rank, local_rank = variables.needed_number("SLURM_PROCID"), variables.needed_number("SLURM_LOCALID")
+    local_world = _tasks_here(variables, world)
+    if not variables.problems:  # else the numbers may be stand-ins
+        _check_step(variables, world, local_world)
+    host = LOOPBACK if local_world == world else _host_of_rank_0(variables)
     return Place(rank, world, local_rank, local_world, "slurm", *_meeting(variables, host, name), name)
 
 
+def _tasks_here(variables: Variables, world: int) -> int:
+    tasks = variables.needed("SLURM_STEP_TASKS_PER_NODE", counts)
+    if not tasks:
+        return world
+    node = variables.needed_number("SLURM_NODEID") if len(tasks) > 1 else 0
+    if sum(tasks) == world and node < len(tasks):
+        return tasks[node]
+    given = f"SLURM_STEP_TASKS_PER_NODE={variables.text('SLURM_STEP_TASKS_PER_NODE')}"
+    variables.problems.append(f"{given} does not fit a step of {world} tasks and SLURM_NODEID={node}.")
+    return world
+
+
+def _check_step(variables: Variables, world: int, local_world: int) -> None:
+    """SLURM_STEP_ variables reach the script of an sbatch from the step in which that was called, and are wrong there.
+
+    SLURM_NTASKS and SLURM_GTIDS, the ranks on this machine, are set anew for every script and every step.
+    """
+    tasks, ranks_here = variables.number("SLURM_NTASKS"), variables.text("SLURM_GTIDS")
+    if tasks in (None, world) and (ranks_here is None or len(ranks_here.split(",")) == local_world):
+        return
+    variables.problems.append(
+        f"The SLURM_STEP_ variables tell of {local_world} tasks here and {world} in all, SLURM_GTIDS={ranks_here} and "
+        f"SLURM_NTASKS={tasks} of others: they were left over from the step in which this job was submitted. "
+        "Put `unset SLURM_STEP_ID SLURM_STEPID` at the top of the job's script."
+    )
+
+
+def _host_of_rank_0(variables: Variables) -> str | None:
+    """The step's first host. Lists of hosts are sorted, though, so that other orders of tasks cannot be told."""
+    has_own_order = variables.text("SLURM_DISTRIBUTION") == "arbitrary" or variables.has("SLURM_HET_SIZE")
+    if has_own_order and not variables.has("MASTER_ADDR"):
+        variables.problems.append(
+            "MASTER_ADDR is missing, and rank 0 may be on any machine of a heterogeneous job or of "
+            "--distribution=arbitrary. Name its machine: MASTER_ADDR=HOST srun ..."
+        )
+    return variables.needed("SLURM_STEP_NODELIST", first_host)
+
+
 def step_tasks(variables: Variables) -> int | None:
-    """How many tasks the Slurm step has that this process belongs to; None where it belongs to none."""
-    return variables.number(*STEP_TASKS) if _is_in_step(variables) else None
+    """How many tasks the Slurm step has that this process belongs to; None where it belongs to none.
+
+    The step that mpirun starts to have a daemon on every node does not count: its tasks are no programs of the user.
+    """
+    is_of_daemons = mpirun_is_here(variables) is False
+    return variables.number(*STEP_TASKS) if _is_in_step(variables) and not is_of_daemons else None
 
 
 def mpi_tasks(variables: Variables) -> int | None:
     """How many ranks mpirun has started; None where it started this process in no way."""
     return variables.number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def mpirun_is_here(variables: Variables) -> bool | None:
+    """Whether this process is a child of mpirun itself or of one of its daemons; None where that cannot be told."""
+    parent, head = variables.text("OMPI_MCA_orte_local_daemon_uri"), variables.text("OMPI_MCA_orte_hnp_uri")
+    return None if parent is None else parent == head
 
 
 def _is_in_step(variables: Variables) -> bool:

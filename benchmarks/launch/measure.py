@@ -1,0 +1,64 @@
+"""Seconds from the command to the first all-reduce and to the first step on all ranks. Run it by `make bench-launch`.
+
+    round 1   1 rank: mpirun  shoal  torchrun  accelerate    2 ranks: torchrun  mpirun ...    the order is drawn anew
+    round 2   ...
+
+One command runs at a time. The first round is not counted: it brings files into memory, for all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.launch.launchers import Command, installed
+from benchmarks.page import circumstances
+
+RESULT = Path(__file__).with_name("result.json")
+LIMIT_S = 180
+
+Times = dict[str, dict[str, list[list[float]]]]
+"""Launcher -> number of ranks -> (all-reduce, step) of every round, in seconds."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    facts = circumstances(("torch", "shoal", "accelerate"))
+    launchers, chance = installed(), random.Random(0)
+    times_s: Times = {name: {str(ranks): [] for ranks in options.ranks} for name in launchers}
+    for counted in [False] + [True] * options.rounds:
+        for ranks in options.ranks if counted else options.ranks[:1]:
+            for name in chance.sample(list(launchers), len(launchers)):
+                with tempfile.TemporaryDirectory() as folder:
+                    seconds = timed(launchers[name](ranks, Path(folder)), ranks, Path(folder))
+                if counted:
+                    times_s[name][str(ranks)].append(seconds)
+    options.out.write_text(json.dumps({"circumstances": facts, "times_s": times_s}, indent=1) + "\n")
+
+
+def timed(command: Command, ranks: int, folder: Path) -> list[float]:
+    """Run one command; seconds until the last rank's first all-reduce and first step had ended."""
+    words, variables = command
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    started_s = time.monotonic()
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
+    notes = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
+    if [note["world"] for note in notes] != [ranks] * ranks:
+        raise SystemExit(f"{' '.join(words)} made worlds of {[note['world'] for note in notes]} ranks, not {ranks}")
+    return [max(note[mark] for note in notes) - started_s for mark in ("all_reduce_s", "step_s")]
+
+
+if __name__ == "__main__":
+    main()
