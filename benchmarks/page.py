@@ -53,9 +53,10 @@ def bars(
     for axes, (group, values) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True):
         names = list(values)[::-1]
         low, middle, high = zip(*(values[name] for name in names), strict=True)
-        spread = [[m - l for m, l in zip(middle, low, strict=True)], [h - m for m, h in zip(middle, high, strict=True)]]
+        below = [b - a for a, b in zip(low, middle, strict=True)]
+        above = [b - a for a, b in zip(middle, high, strict=True)]
         colours = [{"Shoal": OURS, yardstick: YARDSTICK}.get(name, OTHERS) for name in names]
-        drawn = axes.barh(names, middle, xerr=spread, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
+        drawn = axes.barh(names, middle, xerr=[below, above], color=colours, error_kw={"elinewidth": 1, "capsize": 3})
         axes.bar_label(drawn, [f"{value:.2f}" for value in middle], label_type="center", color="white")
         axes.set_title(group, fontsize=10)
         axes.set_xlabel(unit)

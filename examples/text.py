@@ -3,7 +3,7 @@
     python examples/text.py                            one process
     shoal launch -n 2 examples/text.py                 two; the same losses
 
-Sentences of different length in one batch would weigh their tokens wrongly if each rank took a mean of its own: the loss
+Sentences of different length in one batch would weigh their tokens wrongly if each rank took its own mean: the loss
 below returns a sum and a count, and the gradients are divided by the count of all ranks.
 """
 

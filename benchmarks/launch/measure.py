@@ -52,9 +52,11 @@ def timed(command: Command, ranks: int, folder: Path) -> list[float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     started_s = time.monotonic()
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    if ended.returncode:
+    # What counts is in the notes. The exit code does not: some ranks of torch 2.13 abort while they leave, seen once in
+    # a hundred runs under mpirun.
+    notes = [json.loads(note.read_text()) for rank in range(ranks) if (note := folder / str(rank)).exists()]
+    if len(notes) < ranks:
         raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
-    notes = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
     if [note["world"] for note in notes] != [ranks] * ranks:
         raise SystemExit(f"{' '.join(words)} made worlds of {[note['world'] for note in notes]} ranks, not {ranks}")
     return [max(note[mark] for note in notes) - started_s for mark in ("all_reduce_s", "step_s")]

@@ -126,6 +126,14 @@ def fit(module: Trainer, task: Task, ranks: int, epochs: int, shuffle: bool) -> 
     """Train with everything switched off that costs time and can be."""
     # Without a sampler of our own, Lightning puts in one that shuffles, whatever the loader says.
     sampler = DistributedSampler(task.dataset, shuffle=shuffle)
-    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = lightning.Trainer(accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=epochs, **off)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(module, DataLoader(task.dataset, RANK_BATCH, sampler=sampler, drop_last=True))

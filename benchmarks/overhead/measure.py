@@ -13,18 +13,17 @@ import argparse
 import gc
 import json
 import logging
-import os
 import random
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.page import circumstances
 from benchmarks.overhead.tasks import RANK_BATCH, Task, cnn, mlp  # before lightning: it makes torchvision importable
+from benchmarks.page import circumstances
+
 from benchmarks.overhead.candidates import LOOPS, HandWritten, Trainer, fit  # isort: skip
 
 RESULT = Path(__file__).with_name("result.json")

@@ -47,8 +47,8 @@ def _rows(measured: dict[str, Any], tasks: dict[str, dict[str, tuple[float, floa
 def _same_work(result: dict[str, Any]) -> str:
     furthest = max(result["difference_after_one_epoch"].values())
     return (
-        f"Same work: after one unshuffled epoch of the MLP, no candidate's parameters are further from the hand-written "
-        f"loop's than {furthest:.1e} of the way that training has moved them."
+        f"Same work: after one unshuffled epoch of the MLP, no candidate's parameters are further from the "
+        f"hand-written loop's than {furthest:.1e} of the way that training has moved them."
     )
 
 

@@ -18,11 +18,12 @@ first that is there decides:
 
 Where ranks meet: MASTER_ADDR and MASTER_PORT are taken where they are set. Else it is the first host of the step,
 or 127.0.0.1 where all ranks are on one machine, at a port that follows from the job's id, outside the range from which
-systems hand out ports.
+systems hand out ports. Where rank 0 need not be on the first host, or there is no list of hosts, MASTER_ADDR is needed.
 
 Refused, with all that is wrong at once: numbers that are none; a rank outside its world; variables that are missing;
-in every task of a step a torchrun or mpirun of its own, which would be several worlds; RANK or WORLD_SIZE that say
-something else than mpirun or the step; a world that is not SHOAL_EXPECTED_WORLD.
+in every task of a step a torchrun or mpirun of its own, which would be several worlds; a step's variables that were
+left over in the script of another job; RANK or WORLD_SIZE that say something else than mpirun or the step; a world
+that is not SHOAL_EXPECTED_WORLD.
 
 SHOAL_LAUNCHER=single, torchrun, mpi, slurm or environment overrides the order and asks only that one.
 """

@@ -102,8 +102,8 @@ def _check_step(variables: Variables, world: int, local_world: int) -> None:
     if tasks in (None, world) and (ranks_here is None or len(ranks_here.split(",")) == local_world):
         return
     variables.problems.append(
-        f"The SLURM_STEP_ variables tell of {local_world} tasks here and {world} in all, SLURM_GTIDS={ranks_here} and "
-        f"SLURM_NTASKS={tasks} of others: they were left over from the step in which this job was submitted. "
+        f"The SLURM_STEP_ variables tell of {world} tasks, {local_world} of them here, but SLURM_NTASKS={tasks} and "
+        f"SLURM_GTIDS={ranks_here} of others: they were left over from the step in which this job was submitted. "
         "Put `unset SLURM_STEP_ID SLURM_STEPID` at the top of the job's script."
     )
 

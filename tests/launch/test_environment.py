@@ -1,8 +1,8 @@
-"""Variable sets as the launchers set them (Slurm 22 and 24, Open MPI 4 and 5, MPICH, Intel MPI, torchrun)."""
-
 from __future__ import annotations
 
 import pytest
+import recorded
+from recorded import OPEN_MPI, OPEN_MPI_IN_SALLOC, STEP, TORCHRUN_IN_EVERY_TASK, TORCHRUN_IN_STEP
 
 from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import read
@@ -18,94 +18,7 @@ SHOAL = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "41234",
 }
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "n01",
-    "MASTER_PORT": "29500",
-}
-TORCHRUN_OF_ONE = TORCHRUN | {
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-}
-JOB = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_JOBID": "123456",
-    "SLURM_JOB_NODELIST": "n[01-04,07],m3",
-    "SLURM_NODELIST": "n[01-04,07],m3",
-    "SLURM_NNODES": "6",
-    "SLURM_NTASKS": "11",
-    "SLURM_NPROCS": "11",
-    "SLURM_TASKS_PER_NODE": "2(x5),1",
-}
-# What the script of an sbatch sees: the batch step's own rank, and no step id.
-BATCH_SCRIPT = JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
-STEP_22 = JOB | {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEPID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_NUM_TASKS": "11",
-    "SLURM_STEP_NUM_NODES": "6",
-    "SLURM_STEP_NODELIST": "n[01-04,07],m3",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x5),1",
-    "SLURM_STEP_LAUNCHER_PORT": "43210",
-    "SLURM_SRUN_COMM_HOST": "10.0.0.1",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-}
-# A step that is smaller than its job, on one machine of it, with the PMI variables of srun --mpi=pmi2.
-STEP_24 = JOB | {
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEPID": "3",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_NODELIST": "n02",
-    "SLURM_STEP_TASKS_PER_NODE": "4",
-    "SLURM_NTASKS": "4",
-    "PMI_FD": "9",
-    "PMI_JOBID": "123456.3",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "4",
-}
-# salloc with use_interactive_step: the shell is a step of a kept number, with the whole job's SLURM_NTASKS.
-INTERACTIVE_STEP = JOB | {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290", "SLURM_PROCID": "0"}
-PTY_STEP = STEP_24 | {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "PMI_RANK": "0",
-    "PMI_SIZE": "1",
-}
-OPEN_MPI_4 = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_UNIVERSE_SIZE": "8",
-    "OMPI_MCA_ess_base_jobid": "1934622721",
-    "OMPI_MCA_ess_base_vpid": "1",
-    "OMPI_MCA_orte_num_nodes": "1",
-    "PMIX_NAMESPACE": "1934622721",
-    "PMIX_RANK": "1",
-}
+# As the documentation of these three has it; nothing was recorded.
 OPEN_MPI_5 = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -119,6 +32,8 @@ OPEN_MPI_5 = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 INTEL_MPI = MPICH | {"I_MPI_INFO_NP": "2", "I_MPI_MPIRUN": "mpirun", "MPI_LOCALNRANKS": "2"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n01", "MASTER_PORT": "29500"}
+OF_ONE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+MASTER = {"MASTER_ADDR": "n3"}
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:
@@ -130,37 +45,43 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     [
         ({}, "single", (0, 1), (0, 1), None),
         (SHOAL, "shoal", (3, 4), (3, 4), "127.0.0.1"),
-        (STEP_22 | SHOAL, "shoal", (3, 4), (3, 4), "127.0.0.1"),
-        (TORCHRUN, "torchrun", (5, 8), (1, 4), "n01"),
-        (TORCHRUN_OF_ONE, "torchrun", (0, 1), (0, 1), "n01"),
-        (BATCH_SCRIPT | TORCHRUN_OF_ONE, "torchrun", (0, 1), (0, 1), "n01"),
-        (STEP_22 | TORCHRUN, "torchrun", (5, 8), (1, 4), "n01"),
-        (JOB, "single", (0, 1), (0, 1), None),
-        (BATCH_SCRIPT, "single", (0, 1), (0, 1), None),
-        (INTERACTIVE_STEP, "single", (0, 1), (0, 1), None),
-        (PTY_STEP, "single", (0, 1), (0, 1), None),
-        (PTY_STEP | BY_HAND, "environment", (1, 2), (0, 1), "n01"),
-        (STEP_22, "slurm", (5, 11), (1, 2), "n01"),
-        (STEP_22 | {"SLURM_PROCID": "10", "SLURM_LOCALID": "0", "SLURM_NODEID": "5"}, "slurm", (10, 11), (0, 1), "n01"),
-        (STEP_22 | {"MASTER_ADDR": "n07", "WORLD_SIZE": "11"}, "slurm", (5, 11), (1, 2), "n07"),
-        (STEP_24, "slurm", (1, 4), (1, 4), "127.0.0.1"),
-        (OPEN_MPI_4, "mpi", (1, 4), (1, 4), "127.0.0.1"),
+        (STEP | SHOAL, "shoal", (3, 4), (3, 4), "127.0.0.1"),
+        (TORCHRUN_IN_STEP, "torchrun", (2, 4), (0, 2), "localhost"),
+        (recorded.TORCHRUN_IN_SALLOC, "torchrun", (1, 2), (1, 2), "localhost"),
+        (recorded.BATCH_SCRIPT, "single", (0, 1), (0, 1), None),
+        (recorded.SALLOC_SHELL, "single", (0, 1), (0, 1), None),
+        (recorded.INTERACTIVE_SHELL, "single", (0, 1), (0, 1), None),
+        (recorded.PTY_STEP, "single", (0, 1), (0, 1), None),
+        (recorded.PTY_STEP | BY_HAND, "environment", (1, 2), (0, 1), "n01"),
+        (STEP, "slurm", (3, 5), (1, 2), "n1"),
+        (STEP | {"MASTER_ADDR": "n2", "WORLD_SIZE": "5"}, "slurm", (3, 5), (1, 2), "n2"),
+        (
+            STEP | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_GTIDS": "4"},
+            "slurm",
+            (4, 5),
+            (0, 1),
+            "n1",
+        ),
+        (without(STEP, "SLURM_GTIDS", "SLURM_NTASKS"), "slurm", (3, 5), (1, 2), "n1"),
+        (recorded.SMALL_STEP, "slurm", (1, 2), (1, 2), "127.0.0.1"),
+        (recorded.PMI2_STEP, "slurm", (1, 2), (0, 1), "n1"),
+        (recorded.ARBITRARY_STEP | MASTER, "slurm", (0, 4), (0, 2), "n3"),
+        (recorded.HETEROGENEOUS_STEP | MASTER, "slurm", (0, 2), (0, 1), "n3"),
+        (without(recorded.LEFT_OVER_STEP, "SLURM_STEP_ID", "SLURM_STEPID"), "single", (0, 1), (0, 1), None),
+        (OPEN_MPI, "mpi", (1, 3), (1, 3), "127.0.0.1"),
+        (OPEN_MPI | OF_ONE, "single", (0, 1), (0, 1), None),
+        (OPEN_MPI_IN_SALLOC | {"MASTER_ADDR": "n1"}, "mpi", (2, 3), (0, 1), "n1"),
+        (recorded.ONE_OPEN_MPI_IN_SALLOC, "single", (0, 1), (0, 1), None),
+        (recorded.ONE_OPEN_MPI_IN_SALLOC | recorded.TORCHRUN_IN_SALLOC, "torchrun", (1, 2), (1, 2), "localhost"),
         (OPEN_MPI_5 | {"MASTER_ADDR": "n01"}, "mpi", (2, 4), (0, 2), "n01"),
+        (STEP | OPEN_MPI_5 | {"MASTER_ADDR": "n01"}, "mpi", (2, 4), (0, 2), "n01"),
         (MPICH, "mpi", (1, 2), (1, 2), "127.0.0.1"),
         (INTEL_MPI, "mpi", (1, 2), (1, 2), "127.0.0.1"),
-        # mpirun starts its daemons as a step of one task a node; each daemon's variables reach its ranks.
-        (STEP_22 | OPEN_MPI_5 | {"MASTER_ADDR": "n01"}, "mpi", (2, 4), (0, 2), "n01"),
-        (
-            OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "mpi",
-            (0, 4),
-            (0, 4),
-            "127.0.0.1",
-        ),
         (BY_HAND, "environment", (1, 2), (0, 1), "n01"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "environment", (0, 1), (0, 1), None),
-        (STEP_22 | {"SHOAL_LAUNCHER": "single"}, "single", (0, 1), (0, 1), None),
-        (STEP_22 | TORCHRUN_OF_ONE | {"SHOAL_LAUNCHER": "torchrun"}, "torchrun", (0, 1), (0, 1), "n01"),
+        (STEP | {"SHOAL_LAUNCHER": "single"}, "single", (0, 1), (0, 1), None),
+        (TORCHRUN_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "torchrun"}, "torchrun", (0, 1), (0, 1), "localhost"),
+        (recorded.OPEN_MPI_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "mpi"}, "mpi", (0, 1), (0, 1), "127.0.0.1"),
     ],
 )
 def test_each_launcher_is_read_by_its_own_variables(environ, launcher, rank_of_world, local, address):
@@ -174,23 +95,26 @@ def test_each_launcher_is_read_by_its_own_variables(environ, launcher, rank_of_w
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (STEP_22 | TORCHRUN_OF_ONE, ["Each of 11 tasks", "--nnodes=11", "SHOAL_LAUNCHER=torchrun"]),
-        (OPEN_MPI_4 | TORCHRUN_OF_ONE, ["Each of 4 tasks"]),
-        (STEP_22 | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, ["Each of 11 tasks"]),
-        (STEP_22 | OPEN_MPI_4 | {f"OMPI_COMM_WORLD_{n}SIZE": "1" for n in ("", "LOCAL_")}, ["Each of 11 tasks"]),
+        (TORCHRUN_IN_EVERY_TASK, ["Each of 2 tasks", "--nnodes=2", "SHOAL_LAUNCHER=torchrun"]),
+        (TORCHRUN_IN_EVERY_TASK | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["Each of 2 tasks"]),
+        (OPEN_MPI | TORCHRUN_IN_EVERY_TASK, ["Each of 3 tasks"]),
+        (recorded.OPEN_MPI_IN_EVERY_TASK, ["Each of 2 tasks", "outside of srun", "SHOAL_LAUNCHER=mpi"]),
+        (STEP | OPEN_MPI, ["Each of 5 tasks", "5 separate worlds"]),
+        (STEP | OPEN_MPI_5 | OF_ONE | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["Each of 5 tasks"]),
+        (recorded.LEFT_OVER_STEP, ["2 tasks, 1 of them here", "SLURM_NTASKS=1", "unset SLURM_STEP_ID"]),
+        (recorded.LEFT_OVER_STEP | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_GTIDS=0", "unset"]),
+        (recorded.ARBITRARY_STEP, ["MASTER_ADDR is missing", "arbitrary"]),
+        (recorded.HETEROGENEOUS_STEP, ["MASTER_ADDR is missing", "heterogeneous"]),
         (
-            without(STEP_22, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"),
+            without(STEP, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"),
             ["SLURM_PROCID is missing", "SLURM_LOCALID is missing", "SLURM_STEP_NODELIST is missing"],
         ),
-        (without(STEP_22, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ["SLURM_STEP_NUM_TASKS is missing"]),
-        (STEP_22 | {"SLURM_STEP_TASKS_PER_NODE": "2(x5)"}, ["2(x5) does not fit", "11 tasks"]),
-        (STEP_22 | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["'two' is no list of counts"]),
-        (
-            STEP_22 | {"RANK": "0", "WORLD_SIZE": "2"},
-            ["RANK=0 is set, but it is 5", "WORLD_SIZE=2 is set, but it is 11"],
-        ),
-        (without(OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_RANK"), ["OMPI_COMM_WORLD_LOCAL_RANK is missing"]),
-        (OPEN_MPI_5, ["MASTER_ADDR is missing", "2 of 4 ranks", "mpirun -x MASTER_ADDR"]),
+        (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ["SLURM_STEP_NUM_TASKS is missing"]),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) does not fit", "5 tasks"]),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["'two' is no list of counts"]),
+        (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 is set, but it is 3", "WORLD_SIZE=2 is set, but it is 5"]),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), ["OMPI_COMM_WORLD_LOCAL_RANK is missing"]),
+        (OPEN_MPI_IN_SALLOC, ["MASTER_ADDR is missing", "1 of 3 ranks", "mpirun -x MASTER_ADDR"]),
         (MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "n01"}, ["MASTER_PORT is missing"]),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MPI_LOCALRANKID is missing", "MPI_LOCALNRANKS is missing"]),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "n01"}, ["RANK is missing", "MASTER_PORT is missing"]),
@@ -200,7 +124,7 @@ def test_each_launcher_is_read_by_its_own_variables(environ, launcher, rank_of_w
         (BY_HAND | {"RANK": "one", "WORLD_SIZE": "-2"}, ["RANK=one is not", "WORLD_SIZE=-2 is not"]),
         (BY_HAND | {"MASTER_PORT": "99999"}, ["MASTER_PORT=99999 is no port"]),
         (SHOAL | {"SHOAL_EXPECTED_WORLD": "8"}, ["8 processes were asked for", "a world of 4"]),
-        (TORCHRUN_OF_ONE | {"SHOAL_EXPECTED_WORLD": "2"}, ["2 processes were asked for", "a world of 1"]),
+        (recorded.TORCHRUN_IN_SALLOC | {"SHOAL_EXPECTED_WORLD": "4"}, ["4 processes were asked for", "a world of 2"]),
         ({"SHOAL_EXPECTED_WORLD": "2"}, ["2 processes were asked for", "a world of 1"]),
         (without(SHOAL, "MASTER_PORT", "RANK"), ["MASTER_PORT is missing", "RANK is missing"]),
         ({"SHOAL_LAUNCHER": "torchrum"}, ["did you mean 'torchrun'"]),
@@ -216,8 +140,8 @@ def test_a_contradictory_environment_is_refused_with_all_that_is_wrong(environ, 
 @pytest.mark.parametrize(
     ("environ", "sibling", "other"),
     [
-        (STEP_22, {"SLURM_PROCID": "4", "SLURM_LOCALID": "0"}, {"SLURM_STEP_ID": "1"}),
-        (OPEN_MPI_4, {"OMPI_COMM_WORLD_RANK": "2"}, {"OMPI_MCA_ess_base_jobid": "7"}),
+        (STEP, {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, {"SLURM_STEP_ID": "1"}),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, {"OMPI_MCA_ess_base_jobid": "7"}),
     ],
 )
 def test_ranks_of_one_job_derive_one_port_and_other_jobs_another(environ, sibling, other):
@@ -235,9 +159,9 @@ def test_ranks_of_mpich_derive_their_port_from_their_common_parent():
 
 def test_a_place_describes_itself_in_one_line():
     assert read({}).describe() == "1 process (no launcher's variables are set)"
-    said = read(STEP_22 | {"MASTER_PORT": "29511"}).describe()
-    assert said == "rank 5 of 11 (1 of 2 on this machine), meeting at n01:29511; step 0 of Slurm job 123456"
+    said = read(STEP | {"MASTER_PORT": "29511"}).describe()
+    assert said == "rank 3 of 5 (1 of 2 on this machine), meeting at n1:29511; step 0 of Slurm job 3"
 
 
 def test_a_job_without_a_step_says_how_to_start_its_tasks():
-    assert "srun" in read(BATCH_SCRIPT).describe()
+    assert "srun" in read(recorded.BATCH_SCRIPT).describe()
