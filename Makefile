@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH := build/bench-venv
 
 .PHONY: demo test test-slow test-gpu lint bench-overhead bench-launch clean
 
@@ -37,8 +38,18 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.demo
 
-bench-overhead bench-launch: bench-%: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.$*
+$(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -q -c constraints.txt -e . -r benchmarks/requirements.txt
+	@touch $@
+
+bench-overhead: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
+	$(BENCH)/bin/python -m benchmarks.overhead.report
+
+bench-launch: $(BENCH)/.done
+	$(BENCH)/bin/python -m benchmarks.launch.measure
+	$(BENCH)/bin/python -m benchmarks.launch.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info
