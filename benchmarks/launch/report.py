@@ -19,13 +19,17 @@ def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     spreads = {
         mark: {
-            ranks: {name: _spread([times[index] for times in by_ranks[ranks]]) for name, by_ranks in all_times.items()}
+            ranks: {
+                name: _spread([times[index] for times in by_ranks[ranks]])
+                for name, by_ranks in all_times.items()
+                if by_ranks[ranks]
+            }
             for ranks in next(iter(all_times.values()))
         }
         for all_times in [result["times_s"]]
         for mark, index in MARKS.items()
     }
-    rounds = min(len(times) for by_ranks in result["times_s"].values() for times in by_ranks.values())
+    rounds = min(len(times) for by_ranks in result["times_s"].values() for times in by_ranks.values() if times)
     parts = [_table(mark, by_ranks, rounds) for mark, by_ranks in spreads.items()]
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
@@ -53,7 +57,8 @@ def _table(mark: str, by_ranks: dict[str, dict[str, Spread]], rounds: int) -> st
     rows = []
     for name in names:
         cells = [
-            f"{spread[name][1]:.2f} ({spread[name][0]:.2f} to {spread[name][2]:.2f})" for spread in by_ranks.values()
+            f"{spread[name][1]:.2f} ({spread[name][0]:.2f} to {spread[name][2]:.2f})" if name in spread else "-"
+            for spread in by_ranks.values()
         ]
         rows.append([f"**{name}**" if name == OURS else name, *cells])
     ratios = [f"{spread[OURS][1] / spread[YARDSTICK][1]:.2f}" for spread in by_ranks.values()]
