@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import Place
+from shoal.launch.groups import keep_groups
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -80,6 +81,7 @@ def join(place: Place) -> Mesh:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.master_address, str(place.master_port)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+        keep_groups()
         # A group that is still open while the interpreter goes down can end a good run with an error.
         atexit.register(leave)
     return Mesh(place.rank, place.world, device, place)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from shoal.launch import failure
+from shoal.launch.groups import keep_groups
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RUN_AGAIN = 75  # EX_TEMPFAIL in <sysexits.h>: everything is saved, the same command goes on
@@ -166,6 +167,7 @@ def _settle(orders: Orders) -> None:
     import numpy
     import torch
 
+    keep_groups()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
     threads = orders.environment.get("OMP_NUM_THREADS", "").split(",")[0]
     torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // orders.world))

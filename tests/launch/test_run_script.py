@@ -39,6 +39,31 @@ def test_a_script_that_knows_nothing_of_shoal_runs_as_python_would_run_it(tmp_pa
     assert capfd.readouterr().out == f"['--lr', '3'] __main__ beside it {processes} {[[gradient] * 3]}\n"
 
 
+# The model is dropped after its group: without care, two or three rounds of this end in a deadlock inside torch.
+DROPPED = """
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    def train():
+        group = distributed.new_group()
+        model = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
+        model(torch.randn(32, 64)).sum().backward()
+        distributed.destroy_process_group(group)
+
+    distributed.init_process_group("gloo")
+    for _ in range(20):
+        train()
+    distributed.destroy_process_group()
+    print("the end", end="")
+"""
+
+
+def test_a_model_may_outlive_its_process_group(tmp_path, capfd):
+    assert local.run_script(written(tmp_path, DROPPED), [], 2) == 0
+    assert capfd.readouterr().out == "the end"
+
+
 def test_handlers_that_a_script_registers_run_at_its_end(tmp_path, capfd):
     script = written(tmp_path, "import atexit\natexit.register(print, 'the end')\nprint('the start')")
     assert local.run_script(script, [], 1) == 0
