@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -168,6 +169,8 @@ def _settle(orders: Orders) -> None:
     import torch
 
     keep_groups()
+    gc.freeze()  # what the server imported stays: collections need not go through it, nor copy its pages by doing so
+    gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
     threads = orders.environment.get("OMP_NUM_THREADS", "").split(",")[0]
     torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // orders.world))

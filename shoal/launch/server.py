@@ -8,6 +8,7 @@ with the process that started it, at once, even in the middle of an import.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -21,3 +22,6 @@ sys.path[:] = [entry for entry in sys.path if entry]
 
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+# Half a second of two that the imports take would go into looking for garbage where there is none. Ranks turn it on.
+gc.disable()
