@@ -1,14 +1,18 @@
 """The library's face: five lines that are right, and errors with a cure where they would not be."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import shoal
+from shoal.comm import mesh
 from shoal.errors import LaunchError, StrategyRefused, UsageError
 from shoal.testing import world
 
@@ -450,3 +454,17 @@ def own_group_of_another_size() -> None:
 def test_a_process_group_that_contradicts_the_environment_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"process group says rank . of 2, the environment"):
         world.run(2, own_group_of_another_size)
+
+
+def engine_after_leaving() -> bool:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    for x, y in loader:
+        run.forward_backward(F.cross_entropy, model, x, y)
+    engine = weakref.ref(next(object for object in gc.get_objects() if type(object) is DistributedDataParallel))
+    mesh.leave()
+    return engine() is None
+
+
+def test_nothing_of_ours_holds_a_process_group_that_was_left() -> None:
+    assert world.run(2, engine_after_leaving) == [True, True]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.mesh import Mesh
+from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import ordered_mean, use_ordered_mean
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies.base import MEASURED, Batch, Forward, Loss, Outcome, Part
@@ -58,6 +58,7 @@ class Ddp:
             return part
         mesh.broadcast(part.module)
         engine = _Engine(self, part, mesh)
+        close_before_leaving(engine)
         return replace(part, forward=engine.forward, run=engine.run)
 
 
@@ -96,6 +97,10 @@ class _Engine:
         # A copy: the carrier's gradient lies in a bucket, which the next step overwrites.
         totals = self.riding.carried()[: local.totals.numel()].clone()
         return Loss(totals, local.weighed)
+
+    def close(self) -> None:
+        """Let go of the process group, which the engine holds."""
+        self.ddp = None
 
     def _after_the_first(self) -> DistributedDataParallel:
         """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""

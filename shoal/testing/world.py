@@ -146,7 +146,9 @@ class World:
 def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
     from torch import distributed
 
+    from shoal.comm import mesh
+
     distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=timeout_s))
     value = target(*args)
-    distributed.destroy_process_group()
+    mesh.leave()
     return value
