@@ -9,39 +9,38 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-SCRIPT = str(Path(__file__).with_name("script.py"))
 BIN = Path(sys.executable).parent
 
 Command = tuple[list[str], dict[str, str]]
 """Words, and variables added to the environment."""
 
 
-def shoal(ranks: int, folder: Path) -> Command:
-    return [str(BIN / "shoal"), "launch", "-n", str(ranks), SCRIPT, str(folder)], {}
+def shoal(ranks: int, script: str, folder: Path) -> Command:
+    return [str(BIN / "shoal"), "launch", "-n", str(ranks), script, str(folder)], {}
 
 
-def torchrun(ranks: int, folder: Path) -> Command:
-    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), SCRIPT, str(folder)], {}
+def torchrun(ranks: int, script: str, folder: Path) -> Command:
+    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), script, str(folder)], {}
 
 
-def mpirun(ranks: int, folder: Path) -> Command:
-    words = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, SCRIPT, str(folder)]
+def mpirun(ranks: int, script: str, folder: Path) -> Command:
+    words = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, script, str(folder)]
     return words, {**_as_root(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
 
 
-def accelerate(ranks: int, folder: Path) -> Command:
+def accelerate(ranks: int, script: str, folder: Path) -> Command:
     """Without GPUs it leaves several processes to mpirun."""
     words = [str(BIN / "accelerate"), "launch", "--cpu", "--num_machines", "1", "--num_processes", str(ranks)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(_free_port())]
     hosts = folder / "hosts"
     hosts.write_text(f"localhost slots={ranks}\n")
-    words += ["--mpirun_hostfile", str(hosts), "--main_process_ip", "127.0.0.1", SCRIPT, str(folder)]
+    words += ["--mpirun_hostfile", str(hosts), "--main_process_ip", "127.0.0.1", script, str(folder)]
     # It names a place to meet for several processes only.
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if ranks == 1 else {}
     return words, {**_as_root(), **alone}
 
 
-def installed() -> dict[str, Callable[[int, Path], Command]]:
+def installed() -> dict[str, Callable[[int, str, Path], Command]]:
     """By name; what needs mpirun is left out where there is none."""
     with_mpi = {"accelerate launch": accelerate, "mpirun": mpirun} if shutil.which("mpirun") else {}
     return {"shoal launch": shoal, "torchrun": torchrun, **with_mpi}

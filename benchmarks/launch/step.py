@@ -1,7 +1,4 @@
-"""What every launcher starts: a script that trains, stopped after its first step. `script.py FOLDER`
-
-Rank r notes in FOLDER/r the world that it found, and when its first all-reduce and its first optimizer step had ended.
-"""
+"""A script that trains, stopped after its first step. `step.py FOLDER` notes in FOLDER/RANK what it found, and when."""
 
 import json
 import os
@@ -30,6 +27,6 @@ F.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
 optimizer.step()
 step_s = time.monotonic()
 
-notes = {"world": int(found.item()), "all_reduce_s": all_reduce_s, "step_s": step_s}
+notes = {"world": int(found.item()), "all-reduce of that script": all_reduce_s, "optimizer step": step_s}
 Path(sys.argv[1], str(rank)).write_text(json.dumps(notes))
 dist.destroy_process_group()
