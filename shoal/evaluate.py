@@ -27,24 +27,33 @@ Measures = Callable[[Any, Any], dict[str, Tensor]]
 
 
 def evaluate(
-    mesh: Mesh, measure: Measures, model: nn.Module, loader: DataLoader, move: Callable[[Any], Any]
+    mesh: Mesh,
+    measure: Measures,
+    model: nn.Module,
+    loader: DataLoader,
+    move: Callable[[Any], Any],
+    all_forward: bool = False,
 ) -> dict[str, float]:
     """Sum what `measure` gives over every sample of `loader`'s data set. Collective.
 
     The model is put into evaluation mode and back. Buffers are rank 0's on all ranks. Sums are float64.
+
+    Args: all_forward: the model's forward pass is collective; a rank whose turn never comes computes without counting.
 
     Returns: name -> sum over all samples.
     Raises: UsageError: the loader has no batch size, or its data set is empty.
     """
     batches = list(_batches(loader))
     mine = batches[mesh.rank :: mesh.size]
+    idle = all_forward and mesh.rank >= len(batches) % mesh.size > 0
     mesh.broadcast_buffers(model)
     rows: list[dict[str, Tensor]] = []
     with torch.no_grad(), _evaluating(model):
-        for share, batch in zip(mine, fetched(loader, mine), strict=True):
+        coming = mine + batches[:1] * idle
+        for share, batch in zip(coming, fetched(loader, coming), strict=True):
             *inputs, target = move(batch)
             rows.append({"samples": torch.tensor(float(share.rows)), **measure(model(*inputs), target)})
-    return _total(mesh, rows, len(batches))
+    return _total(mesh, rows[: len(mine)], len(batches))
 
 
 @contextmanager

@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from shoal import binding, header
 from shoal.comm.mesh import Mesh, join
+from shoal.comm.norm import global_norm, local, whole
 from shoal.data.loader import ShareLoader
 from shoal.data.nest import nested
 from shoal.data.seeds import load_random_state, random_state, stream
@@ -96,7 +98,7 @@ def begin(
     scale = LossScale() if precision == "fp16" else None
     strategies: list[base.Strategy] = [Precision(precision, scale)]
     strategies += [Compile()] if compile else []
-    strategies += [chosen, Accumulate(accumulate)]
+    strategies += [*chosen, Accumulate(accumulate)]
     return Run(mesh, strategies, seed, accumulate, scale, announce if mesh.rank == 0 else _silent)
 
 
@@ -152,8 +154,7 @@ class Run:
         self._say(model, shared)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
         binding.bind(optimizer, groups, part.owned)
-        for parameter in part.owned.values():
-            parameter.register_hook(self._refuse_bare_backward)
+        model.register_forward_hook(self._watch)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
         torch.manual_seed(stream(self._seed, self.rank))
@@ -199,7 +200,8 @@ class Run:
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.totals = loss.totals
-        return loss.totals[base.LOSS_SUM] / base.nonzero_count(loss.totals)
+        count = base.nonzero_count(loss.totals) if loss.weighed else global_rows
+        return loss.totals[base.LOSS_SUM] / count
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `max_norm`. Collective.
@@ -208,9 +210,18 @@ class Run:
         """
         part = self._prepared()
         gradients = [p.grad for p in part.owned.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        nn.utils.clip_grads_with_norm_(part.owned.values(), max_norm, norm)
+        norm = global_norm(gradients)
+        if gradients:
+            torch._foreach_mul_([local(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Every trainable parameter's gradient, whole, under its own name. Collective."""
+        return {n: None if p.grad is None else whole(p.grad) for n, p in self._prepared().owned.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's `state_dict`, under its own names. Collective."""
+        return {name: whole(value) for name, value in _tensors(self._prepared().module).items()}
 
     def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
         """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
@@ -222,7 +233,12 @@ class Run:
 
         Returns: the sums, and `samples`.
         """
-        return evaluate(self.mesh, measure, model, loader, self.move)
+        part = self._part if self._part is not None and model is self._part.module else None
+        try:
+            return evaluate(self.mesh, measure, model, loader, self.move, part is not None and part.all_forward)
+        finally:
+            if part is not None:
+                part.release()
 
     def move(self, batch: Any) -> Any:
         """A nest of tensors on this rank's device."""
@@ -248,12 +264,17 @@ class Run:
         """
         model = self._prepared().module
         self.mesh.broadcast_buffers(model)
+        state = {}
+        for name, value in _tensors(model).items():
+            full = whole(value)  # one at a time: only rank 0 keeps them
+            if self.rank == 0:
+                state[name] = full.cpu() if full is not value else value
         if self.rank == 0:
             target = Path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_name(target.name + ".tmp")
             with partial.open("wb") as file:
-                torch.save(model.state_dict(), file)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(target)
@@ -278,10 +299,20 @@ class Run:
             info["loss_scale"] = self._loss_scale.state()
         return tensors, info, random_state(self.device)
 
+    def like(self) -> Callable[[str], Tensor | None]:
+        """Tells for each name in the tensors of `state` how this rank holds it, before there is any: see `Saved`."""
+        part = self._prepared()
+        held = {f"model.{name}": value for name, value in part.module.state_dict().items()}
+        owned = {f"optimizer.{name}": parameter for name, parameter in part.owned.items()}
+        return lambda name: held.get(name, owned.get(name.rpartition(".")[0]))
+
     def load_state(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
         """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed."""
         part, optimizer = self._prepared(), self._optimizer
         assert optimizer is not None
+        lacking = [name for name in ("optimizer", "groups") if name not in info]
+        if lacking:
+            raise CheckpointError(f"the checkpoint lacks {' and '.join(lacking)}: another version of Shoal wrote it.")
         part.module.load_state_dict(_below("model.", tensors))
         binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
         binding.load_group_settings(optimizer, info["groups"])
@@ -330,12 +361,19 @@ class Run:
                     "before the optimizer is built."
                 )
 
-    def _refuse_bare_backward(self, _: Tensor) -> None:
-        if not self._inside:
-            raise UsageError(
-                "a bare .backward() reached a prepared model: its gradients would be this rank's alone. Use "
-                "loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and loss.backward()."
-            )
+    def _watch(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
+        """Outside `forward_backward`, an output may be looked at, but not be differentiated."""
+        if not self._inside and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_refuse_bare_backward)
+
+
+def _refuse_bare_backward(_: Tensor) -> None:
+    raise UsageError(
+        "a bare .backward() reached a prepared model: its gradients would be this rank's alone. Use "
+        "loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and loss.backward()."
+    )
 
 
 def _take_gradients(part: base.Part) -> dict[nn.Parameter, Tensor]:

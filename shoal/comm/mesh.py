@@ -102,6 +102,14 @@ def close_before_leaving(holder: Holder) -> None:
     _holders.add(holder)
 
 
+def ensure_group() -> None:
+    """Make a process group for a world of one, for engines that need one in any world."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, its stubs leave it out
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        atexit.register(leave)
+
+
 def leave() -> None:
     """Close the process group, if there is one.
 

@@ -1,47 +1,110 @@
-"""Strategies by name, and the one line that chooses them: `ddp` or `ddp,unused=true`.
+"""Strategies by name, and the one line that chooses them: `ddp`, `zero3,hybrid=2`, `recompute=2,zero3,offload=true`.
 
-A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests.
+A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests. One that is not
+ours is named by its class, `my_module:MyStrategy`. This module imports no torch: a wrong name is said before any
+process is started.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from shoal.errors import ConfigError, did_you_mean
-from shoal.strategies.base import Strategy
-from shoal.strategies.ddp import Ddp
-from shoal.strategies.single import Single
 
-STRATEGIES: dict[str, type[Single] | type[Ddp]] = {"single": Single, "ddp": Ddp}
+if TYPE_CHECKING:
+    from shoal.strategies.base import Strategy
+
+STRATEGIES = {
+    "single": "single:Single",
+    "ddp": "ddp:Ddp",
+    "zero1": "zero:Zero1",
+    "zero2": "zero:Zero2",
+    "zero3": "zero:Zero3",
+}
+"""Name -> file and class, in the order in which they cut."""
+DATA = ("single", "ddp", "zero1", "zero2", "zero3")
+"""What shares out the batch: one of them in a line; ddp where none is named."""
 
 
-def parse(line: str) -> Strategy:
-    """The strategy that `line` names. Raises ConfigError with every problem of the line."""
-    name, *options = [word.strip() for word in line.split(",")]
-    if name not in STRATEGIES:
-        raise ConfigError([f"strategy '{line}': '{name}' is not known; {did_you_mean(name, STRATEGIES)}"])
-    kind = STRATEGIES[name]
-    known = {field.name: type(field.default) for field in fields(kind)}
-    values: dict[str, Any] = {}
+class Named(NamedTuple):
+    """One strategy of a line: `name=value` and the options that follow it, as text."""
+
+    name: str
+    value: str | None
+    options: list[tuple[str, str]]
+
+
+def named(line: str) -> list[Named]:
+    """The strategies of a line, in the order in which they cut. Raises ConfigError with every wrong name."""
+    found: list[Named] = []
     problems = []
-    for option in options:
-        key, _, text = option.partition("=")
-        if key not in known:
-            hint = did_you_mean(key, known) if known else f"{name} has no options"
-            problems.append(f"strategy '{line}': option '{key}' is not known; {hint}")
-            continue
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        if known[key] is float and type(value) is int:
-            value = float(value)
-        if type(value) is not known[key]:
-            problems.append(f"strategy '{line}': {key} must be a {known[key].__name__}, not '{text}'")
-        values[key] = value
+    for word in (word.strip() for word in line.split(",")):
+        name, equals, text = word.partition("=")
+        if name in STRATEGIES or ":" in name:
+            found.append(Named(name, text if equals else None, []))
+        elif found and equals:
+            found[-1].options.append((name, text))
+        else:
+            problems.append(f"strategy '{line}': '{name}' is not known; {did_you_mean(name, STRATEGIES)}")
+    names = [strategy.name for strategy in found]
+    problems += [f"strategy '{line}': {name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
+    data = [name for name in names if name in DATA or ":" in name]
+    if len(set(data)) > 1:
+        problems.append(f"strategy '{line}': {' and '.join(data)} share out the batch in different ways; keep one")
     if problems:
         raise ConfigError(problems)
-    return kind(**values)
+    found += [] if data else [Named("ddp", None, [])]
+    order = list(STRATEGIES)
+    return sorted(found, key=lambda strategy: order.index(strategy.name) if strategy.name in order else len(order))
+
+
+def parse(line: str) -> list[Strategy]:
+    """The strategies that `line` names. Raises ConfigError with every problem of the line."""
+    problems: list[str] = []
+    made = [_made(strategy, problems) for strategy in named(line)]
+    if problems:
+        raise ConfigError([f"strategy '{line}': {problem}" for problem in problems])
+    return made
+
+
+def _made(strategy: Named, problems: list[str]) -> Any:
+    own = strategy.name not in STRATEGIES
+    path, _, name = strategy.name.partition(":") if own else STRATEGIES[strategy.name].partition(":")
+    try:
+        kind: Any = getattr(import_module(path if own else f"shoal.strategies.{path}"), name)
+    except (ImportError, AttributeError) as error:
+        if not own:
+            raise
+        problems.append(f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path")
+        return None
+    known = {field.name: type(field.default) for field in fields(kind)}
+    given = list(strategy.options)
+    if strategy.value is not None:
+        if not hasattr(kind, "value"):
+            problems.append(f"{strategy.name} takes no value; it is '{strategy.value}'")
+        else:
+            given.insert(0, (kind.value, strategy.value))
+    values = {}
+    for key, text in given:
+        if key not in known:
+            hint = did_you_mean(key, known) if known else f"{strategy.name} has no options"
+            problems.append(f"option '{key}' is not known; {hint}")
+            continue
+        values[key] = _value(text, known[key])
+        if type(values[key]) is not known[key]:
+            problems.append(f"{key} must be a {known[key].__name__}, not '{text}'")
+    return None if problems else kind(**values)
+
+
+def _value(text: str, kind: type) -> Any:
+    if kind is str:
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return float(value) if kind is float and type(value) is int else value

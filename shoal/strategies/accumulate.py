@@ -31,25 +31,29 @@ class Accumulate:
 
         def run(forward: Forward, batch: Batch) -> Loss:
             loss = None
-            for micro in split(batch, self.parts):
-                loss = part.run(forward, replace(micro, before=None if loss is None else loss.totals))
+            # Where a forward pass is collective, a rank with fewer samples makes as many of them as the others.
+            least = -(-batch.global_rows // mesh.size) if part.all_forward else 1
+            for micro in split(batch, self.parts, least):
+                loss = part.run(forward, micro._replace(before=None if loss is None else loss.totals))
             assert loss is not None
             return loss
 
         return part if self.parts == 1 else replace(part, run=run)
 
 
-def split(batch: Batch, parts: int) -> Iterator[Batch]:
-    """Micro-batches of nearly equal size along dimension 0 of every tensor; the stop request goes with the last."""
-    parts = min(parts, max(batch.rows, 1))
+def split(batch: Batch, parts: int, least: int = 1) -> Iterator[Batch]:
+    """Micro-batches of nearly equal size along dimension 0 of every tensor; the stop request goes with the last.
+
+    There are `parts` of them, or as many as samples, but `least` all the same: stand-ins fill up.
+    """
+    parts = min(parts, max(batch.rows, least))
     base, extra = divmod(batch.rows, parts)
     start = 0
     for index in range(parts):
         rows = base + (index < extra)
-        window = slice(start, start + max(rows, 1))
+        window = slice(start, start + rows) if rows else slice(0, 1)
         last = index == parts - 1
-        yield replace(
-            batch,
+        yield batch._replace(
             inputs=cut_rows(batch.inputs, window, batch.rows),
             target=cut_rows(batch.target, window, batch.rows),
             rows=rows,

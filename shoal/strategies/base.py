@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.norm import local
 from shoal.errors import UsageError
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -28,10 +30,11 @@ Measure = Callable[[Any, Any], Tensor]
 
 LOSS_SUM, COUNT, STOP, MEASURED = 0, 1, 2, 3
 """Where things stand in the totals of a step; measures begin at MEASURED."""
+SLOTS = 16
+"""Length of the totals: loss sum, count, stop requests, up to 13 measures, and zeros."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One rank's share of a global batch, or a micro-batch of that share."""
 
     loss_fn: LossFunction
@@ -41,7 +44,7 @@ class Batch:
     global_rows: int  # samples in the global batch
     measure: Measure | None = None
     stop: bool = False  # this rank was asked to stop
-    scale: float = 1.0  # multiplies the objective; a strategy that averages over n ranks asks for n
+    scale: float = 1.0  # multiplies objective and totals; a strategy that averages over n ranks asks for n
     before: Tensor | None = None  # totals of the micro-batches that came before this one
     last: bool = True  # the last micro-batch of the step: gradients are reduced after it
 
@@ -50,8 +53,9 @@ class Outcome(NamedTuple):
     """What a forward pass gives."""
 
     objective: Tensor  # scalar with a graph: what is differentiated
-    totals: Tensor  # (3 + measures,), detached: loss sum, count, stop requests, measures
+    totals: Tensor  # (SLOTS,), detached
     weighed: bool  # the loss counted for itself: gradients are still to be divided by the global count
+    carrier: Tensor | None = None  # gets the totals as its gradient
 
 
 Forward = Callable[[Batch], Outcome]
@@ -60,7 +64,7 @@ Forward = Callable[[Batch], Outcome]
 class Loss(NamedTuple):
     """What a step gives."""
 
-    totals: Tensor  # (3 + measures,), over all ranks after the last micro-batch
+    totals: Tensor  # (SLOTS,), over all ranks after the last micro-batch
     weighed: bool
 
 
@@ -80,6 +84,10 @@ class Part:
     """Owned gradients become global means, or the wait for it."""
     gather: Callable[[], None]
     """New values reach every rank that reads them, or the wait for it."""
+    release: Callable[[], None] = lambda: None
+    """Lets go of what a forward pass without a backward pass has gathered."""
+    all_forward: bool = False
+    """A forward pass is collective: every rank must make as many as the others."""
 
 
 class Strategy(Protocol):
@@ -114,7 +122,10 @@ def cut(part: Part, strategies: Iterable[Strategy], mesh: Mesh) -> Part:
 def backward(forward: Forward, batch: Batch) -> Loss:
     """Forward and backward of one micro-batch on one rank."""
     outcome = forward(batch)
-    outcome.objective.backward()
+    if outcome.carrier is None:
+        outcome.objective.backward()
+    else:
+        torch.autograd.backward((outcome.objective, outcome.carrier), (None, outcome.totals))
     return Loss(outcome.totals, outcome.weighed)
 
 
@@ -127,40 +138,43 @@ def objective(output: Any, batch: Batch) -> Outcome:
     """
     value = batch.loss_fn(output, batch.target)
     weighed = isinstance(value, tuple)
-    total, count = _sum_and_count(value, batch.rows)
-    if isinstance(value, tuple):
-        differentiated = total * (batch.scale / batch.global_rows)
-    else:
-        share = batch.rows / batch.global_rows * batch.scale
-        differentiated = value if share == 1.0 else value * share
-    if differentiated.dim() != 0:
+    total, count = value if isinstance(value, tuple) else (value, batch.rows)
+    if total.dim() != 0:
         raise UsageError(
-            f"loss_fn returned a tensor of shape {tuple(differentiated.shape)}; it must return the mean over its batch "
+            f"loss_fn returned a tensor of shape {tuple(total.shape)}; it must return the mean over its batch "
             "(a scalar), or a (sum, count) pair of scalars."
         )
-    totals = [total.detach(), count, count.new_full((), float(batch.stop))]
-    if batch.measure is not None:
-        measured = batch.measure(output, batch.target).detach().to(totals[0].dtype)
-        totals.extend((measured if batch.rows else torch.zeros_like(measured)).unbind())
-    stacked = torch.stack(totals)
-    return Outcome(differentiated, stacked if batch.before is None else stacked + batch.before, weighed)
+    rows = min(batch.rows, 1) if weighed else batch.rows  # by which `total` is to be multiplied; 0 for a stand-in
+    share = rows / batch.global_rows * batch.scale
+    # Few operations: each takes as long as a small layer.
+    exact = total.detach() if total.dtype.itemsize >= 4 else total.detach().float()
+    loss_sum = exact * (rows * batch.scale)
+    totals = torch.cat((loss_sum.view(1), _known(batch.rows, batch.stop, batch.scale, exact.dtype, exact.device)))
+    if weighed and rows:
+        totals[COUNT] = count * batch.scale
+    if batch.measure is not None and rows:
+        measured = batch.measure(output, batch.target).detach()
+        if len(measured) > SLOTS - MEASURED:
+            raise UsageError(f"measure returned {len(measured)} numbers; a step carries {SLOTS - MEASURED}.")
+        totals[MEASURED : MEASURED + len(measured)] = measured * batch.scale
+    if batch.before is not None:
+        totals += batch.before
+    return Outcome(total if share == 1.0 else total * share, totals, weighed)
 
 
-def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor]:
-    """Sum and count of a loss as tensors of one dtype, at least float32; both 0 for a stand-in sample."""
-    if not isinstance(value, tuple):
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        return value.detach().to(dtype) * rows, value.detach().new_full((), rows, dtype=dtype)
-    total, count = value
-    dtype = torch.promote_types(total.dtype, torch.float32)
-    known = torch.as_tensor(count, dtype=dtype, device=total.device).detach()
-    return (total.to(dtype), known) if rows else (total.to(dtype) * 0, known * 0)
+@lru_cache(maxsize=64)
+def _known(rows: int, stop: bool, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The totals from COUNT on, as far as they are known beforehand: the same in nearly every step."""
+    known = [rows * scale, stop * scale] + [0.0] * (SLOTS - MEASURED)
+    return torch.tensor(known, dtype=dtype, device=device)
 
 
 def settle(part: Part, loss: Loss, global_rows: int) -> None:
     """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
-    gradients = [parameter.grad for parameter in part.owned.values() if parameter.grad is not None]
-    if loss.weighed and gradients:
+    if not loss.weighed:
+        return
+    gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
+    if gradients:
         torch._foreach_mul_(gradients, global_rows / nonzero_count(loss.totals))
 
 

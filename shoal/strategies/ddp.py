@@ -30,11 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import ordered_mean, use_ordered_mean
-from shoal.errors import StrategyRefused, UsageError
-from shoal.strategies.base import MEASURED, Batch, Forward, Loss, Outcome, Part
-
-SLOTS = 16
-"""Numbers that can ride: loss sum, count, stop requests, and up to 13 measures."""
+from shoal.errors import StrategyRefused
+from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class _Engine:
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch; gradients and totals are reduced with the last one of the step."""
         # Gradients become means over ranks; the objectives of all ranks are to be summed.
-        batch = replace(batch, scale=batch.scale * self.mesh.size)
+        batch = batch._replace(scale=batch.scale * self.mesh.size)
         self.riding.carrier.grad = None
         with nullcontext() if batch.last or self.ddp is None else self.ddp.no_sync():
             local = self.part.run(forward, batch)
@@ -94,9 +91,7 @@ class _Engine:
             self.ddp = self._after_the_first()
         else:
             self._check_reduced(self.ddp)
-        # A copy: the carrier's gradient lies in a bucket, which the next step overwrites.
-        totals = self.riding.carried()[: local.totals.numel()].clone()
-        return Loss(totals, local.weighed)
+        return Loss(self.riding.carried(), local.weighed)
 
     def close(self) -> None:
         """Let go of the process group, which the engine holds."""
@@ -127,6 +122,7 @@ class _Engine:
             gradient_as_bucket_view=True,
             **arguments,
         )
+        self.riding.searched = find_unused
         if self.ordered:
             use_ordered_mean(ddp, self.failures)
         return ddp
@@ -171,39 +167,22 @@ class _Riding(nn.Module):
     def __init__(self, part: Part, mesh: Mesh) -> None:
         super().__init__()
         self.module = part.module
-        self.part_forward, self.ranks = part.forward, mesh.size
+        self.part_forward, self.searched = part.forward, False
         dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32)
         self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=mesh.device))
 
     def carried(self) -> Tensor:
         """Totals over all ranks, after the backward pass."""
         assert self.carrier.grad is not None
-        return self.carrier.grad
+        return self.carrier.grad.clone()  # it lies in a bucket, which the next step overwrites
 
     def forward(self, batch: Batch) -> Outcome:
         outcome = self.part_forward(batch)
         if not batch.last:
             return outcome
-        free = SLOTS - outcome.totals.numel()
-        if free < 0:
-            measured = outcome.totals.numel() - MEASURED
-            raise UsageError(f"measure returned {measured} numbers; ddp carries {SLOTS - MEASURED}.")
-        # The mean over ranks of `ranks * total` is the sum, and exact for counts where the sum is divided at the end.
-        totals = nn.functional.pad(outcome.totals.to(self.carrier.dtype) * self.ranks, (0, free))
-        return outcome._replace(objective=_Ride.apply(outcome.objective, self.carrier, totals))
-
-
-class _Ride(torch.autograd.Function):
-    """Passes the objective through; hands `totals` to the carrier as its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, objective: Tensor, carrier: Tensor, totals: Tensor) -> Tensor:
-        ctx.totals = totals
-        return objective.view_as(objective)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, ctx.totals, None
+        # Where the engine searches the graph for what is used, it finds operations only, not leaves.
+        carrier = self.carrier.view(SLOTS) if self.searched else self.carrier
+        return outcome._replace(totals=outcome.totals.to(carrier.dtype), carrier=carrier)
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+from shoal.comm.norm import global_norm, local
+from shoal.strategies.base import Batch, Outcome, Part
 
 GROWTH_INTERVAL = 2000
 
@@ -49,7 +50,7 @@ class Precision:
     loss_scale: LossScale | None = None
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Replaces forward; for fp16 run and reduce as well."""
+        """Replaces forward."""
         if self.name in ("fp64", "fp32"):
             return part
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
@@ -62,10 +63,11 @@ class Precision:
         if scale is None:
             return replace(part, forward=forward)
 
-        def run(forward: Forward, batch: Batch) -> Loss:
-            return part.run(forward, replace(batch, scale=batch.scale * scale.scale))
+        def scaled(batch: Batch) -> Outcome:
+            outcome = forward(batch)
+            return outcome._replace(objective=outcome.objective * scale.scale)
 
-        return replace(part, forward=forward, run=run)
+        return replace(part, forward=scaled)
 
 
 def unscale(part: Part, loss_scale: LossScale) -> bool:
@@ -76,8 +78,8 @@ def unscale(part: Part, loss_scale: LossScale) -> bool:
     gradients = [p.grad for p in part.owned.values() if p.grad is not None]
     if not gradients:
         return True
-    torch._foreach_mul_(gradients, 1.0 / loss_scale.scale)
-    finite = bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all())
+    torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / loss_scale.scale)
+    finite = bool(torch.isfinite(global_norm(gradients)))
     if not finite:
         for parameter in part.owned.values():
             parameter.grad = None

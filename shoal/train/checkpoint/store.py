@@ -29,7 +29,7 @@ class Saved:
 
     Attributes:
         step: the number that it was saved under.
-        tensors: by name, on the CPU, contiguous; the same on every rank.
+        tensors: by name, contiguous; whole and on the CPU, or a DTensor where `like` gave one.
         private: this rank's own tensors; empty if the world has another size than when they were saved.
         info: what was saved as `info`; tuples have become lists.
         path: its directory.
@@ -121,6 +121,7 @@ class Checkpoints:
         report: Callable[[str], None],
         step: int | None = None,
         which: Literal["latest", "best"] = "latest",
+        like: tensor_files.Like = tensor_files.nothing_like,
     ) -> Saved | None:
         """Load the newest checkpoint that verifies, or the one asked for. All ranks must call it.
 
@@ -130,6 +131,7 @@ class Checkpoints:
             report: called on rank 0 with one sentence for each checkpoint that was skipped, and why.
             step: this one and no other.
             which: "best" for the one marked best and no other.
+            like: name -> a tensor of today's layout; a rank reads its own shard of what is a DTensor there.
 
         Returns:
             The same step on every rank; None if nothing was ever saved here (not with `step` or `which="best"`).
@@ -145,7 +147,7 @@ class Checkpoints:
         if name is None:
             return None
         loaded: list[Saved] = []
-        on_every_rank(failed, lambda: loaded.append(_load(self.directory / name, sha256)))
+        on_every_rank(failed, lambda: loaded.append(_load(self.directory / name, sha256, like)))
         return loaded[0]
 
     def _choose(self, step: int | None, which: str) -> tuple[str | None, str, list[str]]:
@@ -225,14 +227,15 @@ def _reach(aside: Path) -> None:
         raise CheckpointError(f"{aside} is not there; all ranks must reach the same directory, on a shared disk")
 
 
-def _load(path: Path, sha256: str) -> Saved:
+def _load(path: Path, sha256: str, like: tensor_files.Like) -> Saved:
     """This rank's part of a checkpoint that rank 0 has verified."""
     contents = manifest.read(path)
     if contents.sha256() != sha256:
         raise CheckpointError(f"{path} is another one here than on rank 0; all ranks must reach the same directory")
     mine = f"rank{rank()}/"
     same_world = contents.world == world_size()
-    everything = tensor_files.read(path, lambda n: not PRIVATE_NAME.match(n) or (same_world and n.startswith(mine)))
+    wanted = lambda name: not PRIVATE_NAME.match(name) or (same_world and name.startswith(mine))  # noqa: E731
+    everything = tensor_files.read(path, wanted, like)
     private = {name.removeprefix(mine): everything.pop(name) for name in list(everything) if name.startswith(mine)}
     return Saved(contents.step, everything, private, dict(contents.info), path)
 

@@ -22,11 +22,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint.agreement import rank
 from shoal.train.checkpoint.durable import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
+
+Like = Callable[[str], Tensor | None]
+
+
+def nothing_like(_: str) -> None:
+    """Every tensor is read whole."""
 
 
 class HashingFiles(FileSystem):
@@ -70,8 +77,11 @@ def write(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredFil
     return files.written
 
 
-def read(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def read(directory: Path, wanted: Callable[[str], bool], like: Like = nothing_like) -> dict[str, Tensor]:
     """The tensors whose names are `wanted`, whole, contiguous, on the CPU. Nothing is sent between ranks.
+
+    Args:
+        like: name -> a tensor of today's layout, or None. Where it is a DTensor, this rank reads its shard alone.
 
     Raises:
         CheckpointError: an entry is no tensor, or DCP cannot read its files.
@@ -81,14 +91,16 @@ def read(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     strange = sorted(name for name, entry in stored.items() if not isinstance(entry, TensorStorageMetadata))
     if strange:
         raise CheckpointError(f"{directory} has entries that are no tensors: {', '.join(strange)}")
-    tensors = {name: _allocated(cast(TensorStorageMetadata, entry)) for name, entry in stored.items()}
+    tensors = {name: _allocated(cast(TensorStorageMetadata, entry), like(name)) for name, entry in stored.items()}
     with _dcp_errors(0):  # with no_dist, DCP calls every rank 0
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         load_into(cast(dict[str, Any], tensors), storage_reader=reader, planner=planner, no_dist=True)
     return tensors
 
 
-def _allocated(entry: TensorStorageMetadata) -> Tensor:
+def _allocated(entry: TensorStorageMetadata, like: Tensor | None) -> Tensor:
+    if isinstance(like, DTensor) and like.shape == entry.size:
+        return torch.empty_like(like.detach(), dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 

@@ -1,0 +1,75 @@
+"""The blocks that a model is made of: what is gathered at once, recomputed at once.
+
+Models repeat themselves, and write it down as a Sequential, a ModuleList or a ModuleDict: layers of a transformer,
+blocks of a CNN. The members of such containers are the units. A unit that is most of the model is cut finer; what is
+tiny stays with what surrounds it.
+
+      GPT                                       ResNet
+      ├── embed                                 ├── conv1
+      ├── blocks ── [Block] [Block] [Block]     ├── layer1 ── [Bottleneck] [Bottleneck]
+      └── head                                  ├── ...
+                                                └── fc
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from shoal.errors import StrategyRefused, did_you_mean
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+SMALLEST = 1 / 200
+"""Share of the model's parameters below which a block is no unit: messages would be many and small."""
+LARGEST = 1 / 3
+"""Share of the model's parameters above which a unit is cut finer, where it has units itself."""
+
+
+def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
+    """The units of `model` by name, in order, outer ones before those inside them.
+
+    Args:
+        kind: name of a class, such as "Block": its instances are the units. Empty for the rule above.
+
+    Raises: StrategyRefused: the model has no module of that class.
+    """
+    tied = _tied(model)
+    if kind:
+        found = {name: m for name, m in model.named_modules() if type(m).__name__ == kind and m is not model}
+        if not found:
+            classes = sorted({type(m).__name__ for m in model.modules()})
+            raise StrategyRefused(f"unit={kind}: the model has no module of that class; {did_you_mean(kind, classes)}")
+        return {name: module for name, module in found.items() if not _shares_outside(module, tied)}
+    total = _size(model)
+    return {} if total == 0 else dict(_below(model, "", total, tied))
+
+
+def _below(module: nn.Module, prefix: str, total: int, tied: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    repeats = isinstance(module, CONTAINERS)
+    for name, child in module.named_children():
+        path, share = f"{prefix}{name}", _size(child) / total
+        is_block = repeats and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        alone = is_block or isinstance(child, RECURRENT)
+        unit = alone and share >= SMALLEST and not _shares_outside(child, tied)
+        if unit:
+            yield path, child
+        if not unit or share > LARGEST:
+            yield from _below(child, f"{path}.", total, tied)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Ids of the parameters that several modules hold."""
+    holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return {key for key, count in holders.items() if count > 1}
+
+
+def _shares_outside(module: nn.Module, tied: set[int]) -> bool:
+    """Whether `module` holds a parameter that another module may hold too: it stays where both can reach it."""
+    return any(id(parameter) in tied for parameter in module.parameters())

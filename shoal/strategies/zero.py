@@ -1,0 +1,175 @@
+"""ZeRO: optimizer states, gradients and parameters in shards, one on each rank.
+
+                     between steps               in a step                                 per parameter, fp32 AdamW
+      ddp            P  G  S                     P  G  S                                   16 bytes
+      zero1, zero2   P/n   S/n                   P, gathered once;  G/n                    16/n + what is gathered
+      zero3          P/n   S/n                   P of one or two units at a time;  G/n     16/n + those units
+
+      forward    gather unit 1 │ compute 1 ─ gather 2 │ compute 2 ─ (zero3: free 1, 2)
+      backward   (zero3: gather 2) │ compute 2 ─ scatter the gradient of 2 │ ... ─ free all
+      step       each rank steps its shard
+
+The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023); ZeRO is Rajbhandari et al., SC 2020. With gradient
+accumulation, zero1 adds up whole gradients and communicates once, with the last part; zero2 and zero3 scatter each
+part's, and hold shards only. The totals of a step are summed beside the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from shoal.comm.mesh import Mesh, ensure_group
+from shoal.errors import StrategyRefused
+from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.units import units
+
+
+@dataclass(frozen=True)
+class Zero1:
+    """Optimizer states in shards.
+
+    Args:
+        hybrid: shard inside groups of so many ranks, and replicate across groups; 0 for one group of all.
+        offload: keep this rank's shards of parameters, gradients and optimizer states in CPU memory.
+        unit: class name of the modules that are gathered at once; empty for the rule in `units`.
+    """
+
+    hybrid: int = 0
+    offload: bool = False
+    unit: str = ""
+    stage: ClassVar[int] = 1
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces module (in place), forward, run, owned, reduce. Collective.
+
+        Raises: StrategyRefused: no trainable parameter; a number of ranks that groups of `hybrid` do not divide.
+        """
+        if not part.owned:
+            raise StrategyRefused(f"strategy zero{self.stage} shards what is trained; the model has no such parameter.")
+        shape = self._shape(mesh)
+        if mesh.size == 1 and not self.offload:
+            return part
+        ensure_group()
+        mesh.broadcast(part.module)
+        engine = _Engine(self.stage, part, mesh)
+        device_mesh = init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        engine.shard(device_mesh, self.unit, self._policy(mesh))
+        return replace(
+            part,
+            forward=engine.forward,
+            run=engine.run,
+            owned=engine.owned(),
+            reduce=engine.reduce,
+            release=engine.release,
+            all_forward=True,
+        )
+
+    def _shape(self, mesh: Mesh) -> tuple[int, int]:
+        size = self.hybrid or mesh.size
+        if size < 0 or mesh.size % size:
+            raise StrategyRefused(
+                f"hybrid={self.hybrid} shards inside groups of {self.hybrid} ranks; {mesh.size} ranks do not make "
+                f"whole groups. Use a divisor of {mesh.size}."
+            )
+        return mesh.size // size, size
+
+    def _policy(self, mesh: Mesh) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if self.offload else OffloadPolicy()
+
+
+@dataclass(frozen=True)
+class Zero2(Zero1):
+    """Optimizer states and gradients in shards."""
+
+    stage: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Zero3(Zero1):
+    """Optimizer states, gradients and parameters in shards."""
+
+    stage: ClassVar[int] = 3
+
+
+class _Engine:
+    """One rank's steps through `fully_shard`."""
+
+    def __init__(self, stage: int, part: Part, mesh: Mesh) -> None:
+        self.stage, self.part, self.mesh = stage, part, mesh
+        self.totals: Tensor | None = None
+        self.summed: dist.Work | None = None
+        # fully_shard takes no scalars; they stay whole, and what the optimizer steps shares their memory.
+        self.scalars = {name: p for name, p in part.owned.items() if p.dim() == 0}
+        self.shadows: dict[str, nn.Parameter] = {}
+
+    def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
+        """Cut the module's parameters, the innermost units first."""
+        shared = mesh["shard"] if mesh.size(0) == 1 else mesh
+        scalars = {p for p in self.part.module.parameters() if p.dim() == 0}
+        arguments: dict[str, Any] = {"mesh": shared, "offload_policy": policy, "ignored_params": scalars}
+        for module in reversed(units(self.part.module, unit).values()):
+            module.register_forward_hook(_no_views)
+            fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
+        fully_shard(self.part.module, reshard_after_forward=False, **arguments)
+        for name, scalar in self.scalars.items():
+            self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), shared))
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps: its shard of every trainable parameter."""
+        parameters = dict(self.part.module.named_parameters())
+        return {name: self.shadows.get(name, parameters[name]) for name in self.part.owned}
+
+    def forward(self, batch: Batch) -> Outcome:
+        outcome = self.part.forward(batch)
+        if batch.last:
+            self.totals = outcome.totals
+            self.summed = dist.all_reduce(self.totals, async_op=True) if self.mesh.size > 1 else None
+        return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch; gradients become means over ranks, and the objectives of all ranks are to be summed."""
+        module = self.part.module
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(batch.last or self.stage > 1)
+        module.set_reshard_after_backward(batch.last or self.stage == 3)
+        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.mesh.size))
+        if not batch.last:
+            return loss
+        assert self.totals is not None
+        if self.summed is not None:
+            self.summed.wait()
+        return Loss(self.totals / self.mesh.size, loss.weighed)
+
+    def reduce(self) -> None:
+        """Scalars' gradients become means; all others are already."""
+        self.part.reduce()
+        for name, scalar in self.scalars.items():
+            if scalar.grad is not None:
+                mean = self.mesh.sum(scalar.grad).div_(self.mesh.size)
+                shadow = self.shadows[name]
+                assert isinstance(shadow, DTensor)
+                shadow.grad, scalar.grad = _replicated(mean, shadow.device_mesh), None
+
+    def release(self) -> None:
+        """Free what a forward pass without a backward pass has gathered."""
+        self.part.release()
+        for module in self.part.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _no_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Outputs of their own: writing into a view would drop what gathers this unit again in the backward pass."""
+    return tree_map(lambda item: item.clone() if isinstance(item, Tensor) and item._is_view() else item, output)
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
