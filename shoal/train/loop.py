@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, ConfigError, ShoalError
 from shoal.plot import plot
 from shoal.run import begin
-from shoal.strategies.base import MEASURED
+from shoal.strategies.base import SLOTS
 from shoal.train import optimizer as optimizers
 from shoal.train.build import Built, build
 from shoal.train.checkpoint import Checkpoints, Saved, newest
@@ -65,6 +66,8 @@ class Training:
             compile=job.model.compile,
             announce=lines.append,
         )
+        # From now on: building a model can take minutes, and the first step tells the other ranks.
+        self._sigterm_before = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
         built = build(job, self.run.device)
         if job.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
@@ -79,7 +82,7 @@ class Training:
         self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
         self.final: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
-        self.sums = torch.zeros(MEASURED + 2, dtype=torch.float64, device=self.run.device)
+        self.sums = torch.zeros(SLOTS, dtype=torch.float64, device=self.run.device)
         self.epoch_steps = self._steps_of_epochs()
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *self._description(built)]
@@ -87,16 +90,20 @@ class Training:
     def resume(self) -> None:
         """Go on from the newest good checkpoint, if there is one; open what is written and shown. Collective."""
         notes: list[str] = []
-        saved = self.checkpoints.load(notes.append) if self.job.checkpoint.resume else None
+        saved = self.checkpoints.load(notes.append, like=self._like()) if self.job.checkpoint.resume else None
         if saved is not None:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
         self._open(notes)
         self.unlogged_samples, self.logged_s = 0, self.watch.seconds
 
+    def _like(self) -> Callable[[str], Tensor | None]:
+        """Tells how this rank holds what a checkpoint holds."""
+        like = self.run.like()
+        return lambda name: like("model." + name.removeprefix("ema.") if name.startswith("ema.") else name)
+
     def run_all(self) -> None:
         """All epochs that are left, and the end."""
-        previous = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
         try:
             while self.step < self.total_steps:
                 self._epoch()
@@ -104,7 +111,7 @@ class Training:
         finally:
             self.progress.close()
             self.log.close()
-            signal.signal(signal.SIGTERM, previous)
+            signal.signal(signal.SIGTERM, self._sigterm_before)
 
     def _epoch(self) -> None:
         epoch = self.loader.epoch
@@ -121,11 +128,11 @@ class Training:
                 self._stop()
             if self._is_save_due():
                 self._save()
-        ended = self.step == self.total_steps
+        ended, best_before = self.step == self.total_steps, self.best
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
-        if ended or stopping or best or due:
-            self._save(best, must=ended)
+        if (ended or stopping or best or due) and not self._save(best, must=ended):
+            self.best = best_before  # what is called the best is one that can be loaded
         if stopping and not ended:
             self._stop()
 
@@ -149,7 +156,7 @@ class Training:
 
     def _log(self, rate: float) -> None:
         """One record of the steps since the last one: the only place where a step waits for the device."""
-        loss, count, _, hits, predictions = self.sums.tolist()
+        loss, count, _, hits, predictions, *_ = self.sums.tolist()
         self.sums.zero_()
         seconds = self.watch.seconds
         record = {
@@ -177,7 +184,7 @@ class Training:
             self.best = self.final
         return better
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
+    def _save(self, best: bool = False, must: bool = False) -> bool:
         """Save everything. A save that fails is said, and training goes on; the last one must not fail."""
         tensors, info, private = self.run.state()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
@@ -185,11 +192,13 @@ class Training:
         try:
             with self._pause("saving"):
                 self.checkpoints.save(self.step, tensors, info, private, best)
-            self.saved_step = self.step
         except CheckpointError as error:
             if must:
                 raise
             self.log.note(f"{error}; training goes on")
+            return False
+        self.saved_step = self.step
+        return True
 
     def _is_save_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now."""

@@ -69,3 +69,11 @@ def test_a_last_save_that_fails_is_a_failed_run_which_the_same_command_completes
         world.run(2, tiny_jobs.fills_the_disk, job, (10,))
     world.run(2, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
+
+
+def test_what_is_called_the_best_was_saved(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["info"]["best"]["step"] == 6
+    world.run(2, tiny_jobs.fills_the_disk, tiny(tmp_path / "run", SETTINGS), (6,))
+    found = everything(tmp_path / "run")
+    assert found["best"] == f"step-{found['info']['best']['step']:08}\n"
+    assert f"step-{found['info']['best']['step']:08}" in found["checkpoints"]

@@ -129,12 +129,12 @@ class FillsTheDisk(Undrawn):
         super().__init__(job)
         self.full_at = steps
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
+    def _save(self, best: bool = False, must: bool = False) -> bool:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.step in self.full_at:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
         try:
-            super()._save(best, must)
+            return super()._save(best, must)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -217,7 +217,7 @@ def assert_equal_to_the_bit(found: dict[str, Any], expected: dict[str, Any]) -> 
     """Both from `everything`."""
     found, expected = dict(found), dict(expected)
     assert differing(found.pop("tensors"), expected.pop("tensors")) == []
-    assert found == expected
+    assert found == expected, [(k, found.get(k), v) for k, v in expected.items() if found.get(k) != v]
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
