@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.errors import ShoalError
+    from shoal.proof import Verdict, verify
     from shoal.run import Run, init
     from shoal.train.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoints", "Run", "ShoalError", "init"]
+__all__ = ["Checkpoints", "Run", "ShoalError", "Verdict", "init", "verify"]
 
 _HOMES = {
     "init": "shoal.run",
     "Run": "shoal.run",
+    "verify": "shoal.proof",
+    "Verdict": "shoal.proof",
     "Checkpoints": "shoal.train.checkpoint",
     "ShoalError": "shoal.errors",
 }

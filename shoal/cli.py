@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from shoal.errors import ConfigError, ShoalError, UsageError, did_you_mean
+from shoal.errors import ConfigError, EnvironmentConflict, ShoalError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from shoal.config import Settings
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(VERBS[options.verb](options))
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, (ConfigError, UsageError)) else 1) from None
+        raise SystemExit(2 if isinstance(error, (ConfigError, EnvironmentConflict, UsageError)) else 1) from None
     except BrokenPipeError:
         # `shoal config digits | head` has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,6 +84,11 @@ def _parser() -> Parser:
         "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON object with top1, top5, loss, samples")
+    verify = verb("verify", "prove that a strategy trains a model as one process does, in float64 on the CPU")
+    _job_arguments(verify, "processes to compare with one (default: 2)")
+    verify.add_argument("--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)")
+    verify.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
     plot = verb("plot", "draw the curves of one run, or of several in comparison")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     plot.add_argument(
@@ -103,8 +108,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _job_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
+def _job_arguments(parser: argparse.ArgumentParser, processes: str = "processes on this machine (default: 1)") -> None:
+    parser.add_argument("-n", "--processes", type=int, help=processes)
     parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
     parser.add_argument("--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow")
     parser.add_argument(
@@ -114,7 +119,7 @@ def _job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
-    own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json"}
+    own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)
@@ -133,16 +138,21 @@ def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]
 def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[str]]:
     """The job that the words describe, and notes to print before it runs."""
     from shoal import config
+    from shoal.strategies import named
 
     flags = list(options.settings)
     if options.imports:
         flags += [("import", str(Path(file).resolve())) for file in options.imports]
     if options.cfg is not None:
-        return config.translate(options.cfg, options.source, ranks, flags)
+        settings, notes = config.translate(options.cfg, options.source, ranks, flags)
+        named(settings.job.strategy)
+        return settings, notes
     if len(options.source) != 1:
         given = f"there are {len(options.source)}: {' '.join(options.source)}" if options.source else "there is none"
         raise UsageError(f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}")
-    return config.read(options.source[0], flags), []
+    settings = config.read(options.source[0], flags)
+    named(settings.job.strategy)
+    return settings, []
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -205,6 +215,22 @@ def _config(options: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(options: argparse.Namespace) -> int:
+    """Exit status: 0 exact, 1 past the tolerance, 2 refused."""
+    import json
+
+    options.source = options.source or ["digits"]
+    ranks = options.processes or 2
+    settings, notes = _settings(options, ranks)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    from shoal.train.verification import verify_job
+
+    verdict = verify_job(settings.job, ranks, options.steps, options.tolerance)
+    print(json.dumps(verdict.to_json()) if options.json else verdict)
+    return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
+
+
 def _plot(options: argparse.Namespace) -> int:
     from shoal.plot import plot
 
@@ -215,6 +241,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
+    from shoal.strategies import named
 
     place = _place(None)
     if place.world > 1:
@@ -222,6 +249,8 @@ def _launch(options: argparse.Namespace) -> int:
             f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
             f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
         )
+    if options.strategy is not None:
+        named(options.strategy)
     chosen = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
     environment = {name: str(value) for name, value in chosen.items() if value is not None}
     return run_script(options.script, options.arguments, options.processes, environment, options.output)
@@ -239,8 +268,9 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "eval": _evaluate,
     "config": _config,
+    "verify": _verify,
     "plot": _plot,
     "launch": _launch,
     "doctor": _doctor,
 }
-TAKES_SETTINGS = ("train", "config")
+TAKES_SETTINGS = ("train", "config", "verify")

@@ -2,13 +2,13 @@ import shoal
 
 
 def test_the_public_names_are_these_and_only_these() -> None:
-    assert sorted(shoal.__all__) == ["Checkpoints", "Run", "ShoalError", "init"]
+    assert sorted(shoal.__all__) == ["Checkpoints", "Run", "ShoalError", "Verdict", "init", "verify"]
     assert all(getattr(shoal, name) is not None for name in shoal.__all__)
 
 
 def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
     public = [name for name in vars(shoal.Run) if not name.startswith("_")]
     assert sorted(public) == [
-        *("clip_gradients", "evaluate", "forward_backward", "load_state", "move", "prepare", "request_stop"),
-        *("save", "state", "stopping"),
+        *("clip_gradients", "evaluate", "forward_backward", "gradients", "like", "load_state", "move", "prepare"),
+        *("request_stop", "save", "state", "stopping", "weights"),
     ]

@@ -6,7 +6,22 @@ from cases import CASES
 from shoal.testing.check_strategy import check_strategy
 
 # One row a strategy and a number of ranks.
-LAYOUTS = [("single", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("ddp,unused=true", 2)]
+LAYOUTS = [
+    ("single", 1),
+    ("ddp", 1),
+    ("ddp", 2),
+    ("ddp", 3),
+    ("ddp", 4),
+    ("ddp,unused=true", 2),
+    ("zero1", 1),
+    ("zero1", 3),
+    ("zero2", 2),
+    ("zero3", 2),
+    ("zero3", 3),
+    ("zero3,hybrid=2", 4),
+    ("zero3,unit=Linear", 2),
+    ("zero2,offload=true", 2),
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -16,6 +31,9 @@ def test_gradients_and_weights_are_those_of_one_process(strategy: str, ranks: in
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 3), (2, 2), (3, 4)])
-def test_accumulation_changes_no_number(ranks: int, accumulate: int, name: str) -> None:
-    check_strategy("ddp", ranks, CASES[name], accumulate)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [("ddp", 1, 3), ("ddp", 2, 2), ("ddp", 3, 4), ("zero1", 2, 3), ("zero2", 2, 2), ("zero3", 3, 4)],
+)
+def test_accumulation_changes_no_number(strategy: str, ranks: int, accumulate: int, name: str) -> None:
+    check_strategy(strategy, ranks, CASES[name], accumulate)
