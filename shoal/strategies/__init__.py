@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
 
 STRATEGIES = {
+    "recompute": "recompute:Recompute",
     "single": "single:Single",
     "ddp": "ddp:Ddp",
     "zero1": "zero:Zero1",

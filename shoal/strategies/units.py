@@ -1,8 +1,8 @@
 """The blocks that a model is made of: what is gathered at once, recomputed at once.
 
 Models repeat themselves, and write it down as a Sequential, a ModuleList or a ModuleDict: layers of a transformer,
-blocks of a CNN. The members of such containers are the units. A unit that is most of the model is cut finer; what is
-tiny stays with what surrounds it.
+blocks of a CNN. The members of such containers are the units. One that is a large part of the model, and not one of
+several alike, is cut finer; what is tiny stays with what surrounds it.
 
       GPT                                       ResNet
       ├── embed                                 ├── conv1
@@ -25,7 +25,7 @@ RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SMALLEST = 1 / 200
 """Share of the model's parameters below which a block is no unit: messages would be many and small."""
 LARGEST = 1 / 3
-"""Share of the model's parameters above which a unit is cut finer, where it has units itself."""
+"""Share of the model's parameters above which a unit is cut finer, where it has units itself and no equals."""
 
 
 def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
@@ -49,6 +49,7 @@ def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
 
 def _below(module: nn.Module, prefix: str, total: int, tied: set[int]) -> Iterator[tuple[str, nn.Module]]:
     repeats = isinstance(module, CONTAINERS)
+    alike = Counter(type(child) for child in module.children() if type(child) not in CONTAINERS)
     for name, child in module.named_children():
         path, share = f"{prefix}{name}", _size(child) / total
         is_block = repeats and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
@@ -56,7 +57,7 @@ def _below(module: nn.Module, prefix: str, total: int, tied: set[int]) -> Iterat
         unit = alone and share >= SMALLEST and not _shares_outside(child, tied)
         if unit:
             yield path, child
-        if not unit or share > LARGEST:
+        if not unit or (share > LARGEST and alike[type(child)] < 2):
             yield from _below(child, f"{path}.", total, tied)
 
 

@@ -115,10 +115,10 @@ class _Engine:
         shared = mesh["shard"] if mesh.size(0) == 1 else mesh
         scalars = {p for p in self.part.module.parameters() if p.dim() == 0}
         arguments: dict[str, Any] = {"mesh": shared, "offload_policy": policy, "ignored_params": scalars}
-        for module in reversed(units(self.part.module, unit).values()):
+        root = self.part.module
+        for module in [*reversed(units(root, unit).values()), root]:
             module.register_forward_hook(_no_views)
-            fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
-        fully_shard(self.part.module, reshard_after_forward=False, **arguments)
+            fully_shard(module, reshard_after_forward=self.stage == 3 and module is not root, **arguments)
         for name, scalar in self.scalars.items():
             self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), shared))
 

@@ -21,6 +21,8 @@ LAYOUTS = [
     ("zero3,hybrid=2", 4),
     ("zero3,unit=Linear", 2),
     ("zero2,offload=true", 2),
+    ("recompute,unit=Linear", 1),
+    ("recompute=2,unit=Linear,zero3", 2),
 ]
 
 

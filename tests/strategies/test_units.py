@@ -1,0 +1,53 @@
+"""Which modules are gathered, or recomputed, at once."""
+
+import pytest
+from torch import Tensor, nn
+
+from shoal.models import build
+from shoal.strategies.units import units
+
+
+def test_the_layers_of_a_transformer_are_its_units() -> None:
+    gpt = build("gpt", 17, (13,), {"width": 8, "layers": 3, "heads": 2})
+    assert list(units(gpt)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_the_blocks_of_a_cnn_are_its_units_and_tiny_ones_stay_outside() -> None:
+    names = list(units(build("resnet50", 10, (3, 32, 32), {})))
+    assert names[0] == "layer1.1" or names[0] == "layer2.0"
+    assert {"layer3.0", "layer3.5", "layer4.2"} < set(names)
+    assert all(name.startswith("layer") for name in names)
+
+
+def test_recurrent_layers_are_units() -> None:
+    assert list(units(build("lstm", 17, (13,), {"width": 32, "layers": 2}))) == ["layers.0", "layers.1"]
+
+
+def test_a_large_unit_is_cut_finer() -> None:
+    backbone = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+    model = nn.Sequential(backbone, nn.Linear(50, 10))
+    assert list(units(model)) == ["0", "0.0", "0.1", "1"]
+
+
+def test_the_members_of_a_list_of_lists_are_found() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), "b": nn.Linear(3, 3)})
+    assert list(units(model)) == ["a.0", "a.1", "b"]
+
+
+def test_what_shares_a_parameter_with_another_module_is_no_unit() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.layers[2].weight = self.layers[0].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert list(units(Tied())) == ["layers.1"]
+    assert list(units(Tied(), "Linear")) == ["layers.1"]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.ReLU(), nn.Sequential()])
+def test_a_model_without_blocks_has_no_unit(model: nn.Module) -> None:
+    assert units(model) == {}
