@@ -42,7 +42,7 @@ def mlp() -> Task:
     rows = [digits[index] for index in range(len(digits))]
     images, labels = torch.stack([x for x, _ in rows]), torch.tensor([int(y) for _, y in rows])
     layers = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731
-    return Task("MLP 64-256-10", layers, TensorDataset(images, labels), rounds=120)
+    return Task("MLP 64-256-10", layers, TensorDataset(images, labels), rounds=80)
 
 
 def cnn() -> Task:
@@ -51,4 +51,4 @@ def cnn() -> Task:
     images = torch.randn(256, 3, 32, 32, generator=generator)
     labels = torch.randint(10, (256,), generator=generator)
     resnet = lambda: torchvision.models.resnet18(num_classes=10)  # noqa: E731
-    return Task("ResNet-18, 32 x 32", resnet, TensorDataset(images, labels), rounds=20)
+    return Task("ResNet-18, 32 x 32", resnet, TensorDataset(images, labels), rounds=15)
