@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
-.PHONY: demo test test-slow test-gpu lint bench-overhead bench-launch clean
+
+
+.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -42,6 +44,9 @@ $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -q -c constraints.txt -e . -r benchmarks/requirements.txt
 	@touch $@
+
+verified: $(VENV)/.demo
+	$(BIN)/python -m shoal.proof.matrix docs/verified.md
 
 bench-overhead: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure

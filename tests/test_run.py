@@ -291,25 +291,26 @@ def test_all_ranks_learn_of_a_stop_in_the_same_step() -> None:
     assert world.run(2, stop_seen_by_all) == [[False, True, True]] * 2
 
 
-def fp16_overflow() -> tuple[list[float], bool]:
-    run = shoal.init(precision="fp16", announce=lambda _: None)
+def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
+    run = shoal.init(strategy, precision="fp16", announce=lambda _: None)
     model = nn.Linear(4, 3)
     dataset = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
     model, optimizer, loader = run.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset, batch_size=4)
     )
-    before, scales, moved = model.weight.clone(), [], False
+    before, scales, moved = run.weights()["weight"].clone(), [], False
     for step, (x, y) in enumerate(loader):
         x = x * (1e30 if step == 0 and run.rank == 1 else 1)
         run.forward_backward(lambda out, y: F.cross_entropy(out.float(), y), model, x, y)
         optimizer.step()
         scales.append(run.state()[1]["loss_scale"]["scale"])
-        moved = moved or (step == 0 and not torch.equal(model.weight, before))
+        moved = moved or (step == 0 and not torch.equal(run.weights()["weight"], before))
     return scales, moved
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() -> None:
-    assert world.run(2, fp16_overflow) == [([32768.0, 32768.0], False)] * 2
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str) -> None:
+    assert world.run(2, fp16_overflow, strategy) == [([32768.0, 32768.0], False)] * 2
 
 
 def test_an_unknown_strategy_and_an_unknown_option_are_named() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.loader import ShareLoader
 from shoal.data.nest import nested
+from shoal.data.seeds import stream
 from shoal.errors import StrategyRefused, UsageError
 from shoal.proof.differences import differences
 from shoal.run import begin
@@ -52,6 +53,7 @@ def by_hand(experiment: Experiment, file: Path) -> None:
     torch.manual_seed(0)
     model = experiment.model_fn().double()
     optimizer = _sgd(model)
+    torch.manual_seed(stream(0, 0))  # dropout draws what rank 0 draws
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
     for *inputs, target in _steps(experiment, ShareLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import images, mlp
 from torch import Tensor, distributed
 
-from shoal.testing.check_strategy import Case, check_strategy
+from shoal.proof import Experiment
+from shoal.proof.zoo import image_loader, mlp
+from shoal.testing.check_strategy import check_strategy
 
 
 def wrong_scale(output: Tensor, target: Tensor) -> Tensor:
@@ -25,4 +26,4 @@ def not_a_number(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [wrong_scale, one_rank_wrong, not_a_number])
 def test_a_wrong_scale_a_wrong_rank_and_a_nan_are_caught(loss_fn) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(AssertionError, match="differs from one process:"):
-        check_strategy("ddp", 2, Case(mlp, images, loss_fn))
+        check_strategy("ddp", 2, Experiment(mlp, image_loader, loss_fn))

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import tiny_jobs
 import torch
-from tiny_jobs import EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, everything, metrics, tiny
+from tiny_jobs import EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, differing, everything, metrics, tiny
 
 from shoal.errors import ConfigError
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints, newest
 from shoal.train.loop import RUN_ME_AGAIN
 
-DOUBLE = {**MLP, "train.precision": "fp64"}
+DOUBLE_PRECISION = {"train.precision": "fp64"}
+DOUBLE = {**MLP, **DOUBLE_PRECISION}
 
 
 def stop(ranks: int, *arguments: Any) -> None:
@@ -86,6 +87,41 @@ def test_on_another_number_of_ranks_each_remaining_sample_comes_once_and_losses_
     weights, expected = (weights_of(directory) for directory in (tmp_path / "run", on_one_rank))
     for name, weight in weights.items():
         assert (weight - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max()
+
+
+LAYOUTS = [("zero3", 4), ("zero1", 2), ("ddp", 3), ("zero3,hybrid=2", 4), ("zero2,offload=true", 1), ("zero3", 3)]
+
+
+def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(tmp_path: Path, on_one_rank: Path) -> None:
+    for leg, (strategy, ranks) in enumerate(LAYOUTS):
+        stop_at = 2 * (leg + 1)
+        with world.start(
+            ranks,
+            tiny_jobs.is_signalled,
+            tiny(tmp_path / "run", DOUBLE, strategy=strategy, data__path=str(tmp_path / "seen")),
+            stop_at - 1,
+        ) as running:
+            expected = RUN_ME_AGAIN if stop_at < 12 else 0
+            assert running.wait() == [expected] * ranks, (strategy, ranks)
+    # Each of the three epochs has seen every sample once, though each was shared out in two or three ways.
+    seen = (tmp_path / "seen").read_text().split()
+    everyone = Counter({str(sample): 1 for sample in range(30)})
+    assert [Counter(seen[start : start + 30]) for start in (0, 30, 60)] == [everyone] * 3
+    assert_close(metrics(tmp_path / "run"), metrics(on_one_rank))
+    weights, expected_weights = (weights_of(directory) for directory in (tmp_path / "run", on_one_rank))
+    for name, weight in weights.items():
+        assert (weight - expected_weights[name]).abs().max() <= 1e-10 * expected_weights[name].abs().max()
+
+
+def test_what_is_loaded_in_shards_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
+    saved = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy="zero3")
+    stop(3, saved, 5)
+    whole = Checkpoints(tmp_path / "run/checkpoints").load(pytest.fail)
+    assert whole is not None
+    for strategy, ranks in [("zero3", 2), ("zero1", 4), ("ddp", 2)]:
+        job = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy=strategy)
+        for found in world.run(ranks, tiny_jobs.is_resumed, job):
+            assert differing(found, whole.tensors) == []
 
 
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

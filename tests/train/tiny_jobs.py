@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.norm import whole
 from shoal.config import read
 from shoal.config.job import Job
 from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
@@ -120,6 +121,16 @@ class StopsAfter(Undrawn):
 def is_signalled(job: Job, step: int, number: int = signal.SIGTERM, rank: int | None = None) -> None:
     """What a rank does: the job, with a signal to itself (to `rank` alone, if given) after `step`."""
     go(StopsAfter(job, step, number, rank))
+
+
+def is_resumed(job: Job) -> dict[str, Tensor]:
+    """What a rank holds after a resume, whole."""
+    training = Undrawn(job)
+    training.resume()
+    tensors, _, _ = training.run.state()
+    training.log.close()
+    tensors |= {"sums": training.sums} | (training.ema.state() if training.ema else {})
+    return {name: whole(tensor).clone() for name, tensor in tensors.items()}
 
 
 class FillsTheDisk(Undrawn):
