@@ -160,7 +160,7 @@ class Job:
 
     name: str = setting("job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY)
     seed: int = setting(0, "from which every random number follows", NOT_NEGATIVE)
-    strategy: str = setting("ddp", "single, ddp: how several ranks train one model")
+    strategy: str = setting("ddp", "how ranks train one model: single, ddp, zero1, zero2, zero3, recompute")
     out: str | None = setting(None, "run directory")
     imports: tuple[str, ...] = setting(
         (), "Python files that register models and data (their `models` and `data` dicts)"
