@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch clean
+.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -55,6 +55,14 @@ bench-overhead: $(BENCH)/.done
 bench-launch: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.launch.measure
 	$(BENCH)/bin/python -m benchmarks.launch.report
+
+bench-memory: $(BENCH)/.done
+	$(BENCH)/bin/python -m benchmarks.memory.measure
+	$(BENCH)/bin/python -m benchmarks.memory.report
+
+bench-zero: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
+	$(BENCH)/bin/python -m benchmarks.zero.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info
