@@ -74,6 +74,9 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _buffers_as_they_are(module)
 
+    # torch.compile takes no contexts, so they are there only where they are needed.
+    aside: dict[str, Any] = {"context_fn": contexts} if any(True for _ in module.buffers()) else {}
+
     @wraps(forward)
     def run(*inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -81,7 +84,7 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
         if budget is not None and (keeps := budget.turn(index, module)) is not None:
             with keeps:
                 return forward(*inputs, **options)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+        return checkpoint(forward, *inputs, use_reentrant=False, **aside, **options)
 
     return run
 
