@@ -74,6 +74,15 @@ def _parser() -> Parser:
 
     train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
     _job_arguments(train)
+    start = verb("import", "train an experiment from the weights in a file: .safetensors, or a state dict of torch's")
+    start.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
+    _job_arguments(start)
+    export = verb("export", "write a run's whole model to one safetensors file, whatever strategy has trained it")
+    export.add_argument("run", type=Path, help="run directory")
+    export.add_argument("-o", "--output", type=Path, default=Path("model.safetensors"), help="(default: %(default)s)")
+    export.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+    )
     config = verb("config", "print an experiment's settings")
     _job_arguments(config)
     config.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
@@ -167,6 +176,20 @@ def _train(options: argparse.Namespace) -> int:
     if place.world == 1:
         claim(settings.job).close()  # said before any process is started; rank 0 takes the lock
     return _on_ranks(place.world, ranks, "train", (settings.job,))
+
+
+def _import(options: argparse.Namespace) -> int:
+    options.settings = [*options.settings, ("model.weights", str(options.file))]
+    return _train(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from shoal.train.export import export
+
+    done = export(options.run, options.output, options.checkpoint)
+    what = "moving average of the weights" if done.averaged else "weights"
+    print(f"{options.output}: {what} of step {done.step}, {done.tensors} tensors, {done.size_bytes:,} bytes")
+    return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -266,6 +289,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
+    "import": _import,
+    "export": _export,
     "eval": _evaluate,
     "config": _config,
     "verify": _verify,
@@ -273,4 +298,4 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "launch": _launch,
     "doctor": _doctor,
 }
-TAKES_SETTINGS = ("train", "config", "verify")
+TAKES_SETTINGS = ("train", "import", "config", "verify")

@@ -33,7 +33,7 @@ class Model:
         default_factory=dict,
         metadata={"help": "keyword arguments of the model's constructor; another name starts without", "check": None},
     )
-    weights: str | None = setting(None, "file with weights to start from (a state dict, loaded weights-only)")
+    weights: str | None = setting(None, "file with weights to start from: .safetensors, or a state dict of torch")
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks (CUDA only)")

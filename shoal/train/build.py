@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +13,12 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from shoal import data, imports, models
 from shoal.config.job import Job
-from shoal.config.job import Model as ModelConfig
 from shoal.data.mixing import mixed
 from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
 from shoal.train.task import Task
+from shoal.train.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def build(job: Job, device: torch.device) -> Built:
 
 def _placed(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
     if job.model.weights is not None:
-        _load_weights(model, job.model)
+        load_weights(model, job.model.weights, job.model.name)
     if job.model.sync_batchnorm:
         if device.type != "cuda":
             raise ConfigError(["model.sync_batchnorm: needs CUDA; on the CPU use a model with GroupNorm."])
@@ -67,23 +65,6 @@ def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
     if job.model.channels_last:
         inputs = tuple(x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
     return inputs
-
-
-def _load_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Start from a file. Only tensors are read from it, whatever else it holds."""
-    path = Path(str(config.weights))
-    if not path.is_file():
-        raise ConfigError([f"model.weights: there is no file {path}"])
-    try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError([f"model.weights: {path} is no file of weights alone: {first}"]) from error
-    state = content.get("state_dict", content) if isinstance(content, dict) else content
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise ConfigError([f"model.weights: {path} does not fit {config.name}: {error}"]) from error
 
 
 def _train_loader(job: Job, source: Source) -> DataLoader:

@@ -150,6 +150,14 @@ class Checkpoints:
         on_every_rank(failed, lambda: loaded.append(_load(self.directory / name, sha256, like)))
         return loaded[0]
 
+    def choose(self, which: Literal["latest", "best"] = "latest") -> tuple[Path | None, int]:
+        """The directory and the step of what `load` would load; None, and -1, if nothing was ever saved. One process.
+
+        Raises: CheckpointError: as `load`.
+        """
+        name, _, _ = self._choose(None, which)
+        return (None, -1) if name is None else (self.directory / name, manifest.read(self.directory / name).step)
+
     def _choose(self, step: int | None, which: str) -> tuple[str | None, str, list[str]]:
         """The name to load, its manifest's digest, and sentences about what was skipped."""
         asked_for = step is not None or which == "best"

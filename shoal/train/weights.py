@@ -1,0 +1,66 @@
+"""Weights to start from: a torch file or a safetensors file, of this very model. Nothing but tensors is read."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+
+
+def load_weights(model: nn.Module, file: str, name: str) -> None:
+    """Give `model` the weights in `file`; one tensor at a time from a .safetensors file.
+
+    Raises: ConfigError: no such file, no file of weights alone, or not the weights of this model; names what differs.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError([f"model.weights: there is no file {path}"])
+    if path.suffix == ".safetensors":
+        _load_safetensors(model, path, name)
+    else:
+        _load_torch(model, path, name)
+
+
+def _load_safetensors(model: nn.Module, path: Path, name: str) -> None:
+    own = model.state_dict()
+    try:
+        with safe_open(path, framework="pt") as file:
+            there = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            _refuse_mismatch(own, there, path, name)
+            with torch.no_grad():
+                for key, tensor in own.items():
+                    tensor.copy_(file.get_tensor(key))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError([f"model.weights: {path} is no whole safetensors file: {error}"]) from error
+
+
+def _load_torch(model: nn.Module, path: Path, name: str) -> None:
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError([f"model.weights: {path} is no file of weights alone: {first}"]) from error
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ConfigError([f"model.weights: {path} does not fit {name}: {error}"]) from error
+
+
+def _refuse_mismatch(own: Mapping[str, Tensor], there: Mapping[str, tuple[int, ...]], path: Path, name: str) -> None:
+    problems = [f"model.weights: {path} lacks {key}, which {name} has" for key in own if key not in there]
+    problems += [f"model.weights: {path} has {key}, which {name} lacks" for key in there if key not in own]
+    problems += [
+        f"model.weights: {key} has shape {there[key]} in {path} and {tuple(tensor.shape)} in {name}"
+        for key, tensor in own.items()
+        if key in there and there[key] != tuple(tensor.shape)
+    ]
+    if problems:
+        raise ConfigError(problems)

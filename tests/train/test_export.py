@@ -1,0 +1,142 @@
+"""A run's whole model as one file, and a run that starts from such a file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiny_jobs
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_checkpoint_store import data_file, flip_a_bit
+from tiny_jobs import CNN, GPT, MLP, tiny
+
+from shoal.cli import main
+from shoal.errors import CheckpointError, ConfigError, UsageError
+from shoal.testing import world
+from shoal.train.build import build
+from shoal.train.checkpoint import Checkpoints
+from shoal.train.export import export
+from shoal.train.weights import load_weights
+
+DATA = str(tiny_jobs.DATA)
+
+
+def trained(folder: Path, strategy: str = "single", ranks: int = 1, *parts: dict[str, object]) -> Path:
+    world.run(ranks, tiny_jobs.trains, tiny(folder / "run", *parts, strategy=strategy))
+    return folder / "run"
+
+
+def stored(run: Path, prefix: str) -> dict[str, torch.Tensor]:
+    saved = Checkpoints(run / "checkpoints").load(pytest.fail)
+    assert saved is not None
+    return {name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3), ("zero2,hybrid=2", 4)])
+def test_the_model_is_written_whole_whatever_has_saved_it(tmp_path: Path, strategy: str, ranks: int) -> None:
+    run = trained(tmp_path, strategy, ranks, MLP)
+    done = export(run, tmp_path / "model.safetensors")
+    found, expected = load_file(tmp_path / "model.safetensors"), stored(run, "model.")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert (done.tensors, done.averaged) == (len(expected), False)
+    assert done.size_bytes == os.path.getsize(tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "run": "job", "step": "12"}
+    assert not (tmp_path / "model.safetensors.tmp").exists()
+
+
+def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) -> None:
+    run = trained(tmp_path, "zero1", 2, GPT)
+    assert export(run, tmp_path / "model.safetensors").averaged
+    found = load_file(tmp_path / "model.safetensors")
+    for name, value in stored(run, "ema.").items():
+        assert torch.equal(found[name], value)
+    assert found.keys() == stored(run, "model.").keys()
+
+
+def test_buffers_of_every_dtype_come_along(tmp_path: Path) -> None:
+    run = trained(tmp_path, "single", 1, CNN, {"model.options.norm": "batch", "train.accumulate": 1})
+    export(run, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    counts = [value for name, value in found.items() if name.endswith("num_batches_tracked")]
+    assert counts
+    assert all(count.dtype == torch.int64 and count > 0 for count in counts)
+
+
+def test_a_run_starts_from_what_was_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trained(tmp_path / "first", "zero3", 2, MLP)
+    file = tmp_path / "model.safetensors"
+    export(first, file)
+    # With a rate of almost nothing, the first evaluation of the new run is the last one of the old.
+    config = tmp_path / "job.yaml"
+    config.write_text((first / "config.yaml").read_text())
+    words = ["import", str(file), str(config), "--out", str(tmp_path / "second"), "--optimizer.lr", "1e-30"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--strategy", "single", "--train.epochs", "1"])
+    assert end.value.code == 0
+    capsys.readouterr()
+    evaluations = [
+        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "top5" in line]
+        for run in (first, tmp_path / "second")
+    ]
+    assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, "single", 1, MLP)
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(run), "-o", str(tmp_path / "model.safetensors"), "--checkpoint", "best"])
+    assert end.value.code == 0
+    assert f"{tmp_path}/model.safetensors: weights of step" in capsys.readouterr().out
+
+
+def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        export(tmp_path, tmp_path / "model.safetensors")
+    run = trained(tmp_path, "single", 1, MLP)
+    with pytest.raises(UsageError, match=r"name it model\.safetensors"):
+        export(run, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"nowhere.*was not written"):
+        export(run, tmp_path / "nowhere/model.safetensors")
+    for step in (9, 12):
+        flip_a_bit(data_file(run / "checkpoints", step))
+    for path in (run / "checkpoints").glob("step-*"):
+        if path.name not in ("step-00000009", "step-00000012"):
+            flip_a_bit(data_file(run / "checkpoints", int(path.name[-8:])))
+    with pytest.raises(CheckpointError, match="was altered"):
+        export(run, tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+def test_a_file_of_another_model_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", MLP)
+    model = build(job, torch.device("cpu")).model
+    names = list(model.state_dict())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["strange"] = torch.zeros(3)
+    del state[names[0]]
+    state[names[1]] = torch.zeros(7, 7)
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError) as refusal:
+        load_weights(model, str(tmp_path / "other.safetensors"), "mlp")
+    said = str(refusal.value)
+    assert "3 problems" in said
+    assert f"lacks {names[0]}, which mlp has" in said
+    assert "has strange, which mlp lacks" in said
+    assert f"{names[1]} has shape (7, 7) in " in said
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-5])
+    torch.save(model.state_dict(), tmp_path / "pickle.safetensors")
+    for name in ("cut", "pickle"):
+        with pytest.raises(ConfigError, match=f"{name}.safetensors is no whole safetensors file"):
+            load_weights(model, str(tmp_path / f"{name}.safetensors"), "linear")
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_weights(model, str(tmp_path / "none.safetensors"), "linear")
