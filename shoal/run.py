@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +33,7 @@ from shoal.data.nest import nested
 from shoal.data.seeds import load_random_state, random_state, stream
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.evaluate import Measures, evaluate
+from shoal.in_backward import InBackward, mean_only, refuse_with
 from shoal.launch.environment import read
 from shoal.strategies import base, parse
 from shoal.strategies.accumulate import Accumulate
@@ -50,6 +52,7 @@ def init(
     accumulate: int = 1,
     precision: PrecisionName = "fp32",
     compile: bool = False,
+    step_in_backward: bool = False,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Take this process's place in the world that the launcher made. Collective: every rank calls it first.
@@ -64,9 +67,12 @@ def init(
         accumulate: parts that each rank's share of a batch is computed in, to save memory.
         precision: "bf16" and "fp16" run the forward pass under autocast.
         compile: compile the model with torch.compile.
+        step_in_backward: step each parameter inside the backward pass, as soon as its gradient is known, and free the
+            gradient. The loop stays as it is; its `optimizer.step()` has nothing left to do.
         announce: is given what there is to say before the first step; called on rank 0 only.
 
-    Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy.
+    Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy, or
+        step_in_backward with accumulate or fp16.
     """
     return begin(
         os.environ.get("SHOAL_STRATEGY", strategy),
@@ -74,6 +80,7 @@ def init(
         accumulate=int(os.environ.get("SHOAL_ACCUMULATE", accumulate)),
         precision=precision,
         compile=compile,
+        step_in_backward=step_in_backward,
         announce=announce,
     )
 
@@ -85,11 +92,14 @@ def begin(
     accumulate: int = 1,
     precision: PrecisionName = "fp32",
     compile: bool = False,
+    step_in_backward: bool = False,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """`init` for a job that has all its settings from elsewhere: nothing is overridden. Collective."""
     if accumulate < 1:
         raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
+    if step_in_backward:
+        refuse_with(accumulate, loss_scale=precision == "fp16")
     chosen = parse(strategy)
     mesh = join(read(os.environ))
     torch.manual_seed(seed)
@@ -99,7 +109,8 @@ def begin(
     strategies: list[base.Strategy] = [Precision(precision, scale)]
     strategies += [Compile()] if compile else []
     strategies += [*chosen, Accumulate(accumulate)]
-    return Run(mesh, strategies, seed, accumulate, scale, announce if mesh.rank == 0 else _silent)
+    say = announce if mesh.rank == 0 else _silent
+    return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward)
 
 
 class Run:
@@ -119,11 +130,14 @@ class Run:
         accumulate: int,
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
+        step_in_backward: bool = False,
     ) -> None:
         self.mesh, self.rank, self.world, self.device = mesh, mesh.rank, mesh.size, mesh.device
         self.totals: Tensor | None = None
         self._strategies, self._seed, self._accumulate = strategies, seed, accumulate
         self._loss_scale, self._announce = loss_scale, announce
+        self._step_in_backward = step_in_backward
+        self._early: InBackward | None = None
         self._part: base.Part | None = None
         self._optimizer: Optimizer | None = None
         self._loader: ShareLoader | None = None
@@ -149,11 +163,17 @@ class Run:
         self._refuse_misplaced(model)
         if loader is None and self._accumulate > 1:
             raise UsageError("accumulate splits what the loader shares out; prepare a loader, or use accumulate=1.")
+        if loader is None and self._step_in_backward:
+            raise UsageError(
+                "step_in_backward needs the size of the global batch before the backward pass. Prepare a loader, or "
+                "use step_in_backward=False."
+            )
         groups = binding.names_in(optimizer, model)
         shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
         self._say(model, shared)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
         binding.bind(optimizer, groups, part.owned)
+        self._early = InBackward(optimizer, part) if self._step_in_backward else None
         model.register_forward_hook(self._watch)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
@@ -167,7 +187,8 @@ class Run:
     ) -> Tensor:
         """Forward and backward of this rank's share of a global batch. Collective.
 
-        Afterwards `.grad` holds the global means; the optimizer's step comes next.
+        Afterwards `.grad` holds the global means; the optimizer's step comes next. With `step_in_backward` the
+        parameters are stepped by then, and there are no gradients. An error in the middle leaves some stepped.
 
         Args:
             loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) where samples weigh differently.
@@ -186,12 +207,15 @@ class Run:
         else:
             rows, global_rows = share.rows, share.global_rows
             _check_rows(batch, rows)
+        if self._early is not None:
+            loss_fn = mean_only(loss_fn)
         step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
-        earlier = _take_gradients(part)
+        earlier = _take_gradients(part) if self._early is None else {}
         self._inside = True
         try:
-            loss = part.run(part.forward, step)
-            part.reduce()
+            with nullcontext() if self._early is None else self._early.during():
+                loss = part.run(part.forward, step)
+                part.reduce()
         finally:
             self._inside = False
         base.settle(part, loss, global_rows)
@@ -209,6 +233,7 @@ class Run:
         Returns: the norm before, a scalar tensor. Call it between `forward_backward` and `optimizer.step()`.
         """
         part = self._prepared()
+        self._refuse_without_gradients("clip_gradients", "clipping needs the norm of all gradients at once")
         gradients = [p.grad for p in part.owned.values() if p.grad is not None]
         norm = global_norm(gradients)
         if gradients:
@@ -217,6 +242,7 @@ class Run:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Every trainable parameter's gradient, whole, under its own name. Collective."""
+        self._refuse_without_gradients("gradients", "they have been used and freed")
         return {n: None if p.grad is None else whole(p.grad) for n, p in self._prepared().owned.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -352,6 +378,10 @@ class Run:
                 "run.prepare returned."
             )
         return self._part
+
+    def _refuse_without_gradients(self, call: str, reason: str) -> None:
+        if self._early is not None:
+            raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")
 
     def _refuse_misplaced(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

@@ -43,9 +43,24 @@ def _optimizer(job: Job) -> Iterator[Broken]:
     if sgd and optimizer.nesterov and optimizer.options.get("dampening"):
         names = ("optimizer.nesterov", "optimizer.options")
         yield names, f"needs optimizer.options.dampening 0, not {optimizer.options['dampening']}"
+    if optimizer.in_backward:
+        yield from _in_backward(job)
     for field in ("lr", "weight_decay", *(("momentum", "nesterov") if sgd else ())):
         if field in optimizer.options:
             yield ("optimizer.options",), f"holds '{field}', which is a setting of its own; set optimizer.{field}"
+
+
+def _in_backward(job: Job) -> Iterator[Broken]:
+    train = job.train
+    if train.clip_norm is not None:
+        names = ("optimizer.in_backward", "train.clip_norm")
+        yield names, "has no norm of all gradients, which train.clip_norm needs; turn one of them off"
+    if train.accumulate > 1:
+        names = ("optimizer.in_backward", "train.accumulate")
+        yield names, f"adds up no gradients; train.accumulate is {train.accumulate}, and must be 1"
+    if train.precision == "fp16":
+        names = ("optimizer.in_backward", "train.precision")
+        yield names, "cannot skip a step whose gradients overflow, as fp16 must; set train.precision bf16"
 
 
 def _schedule(job: Job) -> Iterator[Broken]:

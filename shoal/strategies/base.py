@@ -88,6 +88,8 @@ class Part:
     """Lets go of what a forward pass without a backward pass has gathered."""
     all_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
+    late_gradients: str = ""
+    """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the global mean by then."""
 
 
 class Strategy(Protocol):

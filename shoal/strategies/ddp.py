@@ -33,6 +33,11 @@ from shoal.comm.ordered import ordered_mean, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 
+LATE = (
+    "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
+    "zero2 or zero3, which free each unit's."
+)
+
 
 @dataclass(frozen=True)
 class Ddp:
@@ -48,7 +53,10 @@ class Ddp:
     bucket_mb: float = 25.0
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Replaces forward and run. Collective. Raises StrategyRefused for a model without trainable parameters."""
+        """Replaces forward, run and late_gradients. Collective.
+
+        Raises: StrategyRefused: the model has no trainable parameter.
+        """
         if not part.owned:
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.size == 1:
@@ -56,7 +64,7 @@ class Ddp:
         mesh.broadcast(part.module)
         engine = _Engine(self, part, mesh)
         close_before_leaving(engine)
-        return replace(part, forward=engine.forward, run=engine.run)
+        return replace(part, forward=engine.forward, run=engine.run, late_gradients=LATE)
 
 
 class _Engine:

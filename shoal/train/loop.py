@@ -64,6 +64,7 @@ class Training:
             accumulate=job.train.accumulate,
             precision=job.train.precision,
             compile=job.model.compile,
+            step_in_backward=job.optimizer.in_backward,
             announce=lines.append,
         )
         # From now on: building a model can take minutes, and the first step tells the other ranks.
