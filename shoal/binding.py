@@ -8,15 +8,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointError, StrategyRefused, UsageError
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
+
+NEED_WHOLE = {
+    "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards of them",
+    "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
+}
+"""Optimizers that fail on shards, in their first step."""
+
+
+@runtime_checkable
+class Quantised(Protocol):
+    """An optimizer with state that is no plain tensor, and that knows how to store it: see `shoal.adamw8bit`."""
+
+    def taken_apart(self, parameter: Tensor, key: str, value: Tensor) -> dict[str, Tensor]: ...
+
+    def put_together(self, parameter: Tensor, key: str, parts: dict[str, Tensor]) -> Tensor: ...
 
 
 def names_in(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
@@ -53,20 +70,50 @@ def bind(optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.P
     assert bound == len(owned), f"{len(owned)} parameters are owned here, {bound} are in the optimizer"
 
 
+def refuse_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    """Raise StrategyRefused where parameters are sharded and the optimizer cannot step shards as it steps the whole."""
+    kind, sharded = type(optimizer), [name for name, parameter in owned.items() if _is_sharded(parameter)]
+    if not sharded:
+        return
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_WHOLE:
+        raise StrategyRefused(
+            f"{kind.__name__} cannot step the shards of {_listed(sharded)}: {NEED_WHOLE[kind.__name__]}. Use ddp, or "
+            "another optimizer such as AdamW."
+        )
+    if kind.__module__.startswith("torchao."):
+        raise StrategyRefused(
+            f"torchao's {kind.__name__} quantises what each rank holds of {_listed(sharded)}, so its numbers depend on "
+            "the number of ranks (pytorch/ao#4912). Use AdamW8bit of shoal.adamw8bit, or ddp."
+        )
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not all(isinstance(axis, Replicate) for axis in parameter.placements)
+
+
 def optimizer_state(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], Scalars]:
-    """What the optimizer has gathered: tensors as `name.key`, plain numbers apart, so that no pickle is needed."""
+    """What the optimizer has gathered: tensors as `name.key`, plain numbers apart, so that no pickle is needed.
+
+    Where the optimizer takes a tensor apart, its parts are `name.key.part`.
+    """
     tensors: dict[str, Tensor] = {}
     scalars: Scalars = {}
     for name, parameter in owned.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
+            parts: dict[str, Tensor] = {}
+            if isinstance(value, Tensor) and isinstance(optimizer, Quantised):
+                parts = optimizer.taken_apart(parameter, key, value)
+            if parts:
+                tensors |= {f"{name}.{key}.{part}": tensor for part, tensor in parts.items()}
+            elif isinstance(value, Tensor) and _is_plain(value):
                 tensors[f"{name}.{key}"] = value
             elif value is None or isinstance(value, (bool, int, float)):
                 scalars.setdefault(name, {})[key] = value
             else:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} under '{key}' for {name}; "
-                    "only tensors and numbers can be saved without pickle."
+                    "only plain tensors and numbers can be saved without pickle. For 8-bit states use AdamW8bit of "
+                    "shoal.adamw8bit."
                 )
     return tensors, scalars
 
@@ -74,11 +121,14 @@ def optimizer_state(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> 
 def load_optimizer_state(
     optimizer: Optimizer, owned: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], scalars: Scalars
 ) -> None:
-    """The inverse of `optimizer_state`."""
+    """The inverse of `optimizer_state`, in today's layout."""
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
-        name, _, key = path.rpartition(".")
-        by_name.setdefault(name, {})[key] = tensor
+        name, key, part = located(path, owned)
+        parts.setdefault((name, key), {})[part] = tensor
+    for (name, key), found in parts.items():
+        by_name.setdefault(name, {})[key] = _put_together(optimizer, owned.get(name), key, found)
     unknown = sorted(set(by_name) - set(owned))
     if unknown:
         raise CheckpointError(f"the checkpoint holds optimizer state of {_listed(unknown)}, which the model lacks.")
@@ -95,10 +145,32 @@ def load_optimizer_state(
                 held[key] = value.to(held[key].device)
 
 
+def located(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, str, str]:
+    """Parameter, key and part that a name of `optimizer_state` stands for; "" for the part of what is whole."""
+    name, _, key = path.rpartition(".")
+    outer, _, inner = name.rpartition(".")
+    return (outer, inner, key) if name not in owned and outer in owned else (name, key, "")
+
+
+def _put_together(optimizer: Optimizer, parameter: Tensor | None, key: str, parts: dict[str, Tensor]) -> Tensor:
+    if isinstance(optimizer, Quantised) and parameter is not None:
+        return optimizer.put_together(parameter, key, parts)
+    if "" not in parts:
+        raise CheckpointError(
+            f"the checkpoint holds '{key}' in 8 bits, and this optimizer is {type(optimizer).__name__}. Use AdamW8bit, "
+            "which saved it, or start afresh."
+        )
+    return parts[""]
+
+
+def _is_plain(value: Tensor) -> bool:
+    return not is_traceable_wrapper_subclass(value.to_local() if isinstance(value, DTensor) else value)
+
+
 def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
     """Learning rate and other plain numbers of each group, which a scheduler may have changed."""
     return [
-        {key: value for key, value in group.items() if isinstance(value, (bool, int, float))}
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if _is_number(value)}
         for group in optimizer.param_groups
     ]
 
@@ -106,7 +178,15 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
 def load_group_settings(optimizer: Optimizer, settings: list[dict[str, float | int | bool]]) -> None:
     """The inverse of `group_settings`."""
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
-        group.update(saved)
+        rate = group["lr"]
+        for key, value in saved.items():
+            # Some optimizers want their rate as a tensor, so that a compiled step is not compiled anew for each.
+            as_tensor = isinstance(rate, Tensor) and key in ("lr", "initial_lr")
+            group[key] = torch.full_like(rate, value) if as_tensor else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _listed(names: list[str], most: int = 5) -> str:

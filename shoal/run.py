@@ -172,6 +172,7 @@ class Run:
         shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
         self._say(model, shared)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
+        binding.refuse_shards(optimizer, part.owned)
         binding.bind(optimizer, groups, part.owned)
         self._early = InBackward(optimizer, part) if self._step_in_backward else None
         model.register_forward_hook(self._watch)
@@ -329,8 +330,11 @@ class Run:
         """Tells for each name in the tensors of `state` how this rank holds it, before there is any: see `Saved`."""
         part = self._prepared()
         held = {f"model.{name}": value for name, value in part.module.state_dict().items()}
-        owned = {f"optimizer.{name}": parameter for name, parameter in part.owned.items()}
-        return lambda name: held.get(name, owned.get(name.rpartition(".")[0]))
+
+        def owner(name: str) -> Tensor | None:
+            return part.owned.get(binding.located(name.removeprefix("optimizer."), part.owned)[0])
+
+        return lambda name: held.get(name, owner(name) if name.startswith("optimizer.") else None)
 
     def load_state(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
         """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed."""

@@ -100,7 +100,7 @@ class Train:
 class Optimizer:
     """Who steps."""
 
-    name: str = setting("SGD", "SGD, AdamW or any other name in torch.optim")
+    name: str = setting("SGD", "SGD, AdamW or any other name in torch.optim; AdamW8bit, with shoal[lean]")
     lr: float = setting(0.1, "learning rate for a batch of optimizer.reference_batch samples", POSITIVE)
     reference_batch: int | None = setting(
         None, "scale the rate by batch_size / reference_batch; none: as it stands", POSITIVE

@@ -35,7 +35,10 @@ from shoal.launch.supervise import Supervision
 T = TypeVar("T")
 STACKS_S = 1.0  # how long ranks that hang may take to write their stacks
 # Preloaded where the caller has imported them: what test modules import, and what takes a rank seconds.
-TOOLS = ("pytest", "hypothesis", "torch.distributed.checkpoint", "matplotlib.figure", "shoal.train.loop")
+TOOLS = (
+    *("pytest", "hypothesis", "torch.distributed.checkpoint", "matplotlib.figure", "shoal.train.loop"),
+    "shoal.adamw8bit",
+)
 
 
 def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:

@@ -1,4 +1,4 @@
-"""The optimizer of a job: any of torch.optim, the learning rate scaled to the batch, and what weight decay spares."""
+"""The optimizer of a job, AdamW8bit or any of torch.optim: its learning rate, and what weight decay spares."""
 
 from __future__ import annotations
 
@@ -52,8 +52,13 @@ def _kind(name: str) -> Any:
     names = {n for n, kind in vars(torch.optim).items() if inspect.isclass(kind)} - {"Optimizer", "LBFGS"}
     if name == "LBFGS":
         raise ConfigError(["optimizer.name: LBFGS evaluates the loss several times in a step; a training loop cannot."])
+    if name == "AdamW8bit":
+        from shoal.adamw8bit import AdamW8bit  # torchao, which it needs, is an extra
+
+        return AdamW8bit
     if name not in names:
-        raise ConfigError([f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, names)}"])
+        known = names | {"AdamW8bit"}
+        raise ConfigError([f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"])
     return getattr(torch.optim, name)
 
 

@@ -57,6 +57,19 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("zero3", 2)])
+def test_moments_of_eight_bits_are_resumed(tmp_path: Path, strategy: str, ranks: int) -> None:
+    wide = {**MLP, "model.options.hidden": [256, 64]}
+    settings = {**wide, "strategy": strategy, "optimizer.name": "AdamW8bit", "optimizer.lr": 0.01, "train.epochs": 2}
+    world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
+    job = tiny(tmp_path / "run", settings)
+    stop(ranks, job, 5)
+    world.run(ranks, tiny_jobs.trains, job)
+    found = everything(tmp_path / "run")
+    assert any(name.endswith(".exp_avg.codes") for name in found["tensors"])
+    assert_equal_to_the_bit(found, everything(tmp_path / "undisturbed"))
+
+
 def test_data_loader_workers_change_nothing(tmp_path: Path) -> None:
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "without", GPT))
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "with", GPT, WORKERS))
