@@ -5,8 +5,8 @@
       tensor 2                  header: JSON, name -> dtype, shape, place
       ...                       tensor 1, tensor 2, ...
 
-One process, one tensor at a time: memory is a few times that of the largest tensor. The header can be written first, because the
-checkpoint's index knows shapes and dtypes. Source of the format: the safetensors project's own description.
+One process, one tensor at a time: memory is a few times that of the largest one. The header can be written first,
+because the checkpoint's index knows shapes and dtypes. Source of the format: the safetensors project's description.
 """
 
 from __future__ import annotations
