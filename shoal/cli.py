@@ -243,7 +243,7 @@ def _verify(options: argparse.Namespace) -> int:
     import json
 
     options.source = options.source or ["digits"]
-    ranks = options.processes or 2
+    ranks = 2 if options.processes is None else options.processes
     settings, notes = _settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

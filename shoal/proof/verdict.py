@@ -15,7 +15,7 @@ from torch import nn
 from shoal.errors import UsageError
 from shoal.proof.batches import BatchFunction, loader_of
 from shoal.proof.trajectory import Experiment, Found, by_hand, with_shoal
-from shoal.strategies import named
+from shoal.strategies import parse
 from shoal.strategies.base import LossFunction
 from shoal.testing import world
 
@@ -107,7 +107,7 @@ def prove(
     """`verify` for an experiment with a loader of its own."""
     if ranks < 1 or accumulate < 1 or experiment.steps < 1:
         raise UsageError(f"ranks={ranks}, accumulate={accumulate}, steps={experiment.steps}: each must be at least 1.")
-    named(strategy)
+    parse(strategy)  # what is wrong with it is said here, once
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         reference = Path(folder, "reference.pt")
         world.run(1, by_hand, experiment, reference, timeout_s=timeout_s)

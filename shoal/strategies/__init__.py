@@ -97,7 +97,7 @@ def _made(strategy: Named, problems: list[str]) -> Any:
             continue
         values[key] = _value(text, known[key])
         if type(values[key]) is not known[key]:
-            problems.append(f"{key} must be a {known[key].__name__}, not '{text}'")
+            problems.append(f"{key} must be of type {known[key].__name__}; it is '{text}'")
     return None if problems else kind(**values)
 
 
