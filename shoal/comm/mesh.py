@@ -67,6 +67,10 @@ class Mesh:
         dist.broadcast(data, src=0)
         return bytes(data.tolist()).decode()
 
+    def new_group(self) -> dist.ProcessGroup | None:
+        """A Gloo group of all ranks for what goes on beside training; None in a world of one. Collective."""
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
         if self.size > 1:

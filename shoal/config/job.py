@@ -146,6 +146,7 @@ class Checkpoint:
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
     every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
     keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
+    asynchronous: bool = setting(False, "save beside training; the last save is waited for")
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 

@@ -29,7 +29,7 @@ from shoal.run import begin
 from shoal.strategies.base import SLOTS
 from shoal.train import optimizer as optimizers
 from shoal.train.build import Built, build
-from shoal.train.checkpoint import Checkpoints, Saved, newest
+from shoal.train.checkpoint import Background, Checkpoints, Saved, newest
 from shoal.train.directory import claim_for_all
 from shoal.train.ema import Ema
 from shoal.train.log import Log
@@ -79,10 +79,15 @@ class Training:
         self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
         self.ema = Ema(self.model, job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", job.checkpoint.keep)
+        beside = job.checkpoint.asynchronous
+        group = self.run.mesh.new_group() if beside else None
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", job.checkpoint.keep, group)
+        self.background = Background(self.checkpoints) if beside else None
+        self.in_flight = -1
         self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
         self.final: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
+        self.best_saved: dict[str, Any] | None = None
         self.sums = torch.zeros(SLOTS, dtype=torch.float64, device=self.run.device)
         self.epoch_steps = self._steps_of_epochs()
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
@@ -110,6 +115,8 @@ class Training:
                 self._epoch()
             self._finish()
         finally:
+            if self.background is not None:
+                self.background.close()
             self.progress.close()
             self.log.close()
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -129,11 +136,11 @@ class Training:
                 self._stop()
             if self._is_save_due():
                 self._save()
-        ended, best_before = self.step == self.total_steps, self.best
+        ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
-        if (ended or stopping or best or due) and not self._save(best, must=ended):
-            self.best = best_before  # what is called the best is one that can be loaded
+        if ended or stopping or best or due:
+            self._save(best, must=ended)
         if stopping and not ended:
             self._stop()
 
@@ -185,21 +192,45 @@ class Training:
             self.best = self.final
         return better
 
-    def _save(self, best: bool = False, must: bool = False) -> bool:
+    def _save(self, best: bool = False, must: bool = False) -> None:
         """Save everything. A save that fails is said, and training goes on; the last one must not fail."""
+        self._settle_save()
         tensors, info, private = self.run.state()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {"step": self.step, "time_s": self.watch.seconds, "final": self.final, "best": self.best}
+        with self._pause("saving"):
+            if self.background is not None and not must:
+                self.background.start(self.step, tensors, info, private, best)
+                self.in_flight = self.step
+                return
+            try:
+                self.checkpoints.save(self.step, tensors, info, private, best)
+            except CheckpointError as error:
+                if must:
+                    raise
+                self._not_saved(error, self.step)
+            else:
+                self.saved_step, self.best_saved = self.step, self.best
+
+    def _settle_save(self) -> None:
+        """Wait for the save that goes on beside training, and learn how it ended. Collective."""
+        if self.background is None or self.in_flight < 0:
+            return
+        step, self.in_flight = self.in_flight, -1
         try:
             with self._pause("saving"):
-                self.checkpoints.save(self.step, tensors, info, private, best)
+                self.background.wait()
         except CheckpointError as error:
-            if must:
-                raise
-            self.log.note(f"{error}; training goes on")
-            return False
-        self.saved_step = self.step
-        return True
+            self._not_saved(error, step)
+        else:
+            self.saved_step = step
+            # Since then, an evaluation may have found a better one: it is what is to be saved now.
+            self.best_saved = self.best if self.best is None or self.best["step"] <= step else self.best_saved
+
+    def _not_saved(self, error: CheckpointError, step: int) -> None:
+        self.log.note(f"{error}; training goes on")
+        if self.best is not None and self.best["step"] <= step:
+            self.best = self.best_saved  # what is called the best is one that can be loaded
 
     def _is_save_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now."""
@@ -213,6 +244,7 @@ class Training:
         self.sums.copy_(saved.tensors["sums"])
         self.step, self.watch = saved.step, Stopwatch(saved.info["time_s"])
         self.final, self.best = saved.info["final"], saved.info["best"]
+        self.best_saved = self.best
         try:
             self.checkpoints.complete(saved.step, best=self.best is not None and self.best["step"] == saved.step)
         except CheckpointError as error:
@@ -255,6 +287,7 @@ class Training:
         return (self.run.device.type == "cpu" or self.step % self.job.log.every == 0) and self.run.stopping()
 
     def _stop(self) -> None:
+        self._settle_save()
         if self.saved_step != self.step:
             self._save(must=True)
         self.log.note(f"stopped at step {self.step}, and saved; the same command goes on from there")

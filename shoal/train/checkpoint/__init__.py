@@ -11,12 +11,13 @@ The protocol of a save, in order; whatever point it is stopped at, the previous 
     [7] latest, best        small text files, each replaced atomically; hints for people, `best` also for pruning
     [8] prune               to the newest `keep` that verify, and the best one
 
-One file each: `store` is the protocol, `search` what can be loaded, `manifest` what makes a checkpoint whole,
-`tensor_files` the part that is torch's, `exact_json` numbers that come back as they went, `durable` what reaches the
-disk and whom to trust, `agreement` how ranks fail together.
+One file each: `store` is the protocol, `background` the same beside training, `search` what can be loaded, `manifest`
+what makes a checkpoint whole, `tensor_files` the part that is torch's, `exact_json` numbers that come back as they
+went, `durable` what reaches the disk and whom to trust, `agreement` how ranks fail together.
 """
 
+from shoal.train.checkpoint.background import Background
 from shoal.train.checkpoint.search import newest, read_info
 from shoal.train.checkpoint.store import Checkpoints, Saved
 
-__all__ = ["Checkpoints", "Saved", "newest", "read_info"]
+__all__ = ["Background", "Checkpoints", "Saved", "newest", "read_info"]

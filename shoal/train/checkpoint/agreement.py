@@ -28,56 +28,65 @@ def world_size() -> int:
     return dist.get_world_size() if _has_group() else 1
 
 
-def exchange(value: Any) -> list[Any]:
-    """Every rank's `value`, in the order of ranks, on every rank. All ranks must call it.
+class Votes:
+    """How the ranks of one group learn of each other's success.
 
     Args:
-        value: anything that `json` can write; its type may differ between ranks.
+        group: of all ranks; None for the default group. What votes beside training needs a group of its own, or
+            collectives of two threads would meet each other's.
     """
-    if not _has_group():
-        return [value]
-    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([message.numel()]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: message.numel()] = message
-    messages = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(messages, padded)
-    return [json.loads(m[: int(size)].numpy().tobytes()) for m, size in zip(messages, sizes, strict=True)]
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
 
-def on_every_rank(what: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank; its JSON-able results, in the order of ranks. All ranks must call it.
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks, on every rank. All ranks must call it.
 
-    Args:
-        what: the sentence that an error begins with, such as "step 7 was not saved".
+        Args:
+            value: anything that `json` can write; its type may differ between ranks.
+        """
+        if not _has_group():
+            return [value]
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+        dist.all_gather(sizes, torch.tensor([message.numel()]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: message.numel()] = message
+        messages = [torch.zeros_like(padded) for _ in sizes]
+        dist.all_gather(messages, padded, group=self.group)
+        return [json.loads(m[: int(size)].numpy().tobytes()) for m, size in zip(messages, sizes, strict=True)]
 
-    Raises:
-        CheckpointError: on every rank, if `action` raised on any; names each such rank and its reason.
-    """
-    result: T | None = None
-    cause: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001  (whatever it is: the other ranks are waiting for this one's word)
-        cause = error
-    outcomes = exchange({"result": result, "problem": cause and _in_words(cause)})
-    failures = [(r, outcome["problem"]) for r, outcome in enumerate(outcomes) if outcome["problem"]]
-    if failures:
-        alone = world_size() == 1
-        reasons = [problem if alone else f"rank {r}: {problem}" for r, problem in failures]
-        raise CheckpointError("\n  ".join([f"{what}:", *reasons])) from cause
-    return [outcome["result"] for outcome in outcomes]
+    def on_every_rank(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; its JSON-able results, in the order of ranks. All ranks must call it.
 
+        Args:
+            what: the sentence that an error begins with, such as "step 7 was not saved".
 
-def on_rank_zero(what: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone; its JSON-able result, on every rank. All ranks must call it.
+        Raises:
+            CheckpointError: on every rank, if `action` raised on any; names each such rank and its reason.
+        """
+        result: T | None = None
+        cause: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001  (whatever it is: the other ranks are waiting for this one's word)
+            cause = error
+        outcomes = self.exchange({"result": result, "problem": cause and _in_words(cause)})
+        failures = [(r, outcome["problem"]) for r, outcome in enumerate(outcomes) if outcome["problem"]]
+        if failures:
+            alone = world_size() == 1
+            reasons = [problem if alone else f"rank {r}: {problem}" for r, problem in failures]
+            raise CheckpointError("\n  ".join([f"{what}:", *reasons])) from cause
+        return [outcome["result"] for outcome in outcomes]
 
-    Raises:
-        CheckpointError: on every rank, if `action` raised.
-    """
-    return on_every_rank(what, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
+    def on_rank_zero(self, what: str, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone; its JSON-able result, on every rank. All ranks must call it.
+
+        Raises:
+            CheckpointError: on every rank, if `action` raised.
+        """
+        return self.on_every_rank(what, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def _has_group() -> bool:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CheckpointError, UsageError
 from shoal.train.checkpoint import exact_json, manifest, tensor_files
-from shoal.train.checkpoint.agreement import exchange, on_every_rank, on_rank_zero, rank, world_size
+from shoal.train.checkpoint.agreement import Votes, rank, world_size
 from shoal.train.checkpoint.durable import fsync_directory, replace_durably
 from shoal.train.checkpoint.manifest import Manifest, StoredFile, name_of, step_of
 from shoal.train.checkpoint.search import newest_good, pointed_at, saved_names, this_one
@@ -48,13 +49,15 @@ class Checkpoints:
     Args:
         directory: made at the first save.
         keep: how many of the newest checkpoints that verify stay, at least 1; the best one stays as well.
+        group: of all ranks, for what they have to say to each other here; None for the default group.
     """
 
-    def __init__(self, directory: Path, keep: int = 3) -> None:
+    def __init__(self, directory: Path, keep: int = 3, group: dist.ProcessGroup | None = None) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: at least one checkpoint must stay")
         self.directory = directory
         self.keep = keep
+        self.votes = Votes(group)
         self._known_problems: dict[str, list[str]] = {}
 
     def save(
@@ -84,22 +87,26 @@ class Checkpoints:
                 newer checkpoint in the way. What was saved before is still there; training can go on.
             UsageError: on every rank; `step`, `info` or a name is not what it should be.
         """
-        _refuse(_misuse(step, tensors, info, private or {}))
+        self._refuse(_misuse(step, tensors, info, private or {}))
         path, aside = self.directory / name_of(step), self.directory / f"{name_of(step)}.tmp"
         failed = f"the checkpoint of step {step} was not saved in {self.directory}"
-        if on_rank_zero(failed, lambda: self._make_room(step, path, aside, info)):
+        if self.votes.on_rank_zero(failed, lambda: self._make_room(step, path, aside, info)):
             entries = {**tensors, **{f"rank{rank()}/{name}": tensor for name, tensor in (private or {}).items()}}
             try:
-                on_every_rank(failed, lambda: _reach(aside))
-                shares = on_every_rank(failed, lambda: _as_json(tensor_files.write(aside, entries)))
+                self.votes.on_every_rank(failed, lambda: _reach(aside))
+                shares = self.votes.on_every_rank(
+                    failed, lambda: _as_json(tensor_files.write(aside, entries, self.votes.group))
+                )
                 files = {name: StoredFile(*stored) for share in shares for name, stored in share.items()}
                 contents = Manifest(step, world_size(), files, info)
-                on_rank_zero(failed, lambda: self._publish(aside, path, contents))
+                self.votes.on_rank_zero(failed, lambda: self._publish(aside, path, contents))
             except CheckpointError:
                 if rank() == 0:
                     shutil.rmtree(aside, ignore_errors=True)
                 raise
-        on_rank_zero(f"step {step} was saved, but not all that follows was done", lambda: self._tidy_up(path, best))
+        self.votes.on_rank_zero(
+            f"step {step} was saved, but not all that follows was done", lambda: self._tidy_up(path, best)
+        )
         return path
 
     def complete(self, step: int, best: bool) -> None:
@@ -114,7 +121,7 @@ class Checkpoints:
         """
         path = self.directory / name_of(step)
         failed = f"not all was done that belongs to the save of step {step}"
-        on_rank_zero(failed, lambda: None if self._is_tidy(path.name, best) else self._tidy_up(path, best))
+        self.votes.on_rank_zero(failed, lambda: None if self._is_tidy(path.name, best) else self._tidy_up(path, best))
 
     def load(
         self,
@@ -141,14 +148,20 @@ class Checkpoints:
                 or corrupt, or the directory is not to be trusted, or ranks see different files.
         """
         failed = f"no checkpoint was loaded from {self.directory}"
-        name, sha256, skipped = on_rank_zero(failed, lambda: self._choose(step, which))
+        name, sha256, skipped = self.votes.on_rank_zero(failed, lambda: self._choose(step, which))
         for sentence in skipped if rank() == 0 else []:
             report(sentence)
         if name is None:
             return None
         loaded: list[Saved] = []
-        on_every_rank(failed, lambda: loaded.append(_load(self.directory / name, sha256, like)))
+        self.votes.on_every_rank(failed, lambda: loaded.append(_load(self.directory / name, sha256, like)))
         return loaded[0]
+
+    def _refuse(self, misuse: list[str]) -> None:
+        """A UsageError on every rank, if there is misuse on any."""
+        wrong = sorted({problem for of_rank in self.votes.exchange(misuse) for problem in of_rank})
+        if wrong:
+            raise UsageError("\n  ".join(["this cannot be saved:", *wrong]))
 
     def choose(self, which: Literal["latest", "best"] = "latest") -> tuple[Path | None, int]:
         """The directory and the step of what `load` would load; None, and -1, if nothing was ever saved. One process.
@@ -264,13 +277,6 @@ def _misuse(
     return wrong + [
         f"{name!r}: names of the form rankN/... are for `private`" for name in tensors if PRIVATE_NAME.match(name)
     ]
-
-
-def _refuse(misuse: list[str]) -> None:
-    """A UsageError on every rank, if there is misuse on any."""
-    wrong = sorted({problem for of_rank in exchange(misuse) for problem in of_rank})
-    if wrong:
-        raise UsageError("\n  ".join(["this cannot be saved:", *wrong]))
 
 
 def _remove(path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -58,13 +59,16 @@ class HashingFiles(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredFile]:
+def write(
+    directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, StoredFile]:
     """Write this rank's share of `tensors`; what this rank wrote, by file name. All ranks must call it.
 
     Args:
         directory: exists and is empty.
         tensors: of any shape, dtype, device and strides. A plain tensor that several ranks have under one name is
             written by one of them.
+        group: of all ranks; None for the default group.
 
     Raises:
         CheckpointError: on those ranks that failed; the others return as if nothing were wrong, so take a vote.
@@ -73,7 +77,8 @@ def write(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredFil
     writer = FileSystemWriter(directory, sync_files=False, overwrite=False)
     writer.fs = files
     with _dcp_errors(rank()), torch.no_grad():
-        save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(flatten_state_dict=False))
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     return files.written
 
 

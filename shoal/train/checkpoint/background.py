@@ -1,0 +1,78 @@
+"""Saving beside training: a copy is taken at once, and written by a thread while the next steps run.
+
+      training   step 7 ─ copy ─ step 8 ─ step 9 ─ step 10 ─ wait for the last one ─ copy ─ step 11 ...
+      thread               └ write, hash, fsync, vote, rename, read back ┘            └ ...
+
+The thread votes over a group of its own. One save is under way at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.norm import local
+from shoal.train.checkpoint.store import Checkpoints
+
+
+class Background:
+    """One thread that saves to `checkpoints`, whose group nobody else may use while a save is under way."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._copies: dict[str, Tensor] = {}
+        self._saving: Future[Path] | None = None
+
+    def start(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        info: Mapping[str, Any],
+        private: Mapping[str, Tensor],
+        best: bool,
+    ) -> None:
+        """Copy and begin to save, as `Checkpoints.save`. All ranks must call it, after `wait`."""
+        assert self._saving is None
+        copies = self._copied(tensors)
+        own = {name: tensor.clone() for name, tensor in private.items()}
+        self._saving = self._thread.submit(self._checkpoints.save, step, copies, dict(info), own, best)
+
+    def wait(self) -> None:
+        """Until the save that is under way has ended. Raises CheckpointError: on every rank, if it failed on any."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def close(self) -> None:
+        """End the thread, after what it is doing."""
+        self._thread.shutdown()
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Into the memory of the last copy where it fits: to allocate it anew takes longer than to fill it."""
+        old = self._copies
+        self._copies = {
+            name: old[name] if name in old and _alike(old[name], tensor) else _room_for(tensor)
+            for name, tensor in tensors.items()
+        }
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                local(self._copies[name]).copy_(local(tensor))
+        return self._copies
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    """On the CPU; shards stay where they are, for a DTensor lies on its mesh's device."""
+    if isinstance(tensor, DTensor):
+        return torch.empty_like(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and local(a).shape == local(b).shape

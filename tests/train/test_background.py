@@ -1,0 +1,122 @@
+"""Saving beside training: the same run to the last bit, and nothing is lost."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs
+from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
+
+from shoal.errors import CheckpointError
+from shoal.testing import world
+from shoal.train.checkpoint import Background, Checkpoints
+from shoal.train.loop import RUN_ME_AGAIN
+
+BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
+EVERY_STEP = {"checkpoint.every_steps": 1}
+
+
+def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
+    world.run(ranks, tiny_jobs.trains, tiny(folder / "waits", *parts, EVERY_STEP))
+    world.run(ranks, tiny_jobs.trains, tiny(folder / "beside", *parts, BESIDE))
+    assert_equal_to_the_bit(everything(folder / "beside"), everything(folder / "waits"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "part"),
+    [(1, "single", EVERYTHING), (2, "ddp", GPT), (3, "zero3", MLP), (2, "zero1", GPT)],
+    ids=["single", "ddp", "zero3", "zero1"],
+)
+def test_a_run_that_saves_beside_training_is_the_same_run(
+    tmp_path: Path, ranks: int, strategy: str, part: dict[str, Any]
+) -> None:
+    same_run(tmp_path, ranks, part, {"strategy": strategy})
+
+
+def test_a_stop_waits_for_the_save_that_is_under_way(tmp_path: Path) -> None:
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP))
+    job = tiny(tmp_path / "run", GPT, BESIDE)
+    with world.start(2, tiny_jobs.is_signalled, job, 5) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+    world.run(2, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+class DiesBesideASave(tiny_jobs.Undrawn):
+    """Is killed when a directory is there that a background save is writing."""
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        super()._step(batch, epochs)
+        if self.step > 4 and self.in_flight >= 0:
+            while not (aside := list(self.checkpoints.directory.glob("step-*.tmp"))) and not self._is_there():
+                pass
+            if aside:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_there(self) -> bool:
+        return (self.checkpoints.directory / f"step-{self.in_flight:08}").exists()
+
+
+def dies(job: Any) -> None:
+    tiny_jobs.go(DiesBesideASave(job))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "zero3")])
+def test_killed_beside_a_save_it_ends_bit_equal(tmp_path: Path, ranks: int, strategy: str) -> None:
+    world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP, strategy=strategy))
+    job = tiny(tmp_path / "run", GPT, BESIDE, strategy=strategy)
+    with world.start(ranks, dies, job) as killed:
+        codes = killed.wait()
+    assert -signal.SIGKILL in codes
+    world.run(ranks, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+def saves_where_there_is_no_room(folder: Path) -> list[str]:
+    said = []
+    saver = Background(Checkpoints(folder / "a file" / "checkpoints"))
+    for step in (1, 2):
+        saver.start(step, {}, {}, {}, best=False)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    saver.close()
+    return said
+
+
+def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    said = saves_where_there_is_no_room(tmp_path)
+    assert len(said) == 2
+    assert "the checkpoint of step 1 was not saved" in said[0]
+
+
+class CannotSaveStep3(tiny_jobs.Undrawn):
+    """While step 3 is saved, the directory can be written by everybody, and is not trusted."""
+
+    def _save(self, best: bool = False, must: bool = False) -> None:
+        if self.step == 3:
+            self._settle_save()
+            self.checkpoints.directory.chmod(0o777)
+        super()._save(best, must)
+        if self.step == 3:
+            self._settle_save()
+            self.checkpoints.directory.chmod(0o755)
+
+
+def cannot_save_step_3(job: Any) -> None:
+    tiny_jobs.go(CannotSaveStep3(job))
+
+
+def test_a_failed_save_beside_training_is_said_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.run(2, cannot_save_step_3, tiny(tmp_path / "run", MLP, BESIDE, {"checkpoint.keep": 99}))
+    said = capsys.readouterr().err
+    assert said.count("the checkpoint of step 3 was not saved") == 1
+    assert "training goes on" in said
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08}" for step in range(1, 13) if step != 3]
