@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero clean
+.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -63,6 +63,10 @@ bench-memory: $(BENCH)/.done
 bench-zero: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
 	$(BENCH)/bin/python -m benchmarks.zero.report
+
+bench-checkpoint: $(BENCH)/.done
+	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
+	$(BENCH)/bin/python -m benchmarks.checkpoint.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info

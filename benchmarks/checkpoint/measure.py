@@ -1,0 +1,103 @@
+"""How long training stands still for a save, in one interleaved run on 2 ranks. Run it by `make bench-checkpoint`.
+
+    round    torch.save │ Shoal, waiting │ Shoal, beside training: copy ─ steps while the thread writes ─ wait
+
+Each saves the same state, a GPT and its AdamW moments under ddp, to a fresh directory on the same disk, and fsyncs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from benchmarks.page import circumstances
+from shoal.models import build
+from shoal.testing import world
+from shoal.train.checkpoint import Background, Checkpoints
+
+RESULT = Path(__file__).with_name("result.json")
+ROUNDS, RANKS, STEPS = 6, 2, 3  # the first round is not counted
+TIME, VOCABULARY = 32, 256
+
+
+def measured(folder: Path) -> dict[str, list[float]]:
+    """Seconds of every round, and bytes."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = build("gpt", VOCABULARY, (TIME,), {"width": 512, "layers": 8, "heads": 8})
+    tokens = torch.randint(0, VOCABULARY, (4 * RANKS * 1000, TIME))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(tokens, tokens), batch_size=4))
+    batches = iter(loader)
+
+    def steps(count: int = STEPS) -> None:
+        for _ in range(count):
+            x, y = next(batches)
+            optimizer.zero_grad()
+            run.forward_backward(_loss, model, x, y)
+            optimizer.step()
+
+    steps(1)
+    waiting = Checkpoints(folder / "waiting", keep=1)
+    beside = Checkpoints(folder / "beside", keep=1, group=run.mesh.new_group())
+    background = Background(beside)
+    found: dict[str, list[float]] = {}
+
+    def note(number: int, what: str, action: Callable[[], object]) -> None:
+        dist.barrier()
+        started_s = time.perf_counter()
+        action()
+        dist.barrier()
+        if number > 1:
+            found.setdefault(what, []).append(time.perf_counter() - started_s)
+
+    for number in range(1, ROUNDS + 1):
+        note(number, "steps", steps)
+        tensors, info, private = run.state()
+        plain = partial(_torch_save, folder / "plain.pt", tensors) if run.rank == 0 else partial(int)
+        note(number, "torch.save", plain)
+        note(number, "waiting", partial(waiting.save, number, tensors, info, private))
+        note(number, "beside, stall", partial(background.start, number, tensors, info, private, best=False))
+        note(number, "beside, steps meanwhile", steps)
+        note(number, "beside, the rest", background.wait)
+        note(number, "restore", partial(waiting.load, print))
+        note(number, "torch.load", partial(torch.load, folder / "plain.pt", weights_only=True))
+    background.close()
+    found["bytes, torch.save"] = [os.path.getsize(folder / "plain.pt")]
+    found["bytes, Shoal"] = [sum(f.stat().st_size for f in (folder / "waiting").rglob("*") if f.is_file())]
+    found["bytes, tensors"] = [sum(t.numel() * t.element_size() for t in tensors.values())]
+    return found
+
+
+def _torch_save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with path.open("wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def main() -> None:
+    facts = circumstances(("torch", "shoal"))
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
+        found = world.run(RANKS, measured, Path(folder), timeout_s=600)[0]
+    RESULT.write_text(json.dumps({"circumstances": facts, "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

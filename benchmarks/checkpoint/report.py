@@ -1,0 +1,49 @@
+"""Turns result.json into the table of README.md. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+from benchmarks.page import fill, table, told
+
+HERE = Path(__file__).parent
+ROWS = {
+    "torch.save": "`torch.save` by rank 0, fsynced: training stands still",
+    "waiting": "Shoal, waiting: written by both ranks, hashed, fsynced, renamed, read back",
+    "beside, stall": "**Shoal, beside training: the stall**",
+    "beside, the rest": "what is left to wait for after three steps",
+    "restore": "restore: verified against its hashes, then loaded by both ranks",
+    "torch.load": "`torch.load` by both ranks",
+}
+
+
+def main() -> None:
+    result = json.loads((HERE / "result.json").read_text())
+    found = result["found"]
+    rows = []
+    for key, name in ROWS.items():
+        ratios = [a / b for a, b in zip(found[key], found["torch.save"], strict=True)]
+        rows.append([name, _spread(found[key], 2), _spread(ratios, 2)])
+    slowdown = [a / b for a, b in zip(found["beside, steps meanwhile"], found["steps"], strict=True)]
+    sizes = {key: found[f"bytes, {key}"][0] / 2**20 for key in ("tensors", "torch.save", "Shoal")}
+    text = "\n\n".join(
+        [
+            table([f"median of {len(slowdown)} rounds (min to max)", "seconds", "share of `torch.save`"], rows),
+            f"Steps beside a save take {_spread(slowdown, 2)} of the time of undisturbed ones. The state: "
+            f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from `torch.save`, "
+            f"{sizes['Shoal']:.0f} MiB from Shoal.",
+            told(result["circumstances"]),
+        ]
+    )
+    fill(HERE / "README.md", text)
+    print(text)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
