@@ -3,7 +3,8 @@
       training   step 7 ─ copy ─ step 8 ─ step 9 ─ step 10 ─ wait for the last one ─ copy ─ step 11 ...
       thread               └ write, hash, fsync, vote, rename, read back ┘            └ ...
 
-The thread votes over a group of its own. One save is under way at most.
+What is whole on every rank is shared out: each rank copies and writes its part of it. The thread votes over a group of
+its own. One save is under way at most.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import local
+from shoal.train.checkpoint.agreement import rank, world_size
 from shoal.train.checkpoint.store import Checkpoints
 
 
@@ -40,7 +42,8 @@ class Background:
     ) -> None:
         """Copy and begin to save, as `Checkpoints.save`. All ranks must call it, after `wait`."""
         assert self._saving is None
-        copies = self._copied(tensors)
+        mine = _share(tensors, rank(), world_size())
+        copies = self._copied({name: tensor for name, tensor in tensors.items() if name in mine})
         own = {name: tensor.clone() for name, tensor in private.items()}
         self._saving = self._thread.submit(self._checkpoints.save, step, copies, dict(info), own, best)
 
@@ -65,6 +68,18 @@ class Background:
             for name, tensor in tensors.items():
                 local(self._copies[name]).copy_(local(tensor))
         return self._copies
+
+
+def _share(tensors: Mapping[str, Tensor], number: int, ranks: int) -> set[str]:
+    """Names of what rank `number` copies and writes: its shards, and its part of what is whole on every rank."""
+    whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    mine, loads = set(tensors) - set(whole), [0] * ranks
+    for name in sorted(whole, key=lambda name: (-tensors[name].nbytes, name)):
+        least = loads.index(min(loads))
+        loads[least] += tensors[name].nbytes
+        if least == number:
+            mine.add(name)
+    return mine
 
 
 def _room_for(tensor: Tensor) -> Tensor:
