@@ -7,7 +7,9 @@
     ├── DataError            a data set that is not where it should be, or not what it should be
     ├── StrategyRefused      a model or a world that a strategy cannot take
     ├── UsageError           a call that would have given a wrong gradient or lost something
-    └── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
+    ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
+    └── WireError            a peer on a socket that is not to be believed: wrong key, damaged or repeated frame
+        └── ConnectionLost   a peer on a socket that has gone
 
 A message states the fact, the values and the cure. `assert` is kept for our own bugs.
 """
@@ -61,6 +63,14 @@ class UsageError(ShoalError):
 
 class CheckpointError(ShoalError):
     """A checkpoint is corrupt, missing, or belongs to another experiment."""
+
+
+class WireError(ShoalError):
+    """What came over a socket is not what this job's peer would send; nothing more is read from that socket."""
+
+
+class ConnectionLost(WireError):
+    """The peer closed the connection or died, or this end closed it."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
