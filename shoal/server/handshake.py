@@ -1,0 +1,181 @@
+"""Both ends of a new connection prove that they hold the job's key, without saying it, and agree on session keys.
+
+    worker                                                server
+      │  1 greeting: magic, version, nonce  ──────────────▶  │
+      │  ◀──────────────  1 greeting: magic, version, nonce  │   said at once, to anyone
+      │                                                      │   closes, without a word, on what is not a greeting
+      │  ◀─────────  2 server's proofs: of the key, the job  │
+      │  3 worker's number and proof  ────────────────────▶  │   closes, without a word, on a wrong proof
+      │                                                      │
+    session keys, one a direction                    session keys, one a direction
+
+A proof is HMAC-SHA256(key, label + both greetings + what it is about). Both nonces are in it, so an old one is worth
+nothing; the label differs by role, so one end's own proof sent back to it is worth nothing either. A server proves
+itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
+Nothing is encrypted: who can listen on the network sees gradients and weights.
+
+Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+
+from shoal.errors import ConfigError, ConnectionLost, WireError
+from shoal.server.frame import MAGIC, VERSION
+from shoal.server.key import KEY_BYTES
+from shoal.server.stream import receive_all, send_all
+
+HANDSHAKE_S = 5.0
+_GREETING = struct.Struct("<4sH32s")
+_WORKER = struct.Struct("<I")
+_PROOF_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Session:
+    """The keys of one connection, 32 bytes each; they are never printed."""
+
+    send_key: bytes = field(repr=False)
+    receive_key: bytes = field(repr=False)
+
+
+def connect(sock: socket.socket, key: bytes, job: str, worker: int, limit_s: float = HANDSHAKE_S) -> Session:
+    """The worker's side, over a connected stream socket. Afterwards the socket has no timeout.
+
+    Args:
+        sock: is closed if the handshake fails.
+        key: the job's key, 32 bytes.
+        job: the job's name; the server must be of the same.
+        worker: this worker's number, below 2**32.
+        limit_s: how long the whole handshake may take.
+
+    Raises:
+        WireError: wrong key, another job, another version, not a Shoal server, or closed; the message says which.
+    """
+    talk = _Talk(sock, time.monotonic() + limit_s)
+    try:
+        ours = talk.greet()
+        theirs = talk.hear_greeting("server")
+        if theirs == ours:
+            raise WireError(
+                "the connection leads back to this end; nobody listens on that port. Start the server first"
+            )
+        proofs = _Proofs(key, job, theirs + ours)
+        of_key, of_job = talk.hear(_PROOF_BYTES, "server"), talk.hear(_PROOF_BYTES, "server")
+        if not hmac.compare_digest(of_key, proofs.of_key()):
+            raise WireError("the server holds another key. Give both the key file of this job")
+        if not hmac.compare_digest(of_job, proofs.of_job()):
+            raise WireError(f"the server serves another job than '{job}'. Connect to the port of this job's server")
+        send_all(sock, _WORKER.pack(worker), proofs.of_worker(worker))
+        sock.settimeout(None)
+        return Session(send_key=proofs.to_server(worker), receive_key=proofs.to_worker(worker))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE_S) -> tuple[Session, int]:
+    """The server's side, over a socket that was just accepted. Afterwards the socket has no timeout.
+
+    Args:
+        sock: is closed, without a word, if the handshake fails.
+        key: the job's key, 32 bytes.
+        job: the job's name.
+        limit_s: how long the whole handshake may take, and thus how long a silent peer keeps a thread.
+
+    Returns:
+        The session's keys, and the number of the worker at the other end.
+
+    Raises:
+        WireError: the peer does not hold the key, is of another version, no Shoal worker, silent or gone.
+    """
+    talk = _Talk(sock, time.monotonic() + limit_s)
+    try:
+        ours = talk.greet()
+        proofs = _Proofs(key, job, ours + talk.hear_greeting("worker"))
+        send_all(sock, proofs.of_key(), proofs.of_job())
+        packed = talk.hear(_WORKER.size, "worker")
+        (worker,) = _WORKER.unpack(packed)
+        if not hmac.compare_digest(talk.hear(_PROOF_BYTES, "worker"), proofs.of_worker(worker)):
+            raise WireError("the peer's proof is wrong: it does not hold this job's key. It was refused")
+        sock.settimeout(None)
+        return Session(send_key=proofs.to_worker(worker), receive_key=proofs.to_server(worker)), worker
+    except BaseException:
+        sock.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Talk:
+    sock: socket.socket
+    deadline_s: float
+
+    def greet(self) -> bytes:
+        greeting = _GREETING.pack(MAGIC, VERSION, secrets.token_bytes(32))
+        self.sock.settimeout(max(self.deadline_s - time.monotonic(), 1e-3))
+        send_all(self.sock, greeting)
+        return greeting
+
+    def hear(self, size_bytes: int, peer: str) -> bytes:
+        heard = bytearray(size_bytes)
+        try:
+            receive_all(self.sock, memoryview(heard), self.deadline_s)
+        except ConnectionLost as error:
+            raise ConnectionLost(
+                f"no handshake: {error}. The peer is no Shoal {peer}, or it refused this end's key, job or version: "
+                "its log says why"
+            ) from error
+        return bytes(heard)
+
+    def hear_greeting(self, peer: str) -> bytes:
+        start = self.hear(6, peer)
+        magic, version = start[:4], int.from_bytes(start[4:], "little")
+        if magic != MAGIC:
+            raise WireError(f"the peer is no Shoal {peer}: it begins with {magic!r}. Check host and port")
+        if version != VERSION:
+            raise WireError(
+                f"the {peer} speaks version {version} of the wire, this end {VERSION}. Run one Shoal on both"
+            )
+        return start + self.hear(_GREETING.size - 6, peer)
+
+
+@dataclass(frozen=True)
+class _Proofs:
+    key: bytes = field(repr=False)
+    job: str
+    greetings: bytes  # the server's, then the worker's
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise ConfigError(
+                [f"the job's key: has {len(self.key)} bytes instead of {KEY_BYTES}; give the file the job wrote"]
+            )
+
+    def of_key(self) -> bytes:
+        return self._mac(b"server's key")
+
+    def of_job(self) -> bytes:
+        return self._mac(b"server's job", self._job())
+
+    def of_worker(self, worker: int) -> bytes:
+        return self._mac(b"worker", self._job(), _WORKER.pack(worker))
+
+    def to_server(self, worker: int) -> bytes:
+        return self._mac(b"to server", self._job(), _WORKER.pack(worker))
+
+    def to_worker(self, worker: int) -> bytes:
+        return self._mac(b"to worker", self._job(), _WORKER.pack(worker))
+
+    def _job(self) -> bytes:
+        return hashlib.sha256(self.job.encode()).digest()
+
+    def _mac(self, label: bytes, *about: bytes) -> bytes:
+        # Every field has a fixed size, so no two messages can be written alike.
+        return hmac.digest(self.key, label.ljust(16, b"\0") + self.greetings + b"".join(about), "sha256")
