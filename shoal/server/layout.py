@@ -1,0 +1,101 @@
+"""What is cut how: a model's parameters as parts of a few MiB, and which server owns which part.
+
+      parameters   | embedding        | w1 | b1 | w2 | b2 | norm |      in the order of the forward pass
+      parts        |  0  |  1  |  2   |         3         |  4   |      a small parameter never straddles two parts
+      servers         a     b     a             b            a          by bytes, the first where there is least
+
+A part is the unit of everything: it is pushed, summed, stepped, replicated, moved and pulled by itself. Its parameters
+belong to one optimizer group and have one dtype, so that one call of the optimizer steps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+MIB = 2**20
+
+
+class Segment(NamedTuple):
+    """A run of numbers of one parameter inside a part."""
+
+    name: str
+    start: int  # within the flattened parameter
+    length: int
+    offset: int  # within the part
+
+
+class Part(NamedTuple):
+    """A run of numbers that is pushed and pulled as one."""
+
+    number: int
+    group: int
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+
+    @property
+    def length(self) -> int:
+        """How many numbers."""
+        return self.segments[-1].offset + self.segments[-1].length
+
+    @property
+    def size_bytes(self) -> int:
+        return self.length * self.dtype.itemsize
+
+
+class Shape(NamedTuple):
+    """What is to be known of a parameter."""
+
+    length: int  # numbers in it
+    dtype: torch.dtype
+    group: int  # of the optimizer
+
+
+def cut(shapes: Mapping[str, Shape], part_bytes: int = 4 * MIB) -> list[Part]:
+    """Parts of at most `part_bytes`, numbered in the order of their first parameters.
+
+    A larger parameter is cut into equal pieces, which share no part with others.
+    """
+    runs: list[list[Segment]] = []
+    kinds: list[tuple[int, torch.dtype]] = []
+    still_open: dict[tuple[int, torch.dtype], int] = {}
+    for name, (length, dtype, group) in shapes.items():
+        kind, most = (group, dtype), max(1, part_bytes // dtype.itemsize)
+        last = still_open.get(kind)
+        filled = 0 if last is None else runs[last][-1].offset + runs[last][-1].length
+        if last is not None and filled + length <= most:
+            runs[last].append(Segment(name, 0, length, filled))
+            continue
+        pieces = _pieces(name, length, most)
+        still_open[kind] = len(runs)
+        runs += [[piece] for piece in pieces]
+        kinds += [kind] * len(pieces)
+        if len(pieces) > 1:
+            del still_open[kind]
+    pairs = enumerate(zip(runs, kinds, strict=True))
+    return [Part(number, group, dtype, tuple(run)) for number, (run, (group, dtype)) in pairs]
+
+
+def _pieces(name: str, length: int, most: int) -> list[Segment]:
+    count = max(1, math.ceil(length / most))
+    bounds = [length * index // count for index in range(count + 1)]
+    return [Segment(name, start, end - start, 0) for start, end in itertools.pairwise(bounds)]
+
+
+def place(parts: Iterable[Part], servers: int, bandwidth: Sequence[float] | None = None) -> list[int]:
+    """The owner of each part: in turn the server that would be done first with what it has been given.
+
+    Args: bandwidth: of each server, in any one unit; None where all are alike.
+    """
+    speed = [1.0] * servers if bandwidth is None else list(bandwidth)
+    given = [0] * servers
+    owners = []
+    for part in parts:
+        owner = min(range(servers), key=lambda server: ((given[server] + part.size_bytes) / speed[server], server))
+        given[owner] += part.size_bytes
+        owners.append(owner)
+    return owners

@@ -1,0 +1,239 @@
+"""The shard's mind under thousands of schedules: what arrives in any order, twice, or never again."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shoal.server.layout import Part, Shape, cut
+from shoal.server.recipe import Recipe, Settings, recipe_of, settings_of
+from shoal.server.shard import Acknowledged, Applied, Filled, Gradient, Norm, Order, Out, Refused, Shard, Value
+
+SHAPES = {"a": Shape(5, torch.float64, 0), "b": Shape(3, torch.float64, 0), "c": Shape(4, torch.float64, 1)}
+PARTS = cut(SHAPES, part_bytes=64)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    groups = [[nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.ones(3, dtype=torch.float64))]]
+    groups.append([nn.Parameter(torch.ones(4, dtype=torch.float64))])
+    return torch.optim.SGD([{"params": g} for g in groups], lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def recipe() -> Recipe:
+    return recipe_of(optimizer())
+
+
+def shard(workers: int, staleness: int | None = 0) -> Shard:
+    made = Shard(PARTS, recipe(), range(workers), staleness)
+    for part in PARTS:
+        made.load(part.number, torch.ones(part.length, dtype=part.dtype), [{}] * len(part.segments), 0)
+    return made
+
+
+def gradient(worker: int, step: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * worker + 10 * step + part)
+    return torch.randn(PARTS[part].length, dtype=torch.float64, generator=generator)
+
+
+def told() -> Order:
+    return Order([settings_of(group) for group in optimizer().param_groups])
+
+
+def by_hand(workers: int, steps: int) -> list[Tensor]:
+    """The values after `steps` synchronous steps, by torch alone."""
+    values = []
+    for part in PARTS:
+        parameter = nn.Parameter(torch.ones(part.length, dtype=part.dtype))
+        stepped = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.01)
+        for step in range(steps):
+            total = gradient(0, step, part.number)
+            for worker in range(1, workers):
+                total = total + gradient(worker, step, part.number)
+            parameter.grad = total
+            stepped.step()
+        values.append(parameter.detach())
+    return values
+
+
+@dataclass
+class Worker:
+    """Pushes its parts in any order, orders the step, and waits for all values; says everything again if it must."""
+
+    number: int
+    steps: int
+    step: int = 0
+    arrived: dict[int, int] = field(default_factory=lambda: {part.number: 0 for part in PARTS})
+    pushed: set[int] = field(default_factory=set)
+    ordered: bool = False
+
+    def choices(self) -> list[tuple[str, int]]:
+        """What it may do next: something new, or something that it has said before and has no answer to."""
+        waiting = [p for p, clock in self.arrived.items() if clock < self.step]
+        if waiting:
+            return [("again", p) for p in waiting] + [("order again", 0)]
+        if self.step == self.steps:
+            return []
+        rest = [("push", p) for p in self.arrived if p not in self.pushed]
+        again = [("push", p) for p in self.pushed]
+        return (rest or [("order", 0)]) + again
+
+    def act(self, what: str, part: int, to: Shard) -> list[Out]:
+        ones = b"\1" * len(PARTS[part].segments)
+        match what:
+            case "push":
+                self.pushed.add(part)
+                return to.push(self.number, self.step, part, gradient(self.number, self.step, part), ones)
+            case "order":
+                self.step, self.pushed = self.step + 1, set()
+                return to.order(self.number, self.step - 1, told())
+            case "again":
+                return to.push(self.number, self.step - 1, part, gradient(self.number, self.step - 1, part), ones)
+        return to.order(self.number, self.step - 1, told())
+
+
+def deliver(out: list[Out], workers: list[Worker]) -> Iterator[Value]:
+    for message in out:
+        assert isinstance(message, Value), message
+        workers[message.worker].arrived[message.part] = message.clock
+        yield message
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 3))
+def test_every_schedule_of_synchronous_steps_gives_the_same_bits(seed: int, count: int) -> None:
+    chance = Random(seed)
+    to, workers = shard(count), [Worker(number, steps=2) for number in range(count)]
+    while any(worker.step < worker.steps or worker.choices() for worker in workers):
+        worker = chance.choice([w for w in workers if w.choices()])
+        what, part = chance.choice(worker.choices())
+        for value in deliver(worker.act(what, part, to), workers):
+            assert value.clock == value.oldest
+    for found, expected in zip(to.held.values(), by_hand(count, 2), strict=True):
+        assert torch.equal(found.values, expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), staleness=st.sampled_from([1, 2, None]))
+def test_no_read_is_staler_than_allowed_and_each_push_is_applied_once(seed: int, staleness: int | None) -> None:
+    chance = Random(seed)
+    to, workers = shard(3, staleness), [Worker(number, steps=4) for number in range(3)]
+    to.history = []
+    while any(worker.step < worker.steps or worker.choices() for worker in workers):
+        worker = chance.choice([w for w in workers if w.choices()])
+        what, part = chance.choice(worker.choices())
+        for value in deliver(worker.act(what, part, to), workers):
+            assert value.oldest == min(to.done[value.part].values())
+            assert staleness is None or value.oldest >= value.clock - staleness
+    assert sorted(to.history) == sorted((p.number, w, s) for p in PARTS for w in range(3) for s in range(4))
+
+
+class Replica:
+    """A backup that is told of everything in order, as a connection would."""
+
+    def __init__(self, primary: Shard, number: int) -> None:
+        self.shard = Shard(PARTS, recipe(), primary.workers, primary.staleness)
+        self.number = number
+        self.inbox: list[Filled | Applied] = []
+        self.take(primary.add_backup(number))
+
+    def take(self, out: list[Out]) -> list[Out]:
+        """Keep what is for this replica; the rest is for others."""
+        mine = [m for m in out if isinstance(m, (Filled, Applied)) and m.backup == self.number]
+        self.inbox += [m._replace(gradient=m.gradient.clone()) if isinstance(m, Applied) else m for m in mine]
+        return [m for m in out if not (isinstance(m, (Filled, Applied)) and m.backup == self.number)]
+
+    def hear(self, primary: Shard) -> list[Out]:
+        """One message; what the primary does with its acknowledgement."""
+        message = self.inbox.pop(0)
+        answers = self.shard.fill(message) if isinstance(message, Filled) else self.shard.repeat(message)
+        assert isinstance(answers[0], Acknowledged)
+        return primary.acknowledged(self.number, answers[0].part, answers[0].clock)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), staleness=st.sampled_from([0, 1, None]))
+def test_a_backup_takes_over_at_any_moment_and_nothing_that_was_answered_is_lost(
+    seed: int, staleness: int | None
+) -> None:
+    chance = Random(seed)
+    to, workers = shard(2, staleness), [Worker(number, steps=3) for number in range(2)]
+    replica: Replica | None = Replica(to, 7)
+    dies_after = chance.randint(0, 40)
+    moves = 0
+    while any(worker.step < worker.steps or worker.choices() for worker in workers):
+        moves += 1
+        if replica is not None and moves > dies_after and not any(isinstance(m, Filled) for m in replica.inbox):
+            to, replica = replica.shard, None  # what was under way to it or to workers is lost
+            for worker in workers:  # it knows nothing of pushes that were not applied
+                worker.pushed.clear()
+        able = [w for w in workers if w.choices()]
+        if replica is not None and replica.inbox and (not able or chance.random() < 0.5):
+            for _ in deliver(replica.hear(to), workers):
+                pass
+            continue
+        worker = chance.choice(able)
+        what, part = chance.choice(worker.choices())
+        out = worker.act(what, part, to)
+        for value in deliver(out if replica is None else replica.take(out), workers):
+            if replica is not None:
+                assert replica.shard.held[value.part].clock >= value.clock  # it is there before a worker hears of it
+    if staleness == 0:
+        for found, expected in zip(to.held.values(), by_hand(2, 3), strict=True):
+            assert torch.equal(found.values, expected)
+    assert all(steps == 3 for done in to.done.values() for steps in done.values())
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    to = shard(2)
+    first, second = gradient(0, 0, 0), gradient(1, 0, 0)
+    first[5:], second[5:] = 0, 0
+    to.push(0, 0, 0, first.clone(), b"\1\0")
+    to.push(1, 0, 0, second.clone(), b"\1\0")
+    to.order(0, 0, told())
+    to.order(1, 0, told())
+    values = to.held[0].values
+    assert torch.equal(values[5:], torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(values[:5], torch.ones(5, dtype=torch.float64))
+    assert to.held[0].state()[1] == {}
+
+
+def test_questions_are_answered_when_every_worker_has_pushed() -> None:
+    to, ones = shard(2), b"\1\1"
+    assert to.ask(1, 0, 0) == []
+    assert to.ask(0, 0, None) == []
+    to.push(0, 0, 0, gradient(0, 0, 0), ones)
+    (answer,) = to.push(1, 0, 0, gradient(1, 0, 0), ones)
+    total = gradient(0, 0, 0) + gradient(1, 0, 0)
+    assert isinstance(answer, Gradient)
+    assert torch.equal(answer.numbers, total)
+    to.push(0, 0, 1, gradient(0, 0, 1), b"\1")
+    (norm,) = to.push(1, 0, 1, gradient(1, 0, 1), b"\1")
+    other = gradient(0, 0, 1) + gradient(1, 0, 1)
+    assert isinstance(norm, Norm)
+    assert norm.squared == pytest.approx(float(total.square().sum() + other.square().sum()))
+
+
+@pytest.mark.parametrize(
+    ("worker", "step", "part", "length", "present"),
+    [(5, 0, 0, 8, b"\1\1"), (0, 3, 0, 8, b"\1\1"), (0, 0, 9, 8, b"\1\1"), (0, 0, 0, 7, b"\1\1"), (0, 0, 0, 8, b"\1")],
+)
+def test_what_contradicts_the_layout_is_refused(worker: int, step: int, part: int, length: int, present: bytes) -> None:
+    with pytest.raises(Refused):
+        shard(2).push(worker, step, part, torch.zeros(length, dtype=torch.float64), present)
+
+
+def test_an_order_changes_the_learning_rate_and_scales_the_gradient() -> None:
+    to = Shard([Part(0, 0, torch.float64, PARTS[1].segments)], _plain(), [0])
+    to.push(0, 0, 0, torch.ones(4, dtype=torch.float64), b"\1")
+    told: Settings = {"lr": 0.5}
+    to.order(0, 0, Order([told], scale=3.0))
+    assert torch.equal(to.held[0].values, torch.full((4,), -1.5, dtype=torch.float64))
+
+
+def _plain() -> Recipe:
+    return recipe_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
