@@ -31,7 +31,7 @@ from shoal.comm.norm import global_norm, local, whole
 from shoal.data.loader import ShareLoader
 from shoal.data.nest import nested
 from shoal.data.seeds import load_random_state, random_state, stream
-from shoal.errors import CheckpointError, ConfigError, UsageError
+from shoal.errors import CheckpointError, ConfigError, StrategyRefused, UsageError
 from shoal.evaluate import Measures, evaluate
 from shoal.in_backward import InBackward, mean_only, refuse_with
 from shoal.launch.environment import read
@@ -101,7 +101,7 @@ def begin(
     if step_in_backward:
         refuse_with(accumulate, loss_scale=precision == "fp16")
     chosen = parse(strategy)
-    mesh = join(read(os.environ))
+    mesh = join(read(os.environ), helpers=any(getattr(strategy, "helpers", False) for strategy in chosen))
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -174,6 +174,9 @@ class Run:
         part = base.cut(base.whole(model), self._strategies, self.mesh)
         binding.refuse_shards(optimizer, part.owned)
         binding.bind(optimizer, groups, part.owned)
+        if part.remote is not None:
+            self._refuse_remote()
+            part.remote.take(optimizer)
         self._early = InBackward(optimizer, part) if self._step_in_backward else None
         model.register_forward_hook(self._watch)
         optimizer.register_step_post_hook(lambda *_: part.gather())
@@ -236,19 +239,44 @@ class Run:
         part = self._prepared()
         self._refuse_without_gradients("clip_gradients", "clipping needs the norm of all gradients at once")
         gradients = [p.grad for p in part.owned.values() if p.grad is not None]
-        norm = global_norm(gradients)
+        norm = global_norm(gradients) if part.remote is None else part.remote.norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if gradients:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+        if part.remote is not None:
+            part.remote.scale(factor)
         return norm
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Every trainable parameter's gradient, whole, under its own name. Collective."""
         self._refuse_without_gradients("gradients", "they have been used and freed")
-        return {n: None if p.grad is None else whole(p.grad) for n, p in self._prepared().owned.items()}
+        part = self._prepared()
+        if part.remote is not None:
+            return part.remote.gradients()
+        return {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, under its own names. Collective."""
+        self.agree()
         return {name: whole(value) for name, value in _tensors(self._prepared().module).items()}
+
+    def wait(self) -> None:
+        """Until this rank holds the weights of the last step; the model's next forward pass waits by itself.
+
+        Call it before you read parameters in another way. Only parameter servers leave anything to wait for.
+        """
+        remote = self._prepared().remote
+        if remote is not None:
+            remote.wait()
+
+    def agree(self) -> bool:
+        """Until all ranks hold the same weights, those of all steps; whether they had been apart. Collective.
+
+        They are apart between the steps of parameter servers with staleness. `evaluate`, `save` and `weights` begin
+        with it.
+        """
+        remote = self._prepared().remote
+        return remote is not None and remote.agree()
 
     def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
         """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
@@ -261,6 +289,8 @@ class Run:
         Returns: the sums, and `samples`.
         """
         part = self._part if self._part is not None and model is self._part.module else None
+        if part is not None:
+            self.agree()
         try:
             return evaluate(self.mesh, measure, model, loader, self.move, part is not None and part.all_forward)
         finally:
@@ -290,6 +320,7 @@ class Run:
         The file is replaced in one piece or not at all. Read it with `torch.load(path, weights_only=True)`.
         """
         model = self._prepared().module
+        self.agree()
         self.mesh.broadcast_buffers(model)
         state = {}
         for name, value in _tensors(model).items():
@@ -315,6 +346,9 @@ class Run:
         """
         part, optimizer = self._prepared(), self._optimizer
         assert optimizer is not None
+        self.agree()
+        if part.remote is not None:
+            part.remote.collect(optimizer)
         self.mesh.broadcast_buffers(part.module)
         tensors = {f"model.{name}": value for name, value in _tensors(part.module).items()}
         gathered, scalars = binding.optimizer_state(optimizer, part.owned)
@@ -343,9 +377,12 @@ class Run:
         lacking = [name for name in ("optimizer", "groups") if name not in info]
         if lacking:
             raise CheckpointError(f"the checkpoint lacks {' and '.join(lacking)}: another version of Shoal wrote it.")
+        self.wait()
         part.module.load_state_dict(_below("model.", tensors))
         binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
         binding.load_group_settings(optimizer, info["groups"])
+        if part.remote is not None:
+            part.remote.spread(optimizer)
         if self._loader is not None and "data" in info:
             self._loader.restore(info["data"])
         if self._loss_scale is not None and "loss_scale" in info:
@@ -382,6 +419,12 @@ class Run:
                 "run.prepare returned."
             )
         return self._part
+
+    def _refuse_remote(self) -> None:
+        if self._loss_scale is not None:
+            raise StrategyRefused("fp16 skips a step if any gradient overflows; servers cannot skip one. Use bf16.")
+        if self._step_in_backward:
+            raise StrategyRefused("step_in_backward: servers step the parameters. Use step_in_backward=False.")
 
     def _refuse_without_gradients(self, call: str, reason: str) -> None:
         if self._early is not None:

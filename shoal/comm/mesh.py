@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import Place
+from shoal.launch.nursery import Nursery
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -37,6 +38,8 @@ class Mesh:
     size: int
     device: torch.device
     place: Place
+    nursery: Nursery | None = None
+    """On one rank of each machine, where a strategy has asked for it: starts helper processes."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The element-wise sum over all ranks, in place. Collective."""
@@ -44,17 +47,20 @@ class Mesh:
             dist.all_reduce(tensor)
         return tensor
 
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Every rank takes rank 0's, in place. Collective."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
     def broadcast(self, module: nn.Module) -> None:
         """Every rank takes rank 0's parameters and buffers. Collective."""
-        if self.size > 1:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.broadcast_tensor(tensor.detach())
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Every rank takes rank 0's buffers, BatchNorm's running statistics above all. Collective."""
-        if self.size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
+        for buffer in module.buffers():
+            self.broadcast_tensor(buffer)
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text on every rank, as bytes: nothing is unpickled. Collective."""
@@ -77,10 +83,12 @@ class Mesh:
             dist.barrier()
 
 
-def join(place: Place) -> Mesh:
+def join(place: Place, helpers: bool = False) -> Mesh:
     """Take this process's place in the world. Collective; a world of one talks to nobody.
 
     A process group that the program itself has set up is used as it is.
+
+    Args: helpers: a strategy wants processes of its own beside the ranks.
 
     Raises: EnvironmentConflict: that group is another world than the launcher's variables tell of.
     """
@@ -90,6 +98,7 @@ def join(place: Place) -> Mesh:
             f"{place.describe()}. Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for it, or let shoal.init() "
             "make the group."
         )
+    nursery = Nursery() if helpers and place.local_rank == 0 else None  # before there are threads and connections
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
         if place.master_address is not None:
@@ -98,7 +107,7 @@ def join(place: Place) -> Mesh:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
         # A group that is still open while the interpreter goes down can end a good run with an error.
         atexit.register(leave)
-    return Mesh(place.rank, place.world, device, place)
+    return Mesh(place.rank, place.world, device, place, nursery)
 
 
 def close_before_leaving(holder: Holder) -> None:

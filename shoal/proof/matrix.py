@@ -35,6 +35,9 @@ LAYOUTS = [
     ("zero2,offload=true", 2, 1),
     ("recompute,single", 1, 1),
     ("recompute=2,unit=Linear,zero3", 2, 1),
+    ("server=1", 2, 1),
+    ("server=2", 3, 1),
+    ("server=3,part_mb=0.001", 2, 2),
 ]
 """Strategy, ranks, parts that each rank's share is accumulated in."""
 

@@ -25,9 +25,10 @@ STRATEGIES = {
     "zero1": "zero:Zero1",
     "zero2": "zero:Zero2",
     "zero3": "zero:Zero3",
+    "server": "server:Server",
 }
 """Name -> file and class, in the order in which they cut."""
-DATA = ("single", "ddp", "zero1", "zero2", "zero3")
+DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server")
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
@@ -68,6 +69,45 @@ class Loss(NamedTuple):
     weighed: bool
 
 
+class Remote(Protocol):
+    """Owners that are other processes: they sum the gradients, step, and keep the optimizer's state.
+
+    Every call is collective unless it says otherwise.
+    """
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Hand over the owned parameters, which the optimizer holds by now. Its own steps find no gradients."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The global gradients that the next step will take, whole."""
+        ...
+
+    def norm(self) -> Tensor:
+        """Of all global gradients together."""
+        ...
+
+    def scale(self, factor: Tensor | float) -> None:
+        """Multiply the global gradients by a number. For one rank."""
+        ...
+
+    def wait(self) -> None:
+        """Until this rank has the values of the last step. For one rank."""
+        ...
+
+    def agree(self) -> bool:
+        """Until every rank has the same values, those of all steps; whether they had been apart."""
+        ...
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """Put the whole state into `optimizer.state`, to be read; it is dropped at the next step."""
+        ...
+
+    def spread(self, optimizer: Optimizer) -> None:
+        """The inverse, also of the parameters: the owners go on from what this rank holds."""
+        ...
+
+
 @dataclass(frozen=True)
 class Part:
     """What one rank holds, and how it takes a step."""
@@ -90,6 +130,8 @@ class Part:
     """A forward pass is collective: every rank must make as many as the others."""
     late_gradients: str = ""
     """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the global mean by then."""
+    remote: Remote | None = None
+    """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
 
 
 class Strategy(Protocol):
@@ -175,9 +217,12 @@ def settle(part: Part, loss: Loss, global_rows: int) -> None:
     """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
     if not loss.weighed:
         return
+    factor = global_rows / nonzero_count(loss.totals)
+    if part.remote is not None:
+        part.remote.scale(factor)
     gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, global_rows / nonzero_count(loss.totals))
+        torch._foreach_mul_(gradients, factor)
 
 
 def nonzero_count(totals: Tensor) -> Tensor:

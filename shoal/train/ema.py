@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.mesh import Mesh
+
 
 class Ema:
     """The average of one model's parameters. Every rank keeps its own; equal weights give equal averages.
@@ -30,6 +32,11 @@ class Ema:
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - decay)
+
+    def broadcast(self, mesh: Mesh) -> None:
+        """Every rank takes rank 0's average. Collective."""
+        for average in self._average.values():
+            mesh.broadcast_tensor(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

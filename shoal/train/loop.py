@@ -153,6 +153,7 @@ class Training:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
         if self.ema is not None:
+            self.run.wait()
             self.ema.update()
         self.step += 1
         assert self.run.totals is not None
@@ -182,6 +183,7 @@ class Training:
 
     def _evaluate(self, epoch: int) -> bool:
         """Measure the model, or its moving average, on every validation sample; whether it is the best so far."""
+        self._agree()
         with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
             sums = self.run.evaluate(self.task.measures, self.model, self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
@@ -195,6 +197,7 @@ class Training:
     def _save(self, best: bool = False, must: bool = False) -> None:
         """Save everything. A save that fails is said, and training goes on; the last one must not fail."""
         self._settle_save()
+        self._agree()
         tensors, info, private = self.run.state()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {"step": self.step, "time_s": self.watch.seconds, "final": self.final, "best": self.best}
@@ -211,6 +214,11 @@ class Training:
                 self._not_saved(error, self.step)
             else:
                 self.saved_step, self.best_saved = self.step, self.best
+
+    def _agree(self) -> None:
+        """Where ranks have been at different weights, all go on from the same, and from rank 0's average of them."""
+        if self.run.agree() and self.ema is not None:
+            self.ema.broadcast(self.run.mesh)
 
     def _settle_save(self) -> None:
         """Wait for the save that goes on beside training, and learn how it ended. Collective."""

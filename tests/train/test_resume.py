@@ -102,7 +102,14 @@ def test_on_another_number_of_ranks_each_remaining_sample_comes_once_and_losses_
         assert (weight - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max()
 
 
-LAYOUTS = [("zero3", 4), ("zero1", 2), ("ddp", 3), ("zero3,hybrid=2", 4), ("zero2,offload=true", 1), ("zero3", 3)]
+LAYOUTS = [
+    ("zero3", 4),
+    ("server=2,part_mb=0.0001", 2),
+    ("ddp", 3),
+    ("zero3,hybrid=2", 4),
+    ("server=3", 1),
+    ("zero2,offload=true", 3),
+]
 
 
 def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(tmp_path: Path, on_one_rank: Path) -> None:

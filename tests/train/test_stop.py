@@ -1,5 +1,6 @@
 """SIGTERM: all ranks save at the same step and exit with 75, and the same command goes on from there."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -69,6 +70,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert read_info(saved)["data"] == position
     world.run(2, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
+
+
+@pytest.mark.parametrize("staleness", ["1", "async"])
+def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, staleness: str) -> None:
+    job = tiny(tmp_path / "run", MLP, strategy=f"server=2,staleness={staleness}", train__ema=0.9, train__epochs=9)
+    with world.start(3, tiny_jobs.is_signalled, job, 5, signal.SIGTERM, 1) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN] * 3
+    saved = newest(tmp_path / "run/checkpoints")
+    assert saved is not None
+    assert 6 <= int(saved.name.removeprefix("step-")) < 36
+    world.run(3, tiny_jobs.trains, job)  # each step of the nine epochs is logged once
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 36
 
 
 def test_a_signal_in_the_very_last_step_lets_the_run_end(tmp_path: Path, undisturbed: Path) -> None:

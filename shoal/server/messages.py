@@ -1,0 +1,99 @@
+"""What workers, servers and replicas say to each other, and how it stands in a frame.
+
+    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP
+    server -> worker     VALUE, and the answers to questions under the question's own number
+    primary -> backup    FILL, APPLY;  backup -> primary  ACKNOWLEDGE
+
+Numbers that are large, gradients and values, are the frame's payload, as they lie in memory. What is small is JSON. A
+part's whole state is a safetensors file in memory. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from shoal.server.shard import Order, Refused
+
+
+class Op(IntEnum):
+    """The first field of a frame."""
+
+    PUSH = 1
+    PRESENT = 2
+    ORDER = 3
+    NORM = 4
+    GRADIENT = 5
+    LOAD = 6
+    STATE = 7
+    FIGURES = 8
+    VALUE = 9
+    APPLY = 10
+    FILL = 11
+    ACKNOWLEDGE = 12
+    REFUSED = 13
+    PULL = 14
+    STOP = 15
+
+
+def view(tensor: Tensor) -> memoryview:
+    """A flat contiguous CPU tensor's own memory, as bytes."""
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
+
+
+def pack_order(order: Order) -> bytes:
+    return json.dumps({"settings": order.settings, "scale": order.scale}).encode()
+
+
+def unpack_order(payload: memoryview) -> Order:
+    """Raises Refused."""
+    found = _json(payload)
+    if not isinstance(found, dict) or not isinstance(found.get("settings"), list):
+        raise Refused("an order without settings")
+    return Order(found["settings"], float(found["scale"]))
+
+
+def pack_part(values: Tensor, state: list[Mapping[str, Any]], done: Mapping[int, int]) -> bytes:
+    """A part's numbers, its optimizer's state for each segment, and how many steps of each worker they include."""
+    tensors = {"values": values}
+    numbers: list[dict[str, Any]] = []
+    for index, kept in enumerate(state):
+        tensors |= {f"{index}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)}
+        numbers.append({key: value for key, value in kept.items() if not isinstance(value, Tensor)})
+    return safetensors.torch.save(
+        {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()},
+        {"numbers": json.dumps(numbers), "done": json.dumps(sorted(done.items()))},
+    )
+
+
+def unpack_part(payload: memoryview) -> tuple[Tensor, list[dict[str, Any]], dict[int, int]]:
+    """The inverse of `pack_part`. Raises Refused."""
+    data = bytes(payload)
+    try:
+        tensors = safetensors.torch.load(data)
+        size = int.from_bytes(data[:8], "little")
+        facts = json.loads(data[8 : 8 + size])["__metadata__"]
+        state: list[dict[str, Any]] = json.loads(facts["numbers"])
+        done = {int(worker): int(steps) for worker, steps in json.loads(facts["done"])}
+        values = tensors.pop("values")
+        for name, tensor in tensors.items():
+            index, _, key = name.partition(".")
+            state[int(index)][key] = tensor
+    except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise Refused(f"a part's state that cannot be read: {error}") from error
+    return values, state, done
+
+
+def _json(payload: memoryview) -> Any:
+    try:
+        return json.loads(bytes(payload))
+    except ValueError as error:
+        raise Refused(f"a message that is no JSON: {error}") from error

@@ -1,0 +1,59 @@
+"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shoal.errors import WireError
+from shoal.server.channel import Channel
+from shoal.server.frame import Header
+from shoal.server.messages import view
+
+Payload = bytes | Tensor
+
+
+class Peer:
+    """Sends without making the caller wait; a slow reader holds up nobody else.
+
+    Tensors are sent from their own memory: they must not change until the peer has answered.
+    """
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self.channel, self.name = channel, name
+        self._queue: queue.SimpleQueue[tuple[Header, Payload] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
+        self._thread.start()
+
+    def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
+        """Queue a frame."""
+        length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
+        self._queue.put((Header(op, length, **fields), payload))
+
+    def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
+        """The next frame; one reader only. Raises WireError."""
+        return self.channel.receive(place)
+
+    def close(self, flush: bool = False) -> None:
+        """Hang up; what is queued is sent first if `flush`."""
+        self._queue.put(None)
+        if flush:
+            self._thread.join(timeout=5)
+        self.channel.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _send_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            header, payload = item
+            try:
+                self.channel.send(header, payload if isinstance(payload, bytes) else view(payload))
+            except WireError:
+                with contextlib.suppress(OSError):
+                    self.channel.close()  # the reader of this connection learns of it
+                return

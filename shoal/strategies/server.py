@@ -1,0 +1,318 @@
+"""Parameter servers: processes that own the parameters. Workers push gradients, servers step, workers pull values.
+
+      worker 0   forward ── backward ── order ─ ─ ─ forward of the next step waits, layer by layer
+                        push ↘  ↘  ↘      │      ↗  ↗  ↗ pull
+      server a             sum ── sum ──  step ──
+      server b             sum ──── sum ─ step ──
+                        push ↗  ↗  ↗      │      ↘  ↘  ↘ pull
+      worker 1   forward ── backward ── order ─ ─ ─ forward ...
+
+Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded staleness); Jiang et al., OSDI 2020
+(push in the order of the backward pass, pull in that of the forward pass).
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh, close_before_leaving
+from shoal.errors import ConfigError, StrategyRefused, UsageError
+from shoal.server.client import Address, Client
+from shoal.server.flat import Flat
+from shoal.server.key import new_key_file, read_key
+from shoal.server.layout import MIB, Shape, cut, place
+from shoal.server.recipe import recipe_of, settings_of
+from shoal.server.serve import Plan, serve
+from shoal.server.shard import Order
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.units import units
+
+END_S = 30.0
+"""How long servers may take to end once this worker has hung up."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Sharded parameter servers beside the workers, started and ended with them.
+
+    Args:
+        servers: how many share the parameters.
+        staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
+            no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
+        part_mb: the most that is pushed and pulled as one, in MiB.
+    """
+
+    value: ClassVar[str] = "servers"
+    helpers: ClassVar[bool] = True
+    servers: int = 1
+    staleness: str = "0"
+    part_mb: float = 4.0
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces forward, run, gather and remote. Collective.
+
+        Raises:
+            StrategyRefused: the model has no trainable parameter.
+            ConfigError: no such number of servers, or staleness.
+        """
+        if not part.owned:
+            raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
+        bound = self._bound()
+        mesh.broadcast(part.module)
+        engine = _Engine(self, bound, part, mesh)
+        close_before_leaving(engine)
+        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+
+    def _bound(self) -> int | None:
+        problems = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
+        if self.staleness != "async" and not self.staleness.isdecimal():
+            problems.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
+        if self.part_mb <= 0:
+            problems.append(f"part_mb={self.part_mb}: must be greater than 0")
+        if problems:
+            raise ConfigError(problems)
+        return None if self.staleness == "async" else int(self.staleness)
+
+
+class _Engine:
+    """One worker's steps through the servers."""
+
+    def __init__(self, options: Server, staleness: int | None, part: Part, mesh: Mesh) -> None:
+        self.options, self.staleness, self.part, self.mesh = options, staleness, part, mesh
+        self.together = staleness == 0
+        self.totals: Tensor | None = None
+        self.summed: dist.Work | None = None
+        self.factor = 1.0
+        self.pushing = False
+        self.pushed = False
+        self.apart = False
+        self.client: Client
+        self.flat: Flat
+
+    # One step
+
+    def forward(self, batch: Batch) -> Outcome:
+        outcome = self.part.forward(batch)
+        if batch.last:
+            self.totals = outcome.totals
+            alone = self.mesh.size == 1 or not self.together
+            self.summed = None if alone else dist.all_reduce(self.totals, async_op=True)
+        return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch; with the last one, parts are pushed as soon as their gradients are there."""
+        if self.pushed:
+            raise UsageError(
+                "forward_backward was called twice before optimizer.step(): the first gradients are with the servers. "
+                "To add up several batches use accumulate."
+            )
+        # Alone, a worker's push is the mean over its own share.
+        scale = 1.0 if self.together else float(self.mesh.size)
+        self.pushing = batch.last
+        self.missing = [len(names) for names in self.names]
+        loss = self.part.run(forward, batch._replace(scale=batch.scale * scale))
+        self.pushing = False
+        if not batch.last:
+            return loss
+        for number, missing in enumerate(self.missing):
+            if missing:
+                self._push(number)
+        self.pushed, self.factor = True, 1.0
+        assert self.totals is not None
+        if self.summed is not None:
+            self.summed.wait()
+        if not self.together:
+            self._agree_to_stop(batch.stop)
+        return Loss(self.totals, loss.weighed)
+
+    def gather(self) -> None:
+        """Have the servers step; the values are waited for where they are used."""
+        if not self.pushed:
+            return
+        settings = [settings_of(group) for group in self.optimizer.param_groups]
+        if not self.together:
+            for group in settings:
+                group["lr"] = float(group["lr"]) / self.mesh.size  # type: ignore[arg-type]
+        self.optimizer.state.clear()
+        self.client.order(Order(settings, self.factor))
+        self.pushed, self.apart = False, not self.together
+
+    def _agree_to_stop(self, asked: bool) -> None:
+        """Workers are at different steps, and are to stop after the same one."""
+        assert self.totals is not None
+        self.wait()
+        if asked:
+            self.client.ask_to_stop()
+        self.totals[STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
+
+    def _has_gradient(self, name: str) -> None:
+        if not self.pushing:
+            return
+        for number in self.parts_of[name]:
+            self.missing[number] -= 1
+            if self.missing[number] < 0:
+                raise UsageError(
+                    f"{name}: its gradient came in two pieces in one backward pass, as it does where a module that is "
+                    "called more than once is recomputed with use_reentrant=True. Use use_reentrant=False."
+                )
+            if self.missing[number] == 0:
+                self._push(number)
+
+    def _push(self, number: int) -> None:
+        """Send a part, with what gradients it has; a parameter's are dropped with its last part."""
+        present = bytearray()
+        for segment in self.client.parts[number].segments:
+            parameter = self.flat.parameters[segment.name]
+            gradient, window = parameter.grad, self.flat.gradient_windows[segment.name]
+            present.append(gradient is not None)
+            if segment.start == 0:
+                window.zero_() if gradient is None else window.copy_(gradient)
+        self.missing[number] = 0
+        self.client.push(number, self.flat.gradients[number], bytes(present))
+        for segment in self.client.parts[number].segments:
+            parameter = self.flat.parameters[segment.name]
+            if segment.start + segment.length == parameter.numel():
+                parameter.grad = None
+
+    # What the run asks for
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Start the servers, and give them the parameters. Collective."""
+        self.optimizer = optimizer
+        recipe = recipe_of(optimizer)
+        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        owned = dict(self.part.owned)
+        shapes = {name: Shape(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
+        parts = cut(shapes, int(self.options.part_mb * MIB))
+        self.flat = Flat(owned, parts)
+        self.names = [[segment.name for segment in part.segments] for part in parts]
+        self.parts_of: dict[str, list[int]] = {name: [] for name in owned}
+        for part in parts:
+            for segment in part.segments:
+                self.parts_of[segment.name].append(part.number)
+        owners = place(parts, self.options.servers)
+        job, key, addresses = self._start(
+            [Plan(n, tuple(p for p in parts if owners[p.number] == n), recipe, self.mesh.size, self.staleness, "", b"")
+             for n in range(self.options.servers)]
+        )  # fmt: skip
+        self.client = Client(
+            self.mesh.rank, parts, owners, addresses, self.flat.values, key=key, job=job, staleness=self.staleness
+        )
+        self.spread(optimizer)
+        self._hook(owned)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What the servers have summed, whole. Collective."""
+        self._refuse_stale("gradients()")
+        kept: dict[int, list[dict[str, Any]]] = {}
+        for part in self.client.parts:
+            numbers, present = self.client.gradient(part.number)
+            pieces = [numbers[s.offset : s.offset + s.length] * self.factor for s in part.segments]
+            kept[part.number] = [{"sum": g} if there else {} for g, there in zip(pieces, present, strict=True)]
+        return {name: self.flat.gather(name, kept).get("sum") for name in self.part.owned}
+
+    def norm(self) -> Tensor:
+        """Of the gradients that the servers have summed. Collective."""
+        self._refuse_stale("clip_gradients()")
+        return torch.tensor(self.client.squared_norm() ** 0.5 * self.factor, dtype=torch.float64)
+
+    def scale(self, factor: Tensor | float) -> None:
+        self.factor *= float(factor)
+
+    def wait(self) -> None:
+        """All values of the last step."""
+        self.client.wait(range(len(self.client.parts)))
+        self.flat.fetch(self.flat.parameters)
+
+    def agree(self) -> bool:
+        """The newest values, the same on all workers; whether they were apart. Collective."""
+        self.wait()
+        apart, self.apart = self.apart, False
+        if apart:
+            self.mesh.barrier()
+            self.client.pull()
+            self.wait()
+        return apart
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """The servers' state, whole, on every rank."""
+        kept = {part.number: self.client.state(part.number) for part in self.client.parts}
+        for name, parameter in self.flat.parameters.items():
+            found = self.flat.gather(name, kept)
+            if found:
+                optimizer.state[parameter] = found
+
+    def spread(self, optimizer: Optimizer) -> None:
+        """Servers go on from this rank's parameters and optimizer state. Collective."""
+        self.mesh.barrier()
+        self.flat.store()
+        if self.mesh.rank == 0:
+            state: Mapping[Any, Any] = optimizer.state
+            self.client.load(self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {})))
+        self.client.begin()
+        self.mesh.barrier()
+        optimizer.state.clear()
+
+    def close(self) -> None:
+        """Hang up, and end the servers that this rank has started."""
+        if hasattr(self, "client"):
+            self.client.close()
+        if self.mesh.nursery is not None:
+            self.mesh.nursery.wait(END_S)  # servers may still be answering others; they end with the last worker
+            self.mesh.nursery.close()
+
+    # How it begins
+
+    def _start(self, plans: list[Plan]) -> tuple[str, bytes, list[Address]]:
+        """Rank 0 starts the servers; everyone learns where they are, and reads the key. Collective."""
+        told = ""
+        folder: Path | None = None
+        if self.mesh.nursery is not None and self.mesh.rank == 0:
+            folder = Path(tempfile.mkdtemp(prefix="shoal-servers-"))
+            path, job = new_key_file(folder), secrets.token_hex(8)
+            lines = [str(path), job]
+            for plan in plans:
+                with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+                    self.mesh.nursery.start(serve, replace(plan, job=job, key=read_key(path)), listener=listener)
+                    lines.append(f"{listener.getsockname()[1]}")
+            told = "\n".join(lines)
+        name, job, *ports = self.mesh.broadcast_text(told).split("\n")
+        key = read_key(Path(name))
+        self.mesh.barrier()
+        if folder is not None:
+            shutil.rmtree(folder)
+        return job, key, [("127.0.0.1", int(port)) for port in ports]
+
+    def _hook(self, owned: Mapping[str, nn.Parameter]) -> None:
+        names = {id(parameter): name for name, parameter in owned.items()}
+        for parameter in owned.values():
+            parameter.register_post_accumulate_grad_hook(lambda p: self._has_gradient(names[id(p)]))
+        root, left = self.part.module, set(owned)
+        for unit in [*reversed(units(root).values()), root]:
+            inside = [names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] in left]
+            left -= set(inside)
+            numbers = sorted({number for name in inside for number in self.parts_of[name]})
+            unit.register_forward_pre_hook(self._waits_for(inside, numbers))
+
+    def _waits_for(self, names: list[str], numbers: list[int]) -> Any:
+        def wait(*_: Any) -> None:
+            self.client.wait(numbers)
+            self.flat.fetch(names)
+
+        return torch.compiler.disable(wait)
+
+    def _refuse_stale(self, call: str) -> None:
+        if not self.together:
+            raise UsageError(f"{call}: with staleness={self.options.staleness} no step is shared by all workers.")
