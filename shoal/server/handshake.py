@@ -12,7 +12,9 @@
 A proof is HMAC-SHA256(key, label + both greetings + what it is about). Both nonces are in it, so an old one is worth
 nothing; the label differs by role, so one end's own proof sent back to it is worth nothing either. A server proves
 itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
-Nothing is encrypted: who can listen on the network sees gradients and weights.
+All servers of a job hold one key, so their number belongs in the name of the job, `digits/2`: else someone in between
+could lead a worker to another server than it asked for. Nothing is encrypted: who can listen on the network sees
+gradients and weights.
 
 Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
 """
@@ -52,7 +54,7 @@ def connect(sock: socket.socket, key: bytes, job: str, worker: int, limit_s: flo
     Args:
         sock: is closed if the handshake fails.
         key: the job's key, 32 bytes.
-        job: the job's name; the server must be of the same.
+        job: the job's name, with the server's number where there are several; the server must give the same.
         worker: this worker's number, below 2**32.
         limit_s: how long the whole handshake may take.
 
@@ -87,7 +89,7 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
     Args:
         sock: is closed, without a word, if the handshake fails.
         key: the job's key, 32 bytes.
-        job: the job's name.
+        job: as for `connect`.
         limit_s: how long the whole handshake may take, and thus how long a silent peer keeps a thread.
 
     Returns:
