@@ -36,6 +36,8 @@ class Nursery:
 
     Attributes:
         alive: pids of helpers.
+        codes: exit codes of those that have ended, by pid; a negative one is the signal that killed it.
+        changed: is notified when one starts or ends.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,8 @@ class Nursery:
             _live(theirs)
         theirs.close()
         self.alive: set[int] = set()
-        self._news = threading.Condition()
+        self.codes: dict[int, int] = {}
+        self.changed = threading.Condition()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
         threading.Thread(target=self._hear, name="nursery", daemon=True).start()
@@ -68,11 +71,6 @@ class Nursery:
             raise LaunchError("the process that helpers are forked from has ended.")
         return pid
 
-    def wait(self, limit_s: float) -> bool:
-        """Until all helpers have ended by themselves; whether they have."""
-        with self._news:
-            return self._news.wait_for(lambda: not self.alive, limit_s)
-
     def close(self) -> None:
         """End all helpers."""
         with contextlib.suppress(OSError):
@@ -82,12 +80,15 @@ class Nursery:
     def _hear(self) -> None:
         with contextlib.suppress(OSError):
             while news := self._socket.recv(NEWS.size, socket.MSG_WAITALL):
-                kind, pid, _ = NEWS.unpack(news)
-                with self._news:
-                    self.alive ^= {pid}
-                    self._news.notify_all()
-                if kind == STARTED:
-                    self._started.put(pid)
+                kind, pid, code = NEWS.unpack(news)
+                with self.changed:
+                    if kind == STARTED:
+                        self.alive.add(pid)
+                        self._started.put(pid)
+                    else:
+                        self.alive.discard(pid)
+                        self.codes[pid] = code
+                    self.changed.notify_all()
         self._started.put(0)
 
 

@@ -38,6 +38,7 @@ LAYOUTS = [
     ("server=1", 2, 1),
     ("server=2", 3, 1),
     ("server=3,part_mb=0.001", 2, 2),
+    ("server=2,replicas=2", 2, 1),
 ]
 """Strategy, ranks, parts that each rank's share is accumulated in."""
 

@@ -1,15 +1,13 @@
 """A worker's side of its servers: parts go out as they are ready and come back straight into the parameters.
 
-backward ── push part 7 ── push part 6 ── ...          a thread for each server sends
+backward ── push part 7 ── push part 6 ── ...          a thread for each shard sends
 step     ── order
-forward     waits for part 0 ── part 1 ── ...          a thread for each server receives
+forward     waits for part 0 ── part 1 ── ...          a thread for each shard receives
 """
 
 from __future__ import annotations
 
 import json
-import queue
-import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,28 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ServerLost, WireError
-from shoal.server.channel import Channel, is_loopback
+from shoal.errors import ServerLost
+from shoal.server.arbiter import Address
 from shoal.server.frame import Header
-from shoal.server.handshake import connect
 from shoal.server.layout import Part
+from shoal.server.link import Link
 from shoal.server.messages import Op, pack_order, pack_part, unpack_part, view
-from shoal.server.peer import Peer
 from shoal.server.shard import Order
-
-Address = tuple[str, int]
-ANSWER_S = 60.0
-"""How long a server may think about a question."""
+from shoal.server.views import Views
 
 
 class Client:
-    """One worker's connections to all servers. Use it from one thread at a time.
+    """One worker's connections to all shards. Use it from one thread at a time.
 
     Args:
         worker: this worker's number.
         parts: of the whole model.
-        owners: the server of each part.
-        addresses: of the servers.
+        owners: the shard of each part.
+        shards: how many there are.
+        arbiter: where it listens.
         values: of each part, flat CPU tensors: where its numbers are written as they come.
         staleness: which no answer may exceed; None for any.
 
@@ -52,7 +47,8 @@ class Client:
         worker: int,
         parts: Sequence[Part],
         owners: Sequence[int],
-        addresses: Sequence[Address],
+        shards: int,
+        arbiter: Address,
         values: Sequence[Tensor],
         *,
         key: bytes,
@@ -64,27 +60,38 @@ class Client:
         self._news = threading.Condition()
         self._arrived = [0] * len(parts)
         self._failure: ServerLost | None = None
-        self._closed = False
+        self._gone = threading.Event()
         most = max((part.size_bytes for part in parts), default=0)
-        self._limit_bytes = 8 * most + 2**20
-        self._answers: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in addresses]
-        self._peers = [self._meet(number, address, key, job) for number, address in enumerate(addresses)]
+        self.views = Views(worker, arbiter, key, job, answered=lambda _: self._gone.set())
+        self._links = [
+            Link(
+                worker,
+                shard,
+                [part.number for part in parts if owners[part.number] == shard],
+                self.views,
+                key=key,
+                job=job,
+                limit_bytes=8 * most + 2**20,
+                place=self._place,
+                take=self._take,
+                waits=lambda part, clock: self._arrived[part] < clock,
+                lost=self._lose,
+            )
+            for shard in range(shards)
+        ]
 
     def push(self, part: int, gradient: Tensor, present: bytes) -> None:
         """Send a part's gradient of the step that is under way; it must not change until `wait` has returned."""
         self.wait([part])
-        peer = self._peers[self.owners[part]]
-        if 0 in present:
-            peer.post(Op.PRESENT, present, part=part)
-        peer.post(Op.PUSH, gradient, part=part, step=self.step)
+        self._links[self.owners[part]].push(part, (self.step, gradient, present))
 
     def order(self, order: Order) -> None:
         """Have the servers take the step, now that every part was pushed."""
         self.wait(range(len(self.parts)))
         payload = pack_order(order)
         step, self.step = self.step, self.step + 1
-        for peer in self._peers:
-            peer.post(Op.ORDER, payload, step=step)
+        for link in self._links:
+            link.order(step, payload)
 
     def wait(self, parts: Iterable[int]) -> None:
         """Until the values of the last step are here. Raises ServerLost."""
@@ -98,29 +105,24 @@ class Client:
     def ask_to_stop(self) -> None:
         """Have all workers stop after the same step, which none of them has reached."""
         if not self.stop_at:
-            self._peers[0].post(Op.STOP)
+            self._links[0].post(Op.STOP)
 
     def pull(self) -> None:
         """Wait for the newest values of all parts. Every worker must have waited for its own before."""
         with self._news:
             self._arrived = [-1] * len(self.parts)
         for part in self.parts:
-            self._peers[self.owners[part.number]].post(Op.PULL, part=part.number)
+            self._links[self.owners[part.number]].post(Op.PULL, part=part.number)
         self.wait(range(len(self.parts)))
 
     def squared_norm(self) -> float:
         """Of all gradients of the step that is under way, over all workers. Every worker must have pushed or will."""
-        for peer in self._peers:
-            peer.post(Op.NORM, step=self.step)
-        return sum(
-            float.fromhex(bytes(self._answer(server, Op.NORM)[1]).decode()) for server in range(len(self._peers))
-        )
+        answers = [link.ask(Op.NORM, step=self.step) for link in self._links]
+        return sum(float.fromhex(bytes(answer).decode()) for answer in answers)
 
     def gradient(self, part: int) -> tuple[Tensor, bytes]:
         """A part's gradient, summed over all workers, and which of its segments have one."""
-        server = self.owners[part]
-        self._peers[server].post(Op.GRADIENT, part=part, step=self.step)
-        _, payload = self._answer(server, Op.GRADIENT)
+        payload = self._links[self.owners[part]].ask(Op.GRADIENT, part=part, step=self.step)
         segments = len(self.parts[part].segments)
         numbers = torch.frombuffer(bytearray(payload[segments:]), dtype=self.parts[part].dtype)
         return numbers, bytes(payload[:segments])
@@ -129,9 +131,7 @@ class Client:
         """Have the servers begin at this worker's `values`, with these optimizer states, at this worker's step."""
         for part, state in zip(self.parts, states, strict=True):
             payload = pack_part(self.values[part.number], list(state), {})
-            self._peers[self.owners[part.number]].post(Op.LOAD, payload, part=part.number, step=self.step)
-        for part in self.parts:
-            self._answer(self.owners[part.number], Op.LOAD)
+            self._links[self.owners[part.number]].ask(Op.LOAD, payload, part=part.number, step=self.step)
         self.begin()
 
     def begin(self) -> None:
@@ -141,65 +141,24 @@ class Client:
 
     def state(self, part: int) -> list[dict[str, Any]]:
         """The optimizer's state of each segment of a part."""
-        server = self.owners[part]
-        self._peers[server].post(Op.STATE, part=part)
-        return unpack_part(self._answer(server, Op.STATE)[1])[1]
+        return unpack_part(self._links[self.owners[part]].ask(Op.STATE, part=part))[1]
 
     def figures(self) -> list[dict[str, Any]]:
-        """What each server tells of itself."""
-        for peer in self._peers:
-            peer.post(Op.FIGURES)
-        return [json.loads(bytes(self._answer(server, Op.FIGURES)[1])) for server in range(len(self._peers))]
+        """What each shard's primary tells of itself."""
+        return [json.loads(bytes(link.ask(Op.FIGURES))) for link in self._links]
 
-    def close(self) -> None:
-        """Hang up."""
-        self._closed = True
-        for peer in self._peers:
-            peer.close(flush=True)
+    def close(self, limit_s: float = 5.0) -> None:
+        """Hang up, for good: the arbiter is told."""
+        self.views.post(Op.BYE)
+        self._gone.wait(limit_s)
+        self.views.close()
+        for link in self._links:
+            link.close()
 
-    def _answer(self, server: int, op: Op) -> tuple[Header, memoryview]:
-        found: Any
-        if self._failure is not None:
-            raise self._failure
-        try:
-            found = self._answers[server].get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise ServerLost(f"server {server} has not answered {op.name} for {ANSWER_S:g} s") from None
-        if isinstance(found, ServerLost):
-            raise found
-        header, payload = found
-        assert header.op == op, (header, op)
-        return header, payload
-
-    def _meet(self, number: int, address: Address, key: bytes, job: str) -> Peer:
-        try:
-            connection = socket.create_connection(address, timeout=10)
-        except OSError as error:
-            raise ServerLost(f"server {number} at {address[0]}:{address[1]} cannot be reached: {error}") from error
-        session = connect(connection, key, job, self.worker)
-        remote = not is_loopback(connection)
-        channel = Channel(connection, session, authenticate_payload=remote, limit_bytes=self._limit_bytes)
-        peer = Peer(channel, f"server {number}")
-        threading.Thread(target=self._listen, args=(number, peer), name=f"from server {number}", daemon=True).start()
-        return peer
-
-    def _listen(self, number: int, peer: Peer) -> None:
-        try:
-            while True:
-                header, payload = peer.receive(self._place)
-                if header.op == Op.VALUE:
-                    self._take(header)
-                elif header.op == Op.REFUSED:
-                    raise ServerLost(f"server {number} refused worker {self.worker}: {bytes(payload).decode()}")
-                else:
-                    self._answers[number].put((header, payload))
-        except (WireError, ServerLost) as error:
-            if not self._closed:
-                lost = error if isinstance(error, ServerLost) else ServerLost(f"server {number} is lost: {error}")
-                with self._news:
-                    self._failure = self._failure or lost
-                    self._news.notify_all()
-                self._answers[number].put(lost)
+    def _lose(self, error: ServerLost) -> None:
+        with self._news:
+            self._failure = self._failure or error
+            self._news.notify_all()
 
     def _place(self, header: Header) -> memoryview | None:
         return view(self.values[header.part]) if header.op == Op.VALUE else None

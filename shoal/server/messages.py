@@ -2,7 +2,8 @@
 
     worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP
     server -> worker     VALUE, and the answers to questions under the question's own number
-    primary -> backup    FILL, APPLY;  backup -> primary  ACKNOWLEDGE
+    primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE
+    server -> arbiter    JOIN, BEAT, IN_SYNC;  worker -> arbiter  BYE;  arbiter -> all  VIEW
 
 Numbers that are large, gradients and values, are the frame's payload, as they lie in memory. What is small is JSON. A
 part's whole state is a safetensors file in memory. Nothing is pickled.
@@ -21,6 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.server.shard import Order, Refused
+
+SMALL_BYTES = 2**16
+"""The longest message that is no part."""
+FIRST_SERVER = 2**24
+"""On a connection, workers are known by their numbers, and servers by theirs from here on."""
 
 
 class Op(IntEnum):
@@ -41,6 +47,12 @@ class Op(IntEnum):
     REFUSED = 13
     PULL = 14
     STOP = 15
+    JOIN = 16
+    BEAT = 17
+    VIEW = 18
+    IN_SYNC = 19
+    BYE = 20
+    ABOUT = 21
 
 
 def view(tensor: Tensor) -> memoryview:
@@ -55,7 +67,7 @@ def pack_order(order: Order) -> bytes:
 
 def unpack_order(payload: memoryview) -> Order:
     """Raises Refused."""
-    found = _json(payload)
+    found = unpack(payload)
     if not isinstance(found, dict) or not isinstance(found.get("settings"), list):
         raise Refused("an order without settings")
     return Order(found["settings"], float(found["scale"]))
@@ -92,7 +104,8 @@ def unpack_part(payload: memoryview) -> tuple[Tensor, list[dict[str, Any]], dict
     return values, state, done
 
 
-def _json(payload: memoryview) -> Any:
+def unpack(payload: memoryview) -> Any:
+    """A small message. Raises Refused."""
     try:
         return json.loads(bytes(payload))
     except ValueError as error:

@@ -2,7 +2,7 @@
 
       worker ──┐ a thread reads a connection, straight into the memory where the gradient is summed
       worker ──┼──> lock ── Shard ──> a thread for each connection sends what is to be said
-      worker ──┘
+      primary ─┘
 
 The lock is held while the shard thinks, never while anything is received or sent.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import threading
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +24,28 @@ import torch
 from torch import Tensor
 
 from shoal.errors import WireError
+from shoal.server.arbiter import Address, View
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.frame import Header
 from shoal.server.handshake import accept
 from shoal.server.layout import Part
-from shoal.server.messages import Op, pack_part, unpack_order, unpack_part, view
+from shoal.server.membership import Membership
+from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, pack_part, unpack, unpack_order, unpack_part, view
 from shoal.server.peer import Peer
 from shoal.server.recipe import Recipe
-from shoal.server.shard import Gradient, Norm, Out, Refused, Shard, Value
+from shoal.server.shard import (
+    Acknowledged,
+    Applied,
+    Filled,
+    Gradient,
+    Loaded,
+    Norm,
+    Out,
+    Refused,
+    Shard,
+    Value,
+)
 
-SMALL_BYTES = 2**16
-"""The longest message that is no part."""
 log = logging.getLogger("shoal.server")
 
 
@@ -40,32 +53,52 @@ log = logging.getLogger("shoal.server")
 class Plan:
     """All that a server is told when it starts."""
 
+    server: int
     shard: int
     parts: tuple[Part, ...]
     recipe: Recipe
     workers: int
     staleness: int | None
+    arbiter: Address
+    lease_s: float
     job: str
     key: bytes
 
 
 class Server:
-    """Serves one shard on a listening socket, until its last worker has hung up."""
+    """Serves one shard on a listening socket, until it is closed or is a member no longer."""
 
     def __init__(self, plan: Plan, listener: socket.socket) -> None:
         self.plan, self.listener = plan, listener
         self.shard = Shard(plan.parts, plan.recipe, range(plan.workers), plan.staleness)
         self.lock = threading.Lock()
+        self.roles = threading.Condition(self.lock)
         self.peers: dict[int, Peer] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
+        self.unsaid: list[Out] = []
         self.refused = 0
         self.stop_at = 0
         self.received_bytes = 0
         most = max((part.size_bytes for part in plan.parts), default=0)
         self.limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
+        self.membership = Membership(
+            plan.server,
+            plan.shard,
+            listener.getsockname()[:2],
+            plan.arbiter,
+            key=plan.key,
+            job=plan.job,
+            lease_s=plan.lease_s,
+            limit_bytes=self.limit_bytes,
+            follow=self._follow,
+            acknowledged=self._acknowledged,
+            leased=self._leased,
+            out=self.close,
+        )
 
     def run(self) -> None:
         """Accept connections until the listener is closed."""
+        self.membership.begin()
         while True:
             try:
                 connection, _ = self.listener.accept()
@@ -74,74 +107,87 @@ class Server:
             threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
-        """Hang up on everyone."""
+        """Accept nobody any more; `run` returns."""
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        for peer in list(self.peers.values()):
-            peer.close()
+
+    # One connection
 
     def _attend(self, connection: socket.socket) -> None:
-        """One connection, from its handshake to its end."""
+        """From its handshake to its end."""
         try:
-            session, worker = accept(connection, self.plan.key, self.plan.job)
+            session, number = accept(connection, self.plan.key, f"{self.plan.job}/{self.plan.server}")
+            secret = not is_loopback(connection)
+            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
         except WireError as error:
             self._count_refusal(error)
             connection.close()
             return
-        remote = not is_loopback(connection)
-        peer = Peer(
-            Channel(connection, session, authenticate_payload=remote, limit_bytes=self.limit_bytes), f"worker {worker}"
-        )
+        peer = Peer(channel, f"peer {number}")
         with self.lock:
-            before, self.peers[worker] = self.peers.get(worker), peer
+            before, self.peers[number] = self.peers.get(number), peer
         if before is not None:
             before.close()
         try:
-            self._converse(worker, peer)
-        except (WireError, Refused) as error:
-            if isinstance(error, Refused):
-                self._count_refusal(error)
-                peer.post(Op.REFUSED, str(error).encode()[:SMALL_BYTES])
+            self._await_role(number)
+            self._converse(number, peer)
+        except Refused as error:
+            self._count_refusal(error)
+            peer.post(Op.REFUSED, str(error).encode()[:SMALL_BYTES])
+        except WireError as error:
+            log.debug("server %d: %s", self.plan.server, error)
         finally:
             peer.close(flush=True)
             with self.lock:
-                if self.peers.get(worker) is peer:
-                    del self.peers[worker]
-                if not self.peers:  # the last worker has hung up
-                    self.close()
+                if self.peers.get(number) is peer:
+                    del self.peers[number]
 
-    def _converse(self, worker: int, peer: Peer) -> None:
-        present: dict[int, bytes] = {}
+    def _await_role(self, number: int) -> None:
+        """A worker may have heard before this server that it is the primary now."""
+        if number >= FIRST_SERVER:
+            return
+        with self.roles:
+            if not self.roles.wait_for(lambda: self.membership.is_primary, self.plan.lease_s):
+                raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
+
+    def _converse(self, number: int, peer: Peer) -> None:
+        before: dict[int, bytes] = {}  # what was said of a payload that comes next
         while True:
-            header, payload = peer.receive(lambda header: self._place(worker, header))
-            if header.op == Op.PRESENT:
-                present[header.part] = bytes(payload)
+            header, payload = peer.receive(lambda header: self._place(number, header))
+            if header.op in (Op.PRESENT, Op.ABOUT):
+                before[header.part] = bytes(payload)
                 continue
+            about = before.pop(header.part, b"")
             with self.lock:
                 self.received_bytes += header.length
-                out = self._take(worker, peer, header, payload, present)
-                self._send(out)
+                if number < FIRST_SERVER:
+                    self._send(self._take(number, peer, header, payload, about))
+                else:
+                    self._repeat(number, peer, header, payload, about)
 
-    def _place(self, worker: int, header: Header) -> memoryview | None:
+    def _place(self, number: int, header: Header) -> memoryview | None:
         """Where a payload goes: a gradient to the memory that it is summed in."""
-        if header.op != Op.PUSH:
+        if header.op not in (Op.PUSH, Op.APPLY):
             return None
         held = self.shard.held.get(header.part)
         if held is None or header.length != held.part.size_bytes:
             raise Refused(f"a gradient of {header.length} bytes for part {header.part}")
-        buffer = self.buffers.get((worker, header.part))
+        if self.shard.has(number, header.part):
+            return None  # it comes again, and its memory may hold a sum by now
+        buffer = self.buffers.get((number, header.part))
         if buffer is None:
-            buffer = self.buffers[worker, header.part] = torch.empty_like(held.values)
+            buffer = self.buffers[number, header.part] = torch.empty_like(held.values)
         return view(buffer)
 
-    def _take(
-        self, worker: int, peer: Peer, header: Header, payload: memoryview, present: dict[int, bytes]
-    ) -> Iterable[Out]:
+    def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
+        """What a worker says."""
         shard, step, part = self.shard, header.step, header.part
+        if not self.membership.is_primary:
+            raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
         match header.op:
             case Op.PUSH:
-                there = present.pop(part, b"\1" * len(shard.held[part].part.segments))
+                there = about or b"\1" * len(shard.held[part].part.segments)
                 return shard.push(worker, step, part, self.buffers[worker, part], there)
             case Op.ORDER:
                 return shard.order(worker, step, unpack_order(payload))
@@ -156,8 +202,7 @@ class Server:
                 self.stop_at = self.stop_at or newest + 3  # nobody has got that far, so everyone hears of it in time
             case Op.LOAD:
                 values, state, _ = unpack_part(payload)
-                shard.load(part, values, list(state), step)
-                peer.post(Op.LOAD, part=part)
+                return shard.load(worker, part, values, list(state), step)
             case Op.STATE:
                 held = shard.held_part(part)
                 state_bytes = pack_part(held.values, list(held.state()), shard.done[part])
@@ -168,25 +213,97 @@ class Server:
                 raise Refused(f"message {header.op}, which is not known")
         return []
 
+    def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
+        """What a primary says; one that was replaced is refused."""
+        part, clock, view = header.part, header.step, self.membership.view
+        if number - FIRST_SERVER != view.primary and header.epoch <= view.epoch:
+            raise Refused(f"epoch {header.epoch} is over; in epoch {view.epoch} the primary is server {view.primary}")
+        if header.op == Op.FILL:
+            values, state, done = unpack_part(payload)
+            out = self.shard.fill(Filled(0, part, clock, values, state, done))
+        elif header.op == Op.APPLY:
+            found = unpack(memoryview(about))
+            gradient = self.buffers[number, part]
+            present = bytes.fromhex(found["present"])
+            out = self.shard.repeat(
+                Applied(0, part, clock, found["worker"], found["step"], gradient, present, found["settings"])
+            )
+        else:
+            raise Refused(f"message {header.op} from a server")
+        for message in out:
+            assert isinstance(message, Acknowledged)
+            peer.post(Op.ACKNOWLEDGE, part=message.part, step=message.clock, flags=int(header.op == Op.FILL))
+
+    # What is said
+
     def _send(self, out: Iterable[Out]) -> None:
         for message in out:
-            match message:
-                case Value(worker, part, clock, oldest, numbers):
-                    self._to(worker, Op.VALUE, numbers, part=part, step=clock, epoch=oldest, worker=self.stop_at)
-                case Norm(worker, step, squared):
-                    self._to(worker, Op.NORM, squared.hex().encode(), step=step)
-                case Gradient(worker, part, numbers, present):
-                    self._to(worker, Op.GRADIENT, present + bytes(view(numbers)), part=part)
+            if isinstance(message, (Applied, Filled)):
+                self.membership.tell(message)
+            elif self.membership.has_lease:
+                self._answer(message)
+            else:
+                self.unsaid.append(message)
+
+    def _answer(self, message: Out) -> None:
+        match message:
+            case Value(worker, part, clock, oldest, numbers):
+                self._to(worker, Op.VALUE, numbers, part=part, step=clock, epoch=oldest, worker=self.stop_at)
+            case Norm(worker, step, squared):
+                self._to(worker, Op.NORM, squared.hex().encode(), step=step)
+            case Gradient(worker, part, numbers, present):
+                self._to(worker, Op.GRADIENT, present + bytes(view(numbers)), part=part)
+            case Loaded(worker, part):
+                self._to(worker, Op.LOAD, b"", part=part)
 
     def _to(self, number: int, op: Op, payload: Any, **fields: int) -> None:
         peer = self.peers.get(number)
         if peer is not None:  # one that is gone asks again when it is back
             peer.post(op, payload, **fields)
 
+    # What the arbiter and backups say
+
+    def _follow(self, view: View) -> None:
+        """Be what the view says."""
+        with self.lock:
+            self.roles.notify_all()
+            if not self.membership.is_primary:
+                return
+            for backup in set(self.shard.backups) - set(view.members):
+                if backup in self.membership.links:
+                    self.membership.drop(backup)
+                self._send(self.shard.remove_backup(backup))
+            for backup in set(view.backups) - set(self.shard.backups):
+                self.shard.expect(backup)
+        self._link()
+
+    def _link(self) -> None:
+        """As the primary, have a link to every replica."""
+        view = self.membership.view
+        for backup in (*view.backups, *view.joining) if self.membership.is_primary else ():
+            peer = None if backup in self.membership.links else self.membership.reach(backup)
+            if peer is not None:
+                with self.lock:
+                    self.membership.link(backup, peer, len(self.shard.held))
+                    self._send(self.shard.add_backup(backup, in_sync=backup in view.backups))
+
+    def _acknowledged(self, backup: int, part: int, clock: int) -> None:
+        with self.lock:
+            self._send(self.shard.acknowledged(backup, part, clock))
+
+    def _leased(self) -> None:
+        """A beat was answered."""
+        self._link()
+        if self.unsaid:
+            with self.lock:
+                unsaid, self.unsaid = self.unsaid, []
+                self._send(unsaid)
+
     def _figures(self) -> dict[str, Any]:
         held = self.shard.held.values()
         return {
             "shard": self.plan.shard,
+            "server": self.plan.server,
             "parts": len(held),
             "bytes": sum(part.part.size_bytes for part in held),
             "clock": min((part.clock for part in held), default=0),
@@ -198,10 +315,16 @@ class Server:
     def _count_refusal(self, error: Exception) -> None:
         with self.lock:
             self.refused += 1
-        log.warning("server %d refused a connection: %s", self.plan.shard, error)
+        log.warning("server %d refused a connection: %s", self.plan.server, error)
 
 
 def serve(listener: socket.socket, plan: Plan) -> None:
     """A server's whole life, in a process of its own."""
     torch.set_num_threads(1)
+    threading.excepthook = _end  # a server that has lost a thread would be waited for
     Server(plan, listener).run()
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    traceback.print_exception(failure.exc_value)
+    os._exit(1)

@@ -85,6 +85,13 @@ class Filled(NamedTuple):
     done: dict[int, int]
 
 
+class Loaded(NamedTuple):
+    """A part is as a worker has asked for."""
+
+    worker: int
+    part: int
+
+
 class Acknowledged(NamedTuple):
     """A backup holds all updates of a part before `clock`."""
 
@@ -92,7 +99,7 @@ class Acknowledged(NamedTuple):
     clock: int
 
 
-Out = Value | Norm | Gradient | Applied | Filled | Acknowledged
+Out = Value | Norm | Gradient | Loaded | Applied | Filled | Acknowledged
 
 
 class Refused(Exception):
@@ -166,6 +173,11 @@ class Shard:
         self.seen: Counter[int] = Counter()
         self.history: list[tuple[int, int, int]] | None = None
 
+    def _filled(self, backup: int, held: Held) -> Filled:
+        number = held.part.number
+        done = dict(self.done[number])
+        return Filled(backup, number, held.clock, held.values.clone(), _copied(held.state()), done)
+
     def held_part(self, part: int) -> Held:
         """A part that is here. Raises Refused."""
         if part not in self.held:
@@ -174,11 +186,16 @@ class Shard:
 
     # What workers say
 
-    def load(self, part: int, values: Tensor, state: list[Mapping[str, Any]], clock: int) -> None:
-        """Begin at these numbers; `clock` steps were taken before."""
-        self.held_part(part).load(values, state, clock)
+    def load(self, worker: int, part: int, values: Tensor, state: list[Mapping[str, Any]], clock: int) -> list[Out]:
+        """Begin at these numbers; `clock` steps were taken before. Answered when every backup has them too."""
+        held = self.held_part(part)
+        held.load(values, state, clock)
         self.done[part] = dict.fromkeys(self.workers, clock)
         self.sums[part] = Sum()
+        for clocks in self.backups.values():
+            clocks[part] = clock - 1
+        filled = [self._filled(backup, held) for backup in self.backups]
+        return [*filled, *self._hold(part, [Loaded(worker, part)])]
 
     def push(self, worker: int, step: int, part: int, gradient: Tensor, present: bytes) -> list[Out]:
         """A worker's gradient of a part. It keeps the tensor until the step is taken."""
@@ -221,17 +238,26 @@ class Shard:
         held, done = self.held_part(part), self.done[part]
         return self._hold(part, [Value(worker, part, done[worker], min(done.values()), held.values.clone())])
 
+    def has(self, worker: int, part: int) -> bool:
+        """Whether a push of this worker is kept for a step that is not taken yet."""
+        sum_ = self.sums.get(part, Sum())
+        return worker in sum_.added or worker in sum_.waiting or (worker, part) in self.pushed
+
     # What replicas say
 
-    def add_backup(self, backup: int) -> list[Out]:
-        """A replica that holds nothing yet: it is filled, and told of every update from now on."""
-        self.backups[backup] = {}
-        filled: list[Out] = []
-        for number, held in self.held.items():
-            self.backups[backup][number] = held.clock
-            done = dict(self.done[number])
-            filled.append(Filled(backup, number, held.clock, held.values.clone(), _copied(held.state()), done))
-        return filled
+    def add_backup(self, backup: int, in_sync: bool = False) -> list[Out]:
+        """A replica is filled, and told of every update from now on.
+
+        Args: in_sync: it may take over at any moment, so nobody is answered before it has been filled.
+        """
+        self.expect(backup)
+        if not in_sync:
+            self.backups[backup] = {number: held.clock for number, held in self.held.items()}
+        return [self._filled(backup, held) for held in self.held.values()]
+
+    def expect(self, backup: int) -> None:
+        """Nobody is answered before this replica has said what it holds."""
+        self.backups[backup] = dict.fromkeys(self.held, -1)
 
     def remove_backup(self, backup: int) -> list[Out]:
         """It is gone: nobody waits for it any more."""

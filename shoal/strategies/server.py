@@ -13,10 +13,6 @@ Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded 
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,18 +25,20 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import ConfigError, StrategyRefused, UsageError
-from shoal.server.client import Address, Client
+from shoal.server.arbiter import Address
+from shoal.server.client import Client
 from shoal.server.flat import Flat
-from shoal.server.key import new_key_file, read_key
+from shoal.server.fleet import Fleet
+from shoal.server.key import read_key
 from shoal.server.layout import MIB, Shape, cut, place
-from shoal.server.recipe import recipe_of, settings_of
-from shoal.server.serve import Plan, serve
+from shoal.server.layout import Part as Layout
+from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.shard import Order
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
 
 END_S = 30.0
-"""How long servers may take to end once this worker has hung up."""
+"""How long other workers may take to hang up once this one has."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,21 @@ class Server:
     """Sharded parameter servers beside the workers, started and ended with them.
 
     Args:
-        servers: how many share the parameters.
+        servers: how many share the parameters: the number of shards.
+        replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and training goes on.
         staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
             no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
         part_mb: the most that is pushed and pulled as one, in MiB.
+        lease_s: how long a server may be silent before another takes over.
     """
 
     value: ClassVar[str] = "servers"
     helpers: ClassVar[bool] = True
     servers: int = 1
+    replicas: int = 1
     staleness: str = "0"
     part_mb: float = 4.0
+    lease_s: float = 2.0
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run, gather and remote. Collective.
@@ -77,6 +79,10 @@ class Server:
 
     def _bound(self) -> int | None:
         problems = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
+        if self.replicas < 1:
+            problems.append(f"replicas={self.replicas}: there must be at least one of each shard")
+        if self.lease_s <= 0:
+            problems.append(f"lease_s={self.lease_s}: must be greater than 0")
         if self.staleness != "async" and not self.staleness.isdecimal():
             problems.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
         if self.part_mb <= 0:
@@ -98,6 +104,7 @@ class _Engine:
         self.pushing = False
         self.pushed = False
         self.apart = False
+        self.fleet: Fleet | None = None
         self.client: Client
         self.flat: Flat
 
@@ -203,12 +210,18 @@ class _Engine:
             for segment in part.segments:
                 self.parts_of[segment.name].append(part.number)
         owners = place(parts, self.options.servers)
-        job, key, addresses = self._start(
-            [Plan(n, tuple(p for p in parts if owners[p.number] == n), recipe, self.mesh.size, self.staleness, "", b"")
-             for n in range(self.options.servers)]
-        )  # fmt: skip
+        shards = [tuple(p for p in parts if owners[p.number] == shard) for shard in range(self.options.servers)]
+        job, key, arbiter = self._start(shards, recipe)
         self.client = Client(
-            self.mesh.rank, parts, owners, addresses, self.flat.values, key=key, job=job, staleness=self.staleness
+            self.mesh.rank,
+            parts,
+            owners,
+            len(shards),
+            arbiter,
+            self.flat.values,
+            key=key,
+            job=job,
+            staleness=self.staleness,
         )
         self.spread(optimizer)
         self._hook(owned)
@@ -269,31 +282,29 @@ class _Engine:
         """Hang up, and end the servers that this rank has started."""
         if hasattr(self, "client"):
             self.client.close()
-        if self.mesh.nursery is not None:
-            self.mesh.nursery.wait(END_S)  # servers may still be answering others; they end with the last worker
-            self.mesh.nursery.close()
+        if self.fleet is not None:
+            self.fleet.close(END_S)
 
     # How it begins
 
-    def _start(self, plans: list[Plan]) -> tuple[str, bytes, list[Address]]:
-        """Rank 0 starts the servers; everyone learns where they are, and reads the key. Collective."""
+    def _start(self, shards: list[tuple[Layout, ...]], recipe: Recipe) -> tuple[str, bytes, Address]:
+        """Rank 0 starts the servers; everyone learns where the arbiter is, and reads the key. Collective."""
         told = ""
-        folder: Path | None = None
-        if self.mesh.nursery is not None and self.mesh.rank == 0:
-            folder = Path(tempfile.mkdtemp(prefix="shoal-servers-"))
-            path, job = new_key_file(folder), secrets.token_hex(8)
-            lines = [str(path), job]
-            for plan in plans:
-                with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-                    self.mesh.nursery.start(serve, replace(plan, job=job, key=read_key(path)), listener=listener)
-                    lines.append(f"{listener.getsockname()[1]}")
-            told = "\n".join(lines)
-        name, job, *ports = self.mesh.broadcast_text(told).split("\n")
-        key = read_key(Path(name))
-        self.mesh.barrier()
-        if folder is not None:
-            shutil.rmtree(folder)
-        return job, key, [("127.0.0.1", int(port)) for port in ports]
+        if self.mesh.rank == 0:
+            assert self.mesh.nursery is not None
+            self.fleet = Fleet(
+                self.mesh.nursery,
+                shards,
+                recipe,
+                replicas=self.options.replicas,
+                workers=self.mesh.size,
+                staleness=self.staleness,
+                lease_s=self.options.lease_s,
+            )
+            host, port = self.fleet.arbiter
+            told = f"{self.fleet.job} {self.fleet.key_file} {host} {port}"
+        job, file, host, text = self.mesh.broadcast_text(told).split(" ")
+        return job, read_key(Path(file)), (host, int(text))
 
     def _hook(self, owned: Mapping[str, nn.Parameter]) -> None:
         names = {id(parameter): name for name, parameter in owned.items()}

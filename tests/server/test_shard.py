@@ -31,7 +31,7 @@ def recipe() -> Recipe:
 def shard(workers: int, staleness: int | None = 0) -> Shard:
     made = Shard(PARTS, recipe(), range(workers), staleness)
     for part in PARTS:
-        made.load(part.number, torch.ones(part.length, dtype=part.dtype), [{}] * len(part.segments), 0)
+        made.load(0, part.number, torch.ones(part.length, dtype=part.dtype), [{}] * len(part.segments), 0)
     return made
 
 

@@ -1,0 +1,132 @@
+"""The arbiter's body: a process that servers and workers are connected to. What it decides is in `arbiter.py`.
+
+      server ── JOIN, BEAT ──> arbiter ── VIEW ──> every server and worker
+      worker ── BYE ─────────>    │
+                                  └ every change is on the disk before anyone is told
+
+A killed arbiter is started again on the same port and goes on from its file; nobody else stops for it. It ends when
+every worker has said BYE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import WireError
+from shoal.server.arbiter import Arbiter, View
+from shoal.server.channel import Channel, is_loopback
+from shoal.server.frame import Header
+from shoal.server.handshake import accept
+from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, unpack
+from shoal.server.peer import Peer
+
+ARBITER = "arbiter"
+
+
+@dataclass(frozen=True)
+class Court:
+    """All that an arbiter is told when it starts."""
+
+    shards: int
+    workers: int
+    lease_s: float
+    job: str
+    key: bytes
+    file: Path
+
+
+class Arbitration:
+    """Serves one job's arbiter on a listening socket."""
+
+    def __init__(self, court: Court, listener: socket.socket) -> None:
+        self.court, self.listener = court, listener
+        self.arbiter = Arbiter(court.shards, court.lease_s)
+        if court.file.exists():
+            self.arbiter.restore(court.file.read_text(), time.monotonic())
+        self.lock = threading.Lock()
+        self.peers: dict[int, Peer] = {}
+        self.gone: set[int] = set()
+
+    def run(self) -> None:
+        """Until every worker has said that it will not come back."""
+        threading.Thread(target=self._accept_all, daemon=True).start()
+        while len(self.gone) < self.court.workers:
+            time.sleep(self.court.lease_s / 20)
+            with self.lock:
+                self._publish(self.arbiter.tick(time.monotonic()))
+        for peer in list(self.peers.values()):
+            peer.close(flush=True)
+
+    def _accept_all(self) -> None:
+        while True:
+            connection, _ = self.listener.accept()
+            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        try:
+            session, number = accept(connection, self.court.key, f"{self.court.job}/{ARBITER}")
+            channel = Channel(
+                connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=SMALL_BYTES
+            )
+        except WireError:
+            connection.close()
+            return
+        peer = Peer(channel, f"member {number}")
+        with self.lock:
+            self.peers[number] = peer
+            for view in self.arbiter.views.values():
+                self._tell(peer, view)
+        try:
+            while True:
+                header, payload = peer.receive(lambda _: None)
+                with self.lock:
+                    self._take(number, peer, header, payload)
+        except WireError:
+            with self.lock:
+                if self.peers.get(number) is peer:
+                    del self.peers[number]
+                    self.arbiter.hang_up(number - FIRST_SERVER)
+        finally:
+            peer.close()
+
+    def _take(self, number: int, peer: Peer, header: Header, payload: memoryview) -> None:
+        now, server = time.monotonic(), number - FIRST_SERVER
+        match header.op:
+            case Op.BYE:
+                self.gone.add(number)
+                peer.post(Op.BYE)
+            case Op.JOIN:
+                found = unpack(payload)
+                host, port = found["address"]
+                self._publish(self.arbiter.join(server, found["shard"], (host, port), now))
+            case Op.BEAT:
+                if self.arbiter.beat(server, now):
+                    peer.post(Op.BEAT, step=header.step)
+                else:
+                    peer.post(Op.REFUSED)
+            case Op.IN_SYNC:
+                self._publish(self.arbiter.in_sync(header.part, header.worker, header.epoch))
+
+    def _publish(self, changed: list[View]) -> None:
+        if not changed:
+            return
+        partial = self.court.file.with_suffix(".tmp")
+        partial.write_text(self.arbiter.dump())
+        os.replace(partial, self.court.file)
+        for view in changed:
+            for peer in self.peers.values():
+                self._tell(peer, view)
+
+    def _tell(self, peer: Peer, view: View) -> None:
+        peer.post(Op.VIEW, json.dumps(view.to_json()).encode(), part=view.shard, epoch=view.epoch)
+
+
+def arbitrate(listener: socket.socket, court: Court) -> None:
+    """An arbiter's whole life, in a process of its own."""
+    Arbitration(court, listener).run()

@@ -1,0 +1,189 @@
+"""A server's place among the replicas of its shard: what the arbiter says, its lease, and its links to backups.
+
+arbiter ── VIEW ──> follow: primary, backup, or out
+   └──── BEAT ──> the lease of a primary, counted from when its beat was sent
+primary ── FILL, APPLY ──> backup;  primary <── ACKNOWLEDGE ── backup
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import WireError
+from shoal.server.arbiter import Address, View
+from shoal.server.channel import Channel, is_loopback
+from shoal.server.frame import Header
+from shoal.server.handshake import connect
+from shoal.server.messages import FIRST_SERVER, Op, pack_part
+from shoal.server.peer import Peer
+from shoal.server.shard import Applied, Filled
+from shoal.server.views import Views
+
+BEATS_IN_A_LEASE = 8
+log = logging.getLogger("shoal.server")
+
+
+class Membership:
+    """One server's membership.
+
+    Args:
+        server, shard: its number, and that of what it holds.
+        here: where it listens.
+        arbiter: where the arbiter does.
+        limit_bytes: the longest frame.
+        follow: is told of every view of the shard after this server has become a member.
+        acknowledged: is told (backup, part, clock).
+        out: is called when this server is a member no longer.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        shard: int,
+        here: Address,
+        arbiter: Address,
+        *,
+        key: bytes,
+        job: str,
+        lease_s: float,
+        limit_bytes: int,
+        follow: Callable[[View], None],
+        acknowledged: Callable[[int, int, int], None],
+        leased: Callable[[], None],
+        out: Callable[[], None],
+    ) -> None:
+        self.server, self.shard, self.here = server, shard, here
+        self.key, self.job, self.lease_s, self.limit_bytes = key, job, lease_s, limit_bytes
+        self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
+        self.view = View(shard)
+        self.links: dict[int, Peer] = {}
+        self._unfilled: dict[int, int] = {}
+        self._joined = False
+        self._sent: dict[int, float] = {}
+        self._leased_until = 0.0
+        self._arbiter = arbiter
+        self.views: Views
+
+    def begin(self) -> None:
+        """Be known to the arbiter."""
+        self.views = Views(
+            FIRST_SERVER + self.server,
+            self._arbiter,
+            self.key,
+            self.job,
+            first=self._introduce,
+            changed=self._see,
+            answered=self._answered,
+        )
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def is_primary(self) -> bool:
+        return self.view.primary == self.server
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether no other server can be the primary now."""
+        return time.monotonic() < self._leased_until
+
+    def reach(self, backup: int) -> Peer | None:
+        """A connection to a replica, if it is there."""
+        address = self.view.addresses.get(backup)
+        if address is None:
+            return None
+        try:
+            connection = socket.create_connection(address, timeout=self.lease_s / 2)
+            session = connect(
+                connection, self.key, f"{self.job}/{backup}", FIRST_SERVER + self.server, limit_s=self.lease_s / 2
+            )
+            secret = not is_loopback(connection)
+            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
+        except (OSError, WireError) as error:
+            log.info("server %d cannot reach its backup %d: %s", self.server, backup, error)
+            return None
+        return Peer(channel, f"backup {backup}")
+
+    def link(self, backup: int, peer: Peer, parts: int) -> None:
+        """A replica is going to be filled with so many parts."""
+        self.links[backup], self._unfilled[backup] = peer, parts
+        threading.Thread(target=self._listen, args=(backup, peer), daemon=True).start()
+
+    def drop(self, backup: int) -> None:
+        """Hang up on a replica."""
+        self.links.pop(backup).close()
+
+    def tell(self, message: Applied | Filled) -> None:
+        """Send an update to a backup, under the epoch that this server believes in."""
+        link = self.links.get(message.backup)
+        if link is None:
+            return
+        epoch = self.view.epoch
+        if isinstance(message, Filled):
+            payload = pack_part(message.values, list(message.state), message.done)
+            link.post(Op.FILL, payload, part=message.part, step=message.clock, epoch=epoch)
+            return
+        about: dict[str, Any] = {
+            "worker": message.worker,
+            "step": message.step,
+            "present": message.present.hex(),
+            "settings": message.settings,
+        }
+        link.post(Op.ABOUT, json.dumps(about).encode(), part=message.part)
+        link.post(Op.APPLY, message.gradient, part=message.part, step=message.clock, epoch=epoch)
+
+    def _introduce(self, peer: Peer) -> None:
+        if self._joined:
+            return  # the next beat tells
+        host, port = self.here
+        peer.post(Op.JOIN, json.dumps({"shard": self.shard, "address": [host, port]}).encode())
+
+    def _see(self, view: View) -> None:
+        if view.shard != self.shard:
+            return
+        member = self.server in view.members
+        if self._joined and not member:
+            self._out()
+        self._joined = self._joined or member
+        if member:
+            self.view = view
+            self._follow(view)
+
+    def _beat(self) -> None:
+        number = 0
+        while True:
+            if self._joined:
+                number += 1
+                self._sent = {n: at for n, at in self._sent.items() if n > number - 4 * BEATS_IN_A_LEASE}
+                self._sent[number] = time.monotonic()
+                self.views.post(Op.BEAT, step=number)
+            time.sleep(self.lease_s / BEATS_IN_A_LEASE)
+
+    def _answered(self, header: Header) -> None:
+        if header.op == Op.BEAT:
+            self._leased_until = max(self._leased_until, self._sent.get(header.step, 0.0) + self.lease_s)
+            self._leased()
+        elif header.op == Op.REFUSED:
+            self._out()
+
+    def _listen(self, backup: int, link: Peer) -> None:
+        try:
+            while True:
+                header, _ = link.receive(lambda _: None)
+                if header.op == Op.REFUSED:
+                    log.info("server %d was replaced: its backup %d follows another", self.server, backup)
+                    continue
+                self._acknowledged(backup, header.part, header.step)
+                if header.flags and backup in self._unfilled:
+                    self._unfilled[backup] -= 1
+                    if self._unfilled[backup] == 0:
+                        self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
+        except WireError:
+            link.close()
+            if self.links.get(backup) is link:
+                del self.links[backup]  # it is tried again, as long as the arbiter counts on it

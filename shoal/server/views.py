@@ -1,0 +1,110 @@
+"""What a worker or a server knows of who holds what: a connection to the arbiter that is made again when it breaks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import WireError
+from shoal.server.arbiter import Address, View
+from shoal.server.arbitrate import ARBITER
+from shoal.server.channel import Channel, is_loopback
+from shoal.server.frame import Header
+from shoal.server.handshake import connect
+from shoal.server.messages import SMALL_BYTES, Op, unpack
+from shoal.server.peer import Peer
+
+AGAIN_S = 0.05
+
+
+class Views:
+    """Follows the arbiter.
+
+    Args:
+        number: who asks: a worker's number, or FIRST_SERVER and a server's.
+        first: what is said at the beginning of every connection.
+        changed: is called with each view that is new, in a thread of this object's.
+        answered: is called with any other frame.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        address: Address,
+        key: bytes,
+        job: str,
+        *,
+        first: Callable[[Peer], None] = lambda _: None,
+        changed: Callable[[View], None] = lambda _: None,
+        answered: Callable[[Header], None] = lambda _: None,
+    ) -> None:
+        self._number, self._address, self._key, self._job = number, address, key, job
+        self._first, self._changed, self._answered = first, changed, answered
+        self._views: dict[int, View] = {}
+        self._news = threading.Condition()
+        self._peer: Peer | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._follow, name="views", daemon=True)
+        self._thread.start()
+
+    def newest(self, shard: int, limit_s: float, wanted: Callable[[View], bool]) -> View | None:
+        """The view of a shard, once it is as wanted; None when that takes too long."""
+
+        def found() -> bool:
+            return shard in self._views and wanted(self._views[shard])
+
+        with self._news:
+            return self._views[shard] if self._news.wait_for(found, limit_s) else None
+
+    def post(self, op: Op, **fields: Any) -> None:
+        """Tell the arbiter, if it is there."""
+        peer = self._peer
+        if peer is not None:
+            peer.post(op, **fields)
+
+    def close(self) -> None:
+        """Follow no longer."""
+        self._closed = True
+        if self._peer is not None:
+            self._peer.close(flush=True)
+
+    def _follow(self) -> None:
+        while not self._closed:
+            try:
+                self._listen(self._meet())
+            except (OSError, WireError):
+                time.sleep(AGAIN_S)
+
+    def _meet(self) -> Peer:
+        connection = socket.create_connection(self._address, timeout=5)
+        session = connect(connection, self._key, f"{self._job}/{ARBITER}", self._number)
+        channel = Channel(
+            connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=SMALL_BYTES
+        )
+        return Peer(channel, "arbiter")
+
+    def _listen(self, peer: Peer) -> None:
+        self._peer = peer
+        self._first(peer)
+        try:
+            while True:
+                header, payload = peer.receive(lambda _: None)
+                if header.op == Op.VIEW:
+                    self._see(View.from_json(unpack(payload)))
+                else:
+                    self._answered(header)
+        finally:
+            self._peer = None
+            peer.close()
+
+    def _see(self, view: View) -> None:
+        with self._news:
+            known = self._views.get(view.shard)
+            if known is not None and known.epoch >= view.epoch:
+                return
+            self._views[view.shard] = view
+            self._news.notify_all()
+        self._changed(view)
