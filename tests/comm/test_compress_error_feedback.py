@@ -102,8 +102,8 @@ def test_workers_that_disagree_meet_at_the_optimum_of_their_mean(scheme: Compres
 
     # A worker's own gradient never vanishes: with memory the distance falls as the rate does, without it stays.
     optima = [worker + normal(50, seed=worker).exp() for worker in range(3)]
-    assert distance(600, [torch.zeros(50, dtype=torch.float64) for _ in optima]) < 0.05
-    assert distance(600, [None for _ in optima]) > 0.3
+    assert distance(300, [torch.zeros(50, dtype=torch.float64) for _ in optima]) < 0.1
+    assert distance(300, [None for _ in optima]) > 1
 
 
 @pytest.mark.parametrize("scheme", [TopK(0.1), OneBit()], ids=str)

@@ -5,11 +5,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from compressed import arrived, message_of, numbers, repeatable
+from compressed import arrived, message_of, normal, numbers, repeatable
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from shoal.comm.compress import TopK
+from shoal.comm.compress.topk import STRIDE
 from shoal.errors import UsageError
 
 
@@ -35,6 +37,35 @@ def test_topk_sends_as_many_as_were_asked_for_and_none_that_is_smaller(values: l
     indices = message[8 * kept :].clone().view(torch.int32).tolist()
     ranked = sorted(range(len(values)), key=lambda index: (-abs(values[index]), index))
     assert indices == sorted(ranked[:kept])
+
+
+def misleading(count: int) -> Tensor:
+    """Numbers that look much larger than they are to whoever looks at one in STRIDE only."""
+    gradient = normal(count)
+    gradient[::STRIDE] *= 1e3
+    return gradient
+
+
+@pytest.mark.parametrize("fraction", [1e-4, 0.01, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        normal(20_000),
+        normal(20_000).sort().values,
+        normal(20_000).exp().round(),
+        normal(20_000) * (torch.arange(20_000) % 500 == 0),
+        misleading(20_000),
+        -1 / misleading(20_000),
+        torch.ones(20_000, dtype=torch.float64),
+    ],
+    ids=["normal", "sorted", "ties", "mostly zero", "sample too large", "sample too small", "equal"],
+)
+def test_of_many_numbers_topk_sends_the_same_as_sorting_does(gradient: Tensor, fraction: float) -> None:
+    kept = TopK(fraction).kept(len(gradient))
+    expected = torch.zeros_like(gradient)
+    first = gradient.abs().sort(descending=True, stable=True).indices[:kept]
+    expected[first] = gradient[first]
+    assert torch.equal(arrived(TopK(fraction), gradient), expected)
 
 
 def test_of_what_is_not_finite_topk_sends_as_much_as_fits() -> None:

@@ -66,12 +66,12 @@ class Fp16:
         shift = int(header)
         if not -1023 <= shift <= _most(dtype):
             raise UsageError(f"a message of fp16 tells of a factor of 2^{shift}: it is damaged, or of another dtype.")
-        return rounded.to(dtype) / 2.0**shift
+        return rounded.to(dtype, copy=True).div_(2.0**shift)
 
 
 def _shift(gradient: Tensor) -> int:
     """The highest power of two by which `gradient` can be multiplied within float16."""
-    largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+    largest = max(abs(float(end)) for end in gradient.aminmax()) if gradient.numel() else 0.0
     if not math.isfinite(largest):
         return 0
     mantissa, exponent = math.frexp(largest)
