@@ -260,6 +260,17 @@ class Run:
         self.agree()
         return {name: whole(value) for name, value in _tensors(self._prepared().module).items()}
 
+    def report(self) -> list[str]:
+        """Lines about what went on beside the steps, for the end of a run: staleness that servers have seen."""
+        remote = self._prepared().remote
+        return [] if remote is None else remote.report()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks take each step together, so that it has global gradients."""
+        remote = self._prepared().remote
+        return remote is None or remote.together
+
     def wait(self) -> None:
         """Until this rank holds the weights of the last step; the model's next forward pass waits by itself.
 
@@ -358,7 +369,8 @@ class Run:
             info["data"] = self._loader.state()
         if self._loss_scale is not None:
             info["loss_scale"] = self._loss_scale.state()
-        return tensors, info, random_state(self.device)
+        private = random_state(self.device) | ({} if part.remote is None else part.remote.private())
+        return tensors, info, private
 
     def like(self) -> Callable[[str], Tensor | None]:
         """Tells for each name in the tensors of `state` how this rank holds it, before there is any: see `Saved`."""
@@ -389,6 +401,8 @@ class Run:
             self._loss_scale.load(info["loss_scale"])
         if private:
             load_random_state(private)
+        if private and part.remote is not None:
+            part.remote.load_private(private)
 
     def _say(self, model: nn.Module, loader: ShareLoader | None) -> None:
         if loader is not None:
@@ -398,7 +412,8 @@ class Run:
         if torch.cuda.is_available() and self.device.type == "cpu":
             ranks, gpus = self.mesh.place.local_world, torch.cuda.device_count()
             self._announce(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
-        for note in header.differences(model, self.world, self._accumulate):
+        notes = [note for strategy in self._strategies for note in getattr(strategy, "notes", [])]
+        for note in [*header.differences(model, self.world, self._accumulate), *notes]:
             self._announce(f"note: {note}")
 
     def _prepared(self, model: nn.Module | None = None) -> base.Part:

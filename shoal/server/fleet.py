@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.comm.compress import Compression
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Court, arbitrate
@@ -51,6 +52,7 @@ class Fleet:
         workers: int,
         staleness: int | None,
         lease_s: float,
+        compression: Compression | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         self.nursery, self.replicas, self.host, self.lease_s = nursery, replicas, host, lease_s
@@ -60,6 +62,7 @@ class Fleet:
         self.listener = socket.create_server((host, 0), backlog=1024)
         self.arbiter: Address = self.listener.getsockname()[:2]
         self.court = Court(len(shards), workers, lease_s, self.job, self.key, self.folder / "views.json")
+        self.compression = compression
         self.shards, self.recipe, self.workers, self.staleness = shards, recipe, workers, staleness
         self.servers: dict[int, Plan] = {}
         self.started, self.seen = 0, set[int]()
@@ -84,6 +87,7 @@ class Fleet:
             staleness=self.staleness,
             arbiter=self.arbiter,
             lease_s=self.lease_s,
+            compression=self.compression,
             job=self.job,
             key=self.key,
         )

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import WireError
+from shoal.comm.compress import Compression
+from shoal.errors import UsageError, WireError
 from shoal.server.arbiter import Address, View
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.frame import Header
@@ -61,6 +62,7 @@ class Plan:
     staleness: int | None
     arbiter: Address
     lease_s: float
+    compression: Compression | None
     job: str
     key: bytes
 
@@ -171,8 +173,14 @@ class Server:
         if header.op not in (Op.PUSH, Op.APPLY):
             return None
         held = self.shard.held.get(header.part)
-        if held is None or header.length != held.part.size_bytes:
-            raise Refused(f"a gradient of {header.length} bytes for part {header.part}")
+        if held is None:
+            raise Refused(f"part {header.part} is not held here")
+        packed = self.plan.compression if header.op == Op.PUSH else None
+        expected = held.part.size_bytes if packed is None else packed.size_bytes(held.part.length, held.part.dtype)
+        if header.length != expected:
+            raise Refused(f"a gradient of {header.length} bytes for part {header.part}, which takes {expected}")
+        if packed is not None:
+            return None
         if self.shard.has(number, header.part):
             return None  # it comes again, and its memory may hold a sum by now
         buffer = self.buffers.get((number, header.part))
@@ -188,7 +196,7 @@ class Server:
         match header.op:
             case Op.PUSH:
                 there = about or b"\1" * len(shard.held[part].part.segments)
-                return shard.push(worker, step, part, self.buffers[worker, part], there)
+                return shard.push(worker, step, part, self._gradient(worker, part, payload), there)
             case Op.ORDER:
                 return shard.order(worker, step, unpack_order(payload))
             case Op.NORM:
@@ -212,6 +220,17 @@ class Server:
             case _:
                 raise Refused(f"message {header.op}, which is not known")
         return []
+
+    def _gradient(self, worker: int, part: int, payload: memoryview) -> Tensor:
+        if self.plan.compression is None:
+            return self.buffers[worker, part]
+        held = self.shard.held[part]
+        try:
+            return self.plan.compression.decode(
+                torch.frombuffer(payload, dtype=torch.uint8), held.part.length, held.part.dtype
+            )
+        except UsageError as error:
+            raise Refused(str(error)) from error
 
     def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
         """What a primary says; one that was replaced is refused."""

@@ -75,6 +75,9 @@ class Remote(Protocol):
     Every call is collective unless it says otherwise.
     """
 
+    together: bool
+    """All ranks take each step together."""
+
     def take(self, optimizer: Optimizer) -> None:
         """Hand over the owned parameters, which the optimizer holds by now. Its own steps find no gradients."""
         ...
@@ -97,6 +100,18 @@ class Remote(Protocol):
 
     def agree(self) -> bool:
         """Until every rank has the same values, those of all steps; whether they had been apart."""
+        ...
+
+    def report(self) -> list[str]:
+        """Lines about what the owners have done, for the end of a run. For one rank."""
+        ...
+
+    def private(self) -> dict[str, Tensor]:
+        """What this rank alone keeps from step to step. For one rank."""
+        ...
+
+    def load_private(self, found: Mapping[str, Tensor]) -> None:
+        """The inverse; `found` may hold other things as well. For one rank."""
         ...
 
     def collect(self, optimizer: Optimizer) -> None:

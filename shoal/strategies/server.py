@@ -13,6 +13,7 @@ Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.compress import Compression, parse
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import ConfigError, StrategyRefused, UsageError
 from shoal.server.arbiter import Address
@@ -50,6 +52,7 @@ class Server:
         replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and training goes on.
         staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
             no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
+        compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
         part_mb: the most that is pushed and pulled as one, in MiB.
         lease_s: how long a server may be silent before another takes over.
     """
@@ -59,6 +62,7 @@ class Server:
     servers: int = 1
     replicas: int = 1
     staleness: str = "0"
+    compress: str = "none"
     part_mb: float = 4.0
     lease_s: float = 2.0
 
@@ -72,10 +76,22 @@ class Server:
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
         bound = self._bound()
+        compression = parse(self.compress)
         mesh.broadcast(part.module)
-        engine = _Engine(self, bound, part, mesh)
+        engine = _Engine(self, bound, compression, part, mesh)
         close_before_leaving(engine)
         return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+
+    @property
+    def notes(self) -> list[str]:
+        """Why the numbers are not those of one device, where they are not."""
+        notes = []
+        if self.staleness != "0":
+            behind = "any number of" if self.staleness == "async" else f"up to {self.staleness}"
+            notes.append(f"staleness={self.staleness}: gradients are of weights that lack {behind} of others' steps.")
+        if self.compress != "none":
+            notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
+        return notes
 
     def _bound(self) -> int | None:
         problems = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
@@ -92,11 +108,18 @@ class Server:
         return None if self.staleness == "async" else int(self.staleness)
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 class _Engine:
     """One worker's steps through the servers."""
 
-    def __init__(self, options: Server, staleness: int | None, part: Part, mesh: Mesh) -> None:
+    def __init__(
+        self, options: Server, staleness: int | None, compression: Compression | None, part: Part, mesh: Mesh
+    ) -> None:
         self.options, self.staleness, self.part, self.mesh = options, staleness, part, mesh
+        self.compression = compression
         self.together = staleness == 0
         self.totals: Tensor | None = None
         self.summed: dist.Work | None = None
@@ -105,6 +128,8 @@ class _Engine:
         self.pushed = False
         self.apart = False
         self.fleet: Fleet | None = None
+        self.messages: dict[int, Tensor] = {}
+        self.left_out: dict[int, Tensor] = {}
         self.client: Client
         self.flat: Flat
 
@@ -185,13 +210,26 @@ class _Engine:
             gradient, window = parameter.grad, self.flat.gradient_windows[segment.name]
             present.append(gradient is not None)
             if segment.start == 0:
-                window.zero_() if gradient is None else window.copy_(gradient)
+                window.zero_() if gradient is None else window.copy_(_dense(gradient))
         self.missing[number] = 0
-        self.client.push(number, self.flat.gradients[number], bytes(present))
+        self.client.push(number, self._message(number), bytes(present))
         for segment in self.client.parts[number].segments:
             parameter = self.flat.parameters[segment.name]
             if segment.start + segment.length == parameter.numel():
                 parameter.grad = None
+
+    def _message(self, number: int) -> Tensor:
+        """What goes over the wire for a part's gradient."""
+        gradient = self.flat.gradients[number]
+        if self.compression is None:
+            return gradient
+        if number not in self.messages:
+            size_bytes = self.compression.size_bytes(gradient.numel(), gradient.dtype)
+            self.messages[number] = torch.empty(size_bytes, dtype=torch.uint8)
+            if self.compression.keeps_error and number not in self.left_out:
+                self.left_out[number] = torch.zeros_like(gradient)
+        self.compression.encode(gradient, self.left_out.get(number), self.messages[number])
+        return self.messages[number]
 
     # What the run asks for
 
@@ -259,6 +297,30 @@ class _Engine:
             self.wait()
         return apart
 
+    def report(self) -> list[str]:
+        """What the servers have seen, for the end of a run. For one rank."""
+        figures = self.client.figures()
+        received = sum(figure["received_bytes"] for figure in figures)
+        lines = [f"servers: {len(figures)} shards received {received / MIB:,.1f} MiB"]
+        seen: Counter[int] = Counter()
+        for figure in figures:
+            seen.update({int(gap): count for gap, count in figure["staleness"].items()})
+        if not self.together:
+            shares = (f"{gap}: {100 * seen[gap] / seen.total():.1f} %" for gap in sorted(seen))
+            lines.append(f"steps that a worker was ahead of the slowest when it read: {', '.join(shares)}")
+        return lines
+
+    def private(self) -> dict[str, Tensor]:
+        """What compression has left out so far, of each part."""
+        return {f"left_out.{number}": value for number, value in self.left_out.items()}
+
+    def load_private(self, found: Mapping[str, Tensor]) -> None:
+        self.left_out = {
+            int(name.removeprefix("left_out.")): value.clone()
+            for name, value in found.items()
+            if name.startswith("left_out.")
+        }
+
     def collect(self, optimizer: Optimizer) -> None:
         """The servers' state, whole, on every rank."""
         kept = {part.number: self.client.state(part.number) for part in self.client.parts}
@@ -300,6 +362,7 @@ class _Engine:
                 workers=self.mesh.size,
                 staleness=self.staleness,
                 lease_s=self.options.lease_s,
+                compression=self.compression,
             )
             host, port = self.fleet.arbiter
             told = f"{self.fleet.job} {self.fleet.key_file} {host} {port}"

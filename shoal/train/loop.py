@@ -310,6 +310,8 @@ class Training:
     def _finish(self) -> None:
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
+            for line in self.run.report():
+                self.log.note(line)
             try:
                 with self._pause("drawing"):
                     plot([self.directory], curves)

@@ -212,3 +212,48 @@ def test_servers_end_with_the_run(tmp_path: Path) -> None:
     while [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, pids
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("compress", ["bf16", "fp16", "topk=0.2", "onebit"])
+def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact(compress: str) -> None:
+    strategy = f"server=2,compress={compress},part_mb=0.001"
+    first, second = world.run(2, trained, strategy)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    exact = trained("single")
+    assert not all(torch.equal(first[name], exact[name]) for name in exact)
+    (made,) = parse(strategy)
+    assert made.notes == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.embed(x).mean(1))
+        return scores
+
+
+def with_words(strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Words().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    draws = torch.Generator().manual_seed(1)
+    data = [(torch.randint(50, (4,), generator=draws), index % 3) for index in range(12)]
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    return run.weights()
+
+
+def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
+    expected = with_words("single")
+    for found in world.run(2, with_words, "server=2,part_mb=0.001"):
+        agree(found, expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_jobs
 import torch
-from tiny_jobs import EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, differing, everything, metrics, tiny
+from tiny_jobs import CNN, EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, differing, everything, metrics, tiny
 
 from shoal.errors import ConfigError
 from shoal.testing import world
@@ -185,3 +185,11 @@ def test_what_is_there_is_never_started_afresh(tmp_path: Path) -> None:
     assert tiny_jobs.contents(tmp_path / "run") == before
     shutil.rmtree(tmp_path / "run")
     tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))
+
+
+def test_what_compression_has_left_out_goes_on_after_a_resume(tmp_path: Path) -> None:
+    strategy = "server=2,compress=topk=0.1,part_mb=0.0001"
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "whole", CNN, strategy=strategy))
+    stop(2, tiny(tmp_path / "run", CNN, strategy=strategy), 5)
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "run", CNN, strategy=strategy))
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "whole"))
