@@ -1,29 +1,34 @@
 """`shoal export`: the plain whole model of a run in one safetensors file, whatever strategy has saved it.
 
-    checkpoint (shards)       model.safetensors
-      tensor 1  ──read──>       8 bytes: length of the header
-      tensor 2                  header: JSON, name -> dtype, shape, place
-      ...                       tensor 1, tensor 2, ...
+    checkpoint                 model.safetensors
+      shard of rank 0            8 bytes: length of the header
+        tensor 1, rows 0 1 2     header: JSON, name -> dtype, shape, place
+        tensor 2, rows 0 1 2     tensor 1: rows 0 1 2, rows 3 4 5
+      shard of rank 1            tensor 2: rows 0 1 2, rows 3 4 5
+        tensor 1, rows 3 4 5     ...
+        ...
 
-One process, one tensor at a time: memory is a few times that of the largest one. The header can be written first,
-because the checkpoint's index knows shapes and dtypes. Source of the format: the safetensors project's description.
+One process; every piece is read alone and written to its place, so that memory is that of the largest piece: a shard of
+a tensor if a strategy that shards has saved it, a tensor otherwise. The header can be written first, because the
+checkpoint's index knows shapes and dtypes. Source of the format: the safetensors project's description.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from shoal.errors import CheckpointError, UsageError
-from shoal.train.checkpoint import Checkpoints, tensor_files
-from shoal.train.checkpoint.durable import durable_stream, fsync_directory
+from shoal.train.checkpoint import Checkpoints
+from shoal.train.checkpoint.durable import DurableFile, fsync_directory
+from shoal.train.checkpoint.pieces import Piece, Stored, stored
 from shoal.train.directory import job_of
 
 DTYPES = {
@@ -70,47 +75,62 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
     path, step = Checkpoints(run / "checkpoints").choose(which)
     if path is None:
         raise CheckpointError(f"{run} has no checkpoint yet. Train it first: shoal train {job.name}")
-    names = _names(tensor_files.shapes(path))
+    there = stored(path)
+    names = _names(there)
+    tensors = {name: there[stored_name] for name, stored_name in names.items()}
     try:
-        size_bytes = _write(path, output, names, {"format": "pt", "run": job.name, "step": str(step)})
+        size_bytes = _write(output, tensors, {"format": "pt", "run": job.name, "step": str(step)})
     except OSError as error:
         raise CheckpointError(f"{output} was not written: {error}") from error
-    averaged = any(stored.startswith(AVERAGE) for stored in names.values())
+    averaged = any(stored_name.startswith(AVERAGE) for stored_name in names.values())
     return Exported(step, len(names), size_bytes, averaged)
 
 
-def _names(stored: Mapping[str, Any]) -> dict[str, str]:
+def _names(there: Mapping[str, Any]) -> dict[str, str]:
     """The model's own names, and under which name the checkpoint holds each."""
-    own = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
-    return {name: AVERAGE + name if AVERAGE + name in stored else MODEL + name for name in sorted(own)}
+    own = [name.removeprefix(MODEL) for name in there if name.startswith(MODEL)]
+    return {name: AVERAGE + name if AVERAGE + name in there else MODEL + name for name in sorted(own)}
 
 
-def _write(path: Path, output: Path, names: Mapping[str, str], metadata: dict[str, str]) -> int:
-    shapes = tensor_files.shapes(path)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, stored in names.items():
-        shape, dtype = shapes[stored]
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _dtype(name, dtype), "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin aligned
+def _write(output: Path, tensors: Mapping[str, Stored], metadata: dict[str, str]) -> int:
+    header, starts, end = _header(tensors, metadata)
     partial = output.with_name(output.name + ".tmp")
     try:
-        with durable_stream(partial) as (_, stream):
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for tensor in _tensors(path, names):
-                stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        with io.BufferedWriter(DurableFile(partial), buffer_size=1 << 20) as stream:
+            stream.write(header)
+            for name, tensor in tensors.items():
+                for piece in tensor.pieces:
+                    _copy(piece, tensor, stream, starts[name])
         os.replace(partial, output)
     finally:
         partial.unlink(missing_ok=True)
     fsync_directory(output.absolute().parent)
-    return 8 + len(text) + end
+    return end
 
 
-def _tensors(path: Path, names: Mapping[str, str]) -> Iterator[Tensor]:
-    for stored in names.values():
-        yield tensor_files.read(path, stored.__eq__)[stored]
+def _header(tensors: Mapping[str, Stored], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """What stands before the tensors, at which byte of the file each of them starts, and where the last ends."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    starts, end = {}, 0
+    for name, tensor in tensors.items():
+        starts[name], end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        place = [starts[name], end]
+        entries[name] = {"dtype": _dtype(name, tensor.dtype), "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin aligned
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + start for name, start in starts.items()}, first + end
+
+
+def _copy(piece: Piece, tensor: Stored, stream: io.BufferedWriter[Any], start: int) -> None:
+    """Write one piece to its place in a tensor that starts at byte `start`. The piece is freed on return."""
+    values = piece.read().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    for first, length in piece.runs(tensor.shape):
+        size_bytes = length * tensor.dtype.itemsize
+        stream.seek(start + first * tensor.dtype.itemsize)
+        stream.write(values[done : done + size_bytes])
+        done += size_bytes
 
 
 def _dtype(name: str, dtype: torch.dtype) -> str:

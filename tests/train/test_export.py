@@ -2,7 +2,9 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_jobs
@@ -11,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint_store import data_file, flip_a_bit
 from tiny_jobs import CNN, GPT, MLP, tiny
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.cli import main
 from shoal.errors import CheckpointError, ConfigError, UsageError
@@ -55,6 +58,31 @@ def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) 
     for name, value in stored(run, "ema.").items():
         assert torch.equal(found[name], value)
     assert found.keys() == stored(run, "model.").keys()
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "piece"), [("zero3", 2, 2 << 20), ("ddp", 2, 4 << 20)])
+def test_no_more_than_one_piece_is_in_memory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, piece: int
+) -> None:
+    run = trained(tmp_path, strategy, ranks, MLP, {"model.options.hidden": [1024, 1024, 1024], "train.epochs": 1})
+    export(run, tmp_path / "model.safetensors")  # whatever is imported on the way is now
+    load, read = torch.load, list[tuple[StorageWeakRef, int]]()
+
+    def watched(*args: Any, **named: Any) -> torch.Tensor:
+        assert all(storage.expired() for storage, _ in read)
+        tensor: torch.Tensor = load(*args, **named)
+        read.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
+        return tensor
+
+    monkeypatch.setattr(torch, "load", watched)
+    tracemalloc.start()
+    export(run, tmp_path / "model.safetensors")
+    _, python_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    sizes = [size for _, size in read]
+    assert max(sizes) == piece
+    assert sum(sizes) == sum(t.numel() * t.element_size() for t in load_file(tmp_path / "model.safetensors").values())
+    assert python_bytes < 1.5 * 2**20  # the buffer of the file that is written; no copy of a piece
 
 
 def test_buffers_of_every_dtype_come_along(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ The protocol of a save, in order; whatever point it is stopped at, the previous 
     [8] prune               to the newest `keep` that verify, and the best one
 
 One file each: `store` is the protocol, `background` the same beside training, `search` what can be loaded, `manifest`
-what makes a checkpoint whole, `tensor_files` the part that is torch's, `exact_json` numbers that come back as they
-went, `durable` what reaches the disk and whom to trust, `agreement` how ranks fail together.
+what makes a checkpoint whole, `tensor_files` the part that is torch's, `pieces` what lies in its files, `exact_json`
+numbers that come back as they went, `durable` what reaches the disk and whom to trust, `agreement` how ranks fail
+together.
 """
 
 from shoal.train.checkpoint.background import Background

@@ -12,11 +12,25 @@ from pathlib import Path
 from typing import Any
 
 
-class HashedFile(io.FileIO):
-    """A new file that knows the SHA-256 of what was written to it, and is on the disk once it is closed."""
+class DurableFile(io.FileIO):
+    """A new file that is on the disk once it is closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb", opener=_open_for_owner)
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class HashedFile(DurableFile):
+    """A durable file, written from its beginning to its end, that knows the SHA-256 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.sha256 = hashlib.sha256()
         self.size_bytes = 0
 
@@ -25,13 +39,6 @@ class HashedFile(io.FileIO):
         self.sha256.update(memoryview(data).cast("B")[:written])
         self.size_bytes += written
         return written
-
-    def close(self) -> None:
-        try:
-            if not self.closed:
-                os.fsync(self.fileno())
-        finally:
-            super().close()
 
 
 @contextmanager

@@ -103,16 +103,6 @@ def read(directory: Path, wanted: Callable[[str], bool], like: Like = nothing_li
     return tensors
 
 
-def shapes(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape of the whole and dtype of every tensor in a checkpoint, by name; reads its index alone."""
-    entries = FileSystemReader(directory).read_metadata().state_dict_metadata
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
 def _allocated(entry: TensorStorageMetadata, like: Tensor | None) -> Tensor:
     if isinstance(like, DTensor) and like.shape == entry.size:
         return torch.empty_like(like.detach(), dtype=entry.properties.dtype)
