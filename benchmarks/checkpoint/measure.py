@@ -1,4 +1,5 @@
-"""How long training stands still for a save, in one interleaved run on 2 ranks. Run it by `make bench-checkpoint`.
+"""How long training stands still for a save, in one interleaved run on 2 ranks; then `memory`, what an export needs.
+Run it by `make bench-checkpoint`.
 
     round    torch.save │ Shoal, waiting │ Shoal, beside training: copy ─ steps while the thread writes ─ wait
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from benchmarks.checkpoint import memory
 from benchmarks.page import circumstances
 from shoal.models import build
 from shoal.testing import world
@@ -96,7 +98,8 @@ def main() -> None:
     facts = circumstances(("torch", "shoal"))
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
         found = world.run(RANKS, measured, Path(folder), timeout_s=600)[0]
-    RESULT.write_text(json.dumps({"circumstances": facts, "found": found}, indent=1) + "\n")
+        bytes_above = memory.measured(Path(folder))
+    RESULT.write_text(json.dumps({"circumstances": facts, "found": found, "memory": bytes_above}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

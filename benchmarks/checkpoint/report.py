@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -34,11 +35,28 @@ def main() -> None:
             f"Steps beside a save take {_spread(slowdown, 2)} of the time of undisturbed ones. The state: "
             f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from `torch.save`, "
             f"{sizes['Shoal']:.0f} MiB from Shoal.",
+            _memory(result["memory"]),
             told(result["circumstances"]),
         ]
     )
     fill(HERE / "README.md", text)
     print(text)
+
+
+def _memory(found: Mapping[str, Mapping[str, int]]) -> str:
+    rows = [
+        [f"**`shoal export`, saved by {strategy} on 2 ranks**", *_tensors(of, "export")]
+        for strategy, of in found.items()
+    ]
+    of = next(iter(found.values()))
+    rows.append(["`model.weights` from it, beside the model: private memory", *_tensors(of, "load, private")])
+    rows.append(["the same, with the pages of the file that it maps", *_tensors(of, "load")])
+    sizes = f"largest tensor {of['largest tensor'] / 2**20:.0f} MiB, model {of['model'] / 2**20:.0f} MiB"
+    return table([f"peak above what the process held before; {sizes}", "MiB", "largest tensors"], rows)
+
+
+def _tensors(of: Mapping[str, int], what: str) -> list[str]:
+    return [f"{of[what] / 2**20:.1f}", f"{of[what] / of['largest tensor']:.2f}"]
 
 
 def _spread(values: list[float], digits: int) -> str:
