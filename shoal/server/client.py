@@ -17,11 +17,13 @@ from torch import Tensor
 
 from shoal.errors import ServerLost
 from shoal.server.arbiter import Address
+from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.layout import Part
 from shoal.server.link import Link
 from shoal.server.messages import Op, pack_order, pack_part, unpack_part, view
 from shoal.server.shard import Order
+from shoal.server.shared import Attached, offsets
 from shoal.server.views import Views
 
 
@@ -34,7 +36,8 @@ class Client:
         owners: the shard of each part.
         shards: how many there are.
         arbiter: where it listens.
-        values: of each part, flat CPU tensors: where its numbers are written as they come.
+        flat: this worker's memory: values are written there as they come.
+        shares: whether gradients are read from its memory by servers of this machine.
         staleness: which no answer may exceed; None for any.
 
     Attributes:
@@ -49,13 +52,15 @@ class Client:
         owners: Sequence[int],
         shards: int,
         arbiter: Address,
-        values: Sequence[Tensor],
+        flat: Flat,
         *,
         key: bytes,
         job: str,
         staleness: int | None = 0,
+        shares: bool = True,
     ) -> None:
-        self.worker, self.parts, self.owners, self.values = worker, parts, owners, values
+        self.worker, self.parts, self.owners, self.values = worker, parts, owners, flat.values
+        self._places = _places(parts, owners, shards, None if staleness == 0 else worker)
         self.staleness, self.step, self.stop_at = staleness, 0, 0
         self._news = threading.Condition()
         self._arrived = [0] * len(parts)
@@ -73,6 +78,8 @@ class Client:
                 job=job,
                 limit_bytes=8 * most + 2**20,
                 place=self._place,
+                lent=flat.lent,
+                lent_at={p.number: at for p, at in zip(parts, flat.lent_at, strict=True) if shares},
                 take=self._take,
                 waits=lambda part, clock: self._arrived[part] < clock,
                 lost=self._lose,
@@ -163,10 +170,25 @@ class Client:
     def _place(self, header: Header) -> memoryview | None:
         return view(self.values[header.part]) if header.op == Op.VALUE else None
 
-    def _take(self, header: Header) -> None:
+    def _take(self, header: Header, borrowed: Attached | None) -> None:
         clock, oldest = header.step, header.epoch
+        if borrowed is not None:
+            part = self.parts[header.part]
+            lying = borrowed.tensor(self._places[header.part], part.length, part.dtype)
+            self.values[header.part].copy_(lying)
         assert self.staleness is None or oldest >= clock - self.staleness, (clock, oldest, self.staleness)
         with self._news:
             self._arrived[header.part] = clock
             self.stop_at = self.stop_at or header.worker
             self._news.notify_all()
+
+
+def _places(parts: Sequence[Part], owners: Sequence[int], shards: int, reader: int | None) -> dict[int, int]:
+    """Where in its server's memory each part lies, in bytes, or this reader's copy of it."""
+    found: dict[int, int] = {}
+    for shard in range(shards):
+        at, length_bytes = offsets(part for part in parts if owners[part.number] == shard)
+        found |= {
+            number: place + (0 if reader is None else (1 + reader) * length_bytes) for number, place in at.items()
+        }
+    return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.server.layout import Part, Segment
+from shoal.server.shared import ALIGNMENT_BYTES, Memory
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep once for a parameter, whatever its shape; a scalar parameter's state looks alike."""
@@ -28,13 +29,19 @@ class Flat:
 
     Attributes:
         values, gradients: of each part, flat tensors of its length.
+        lent: the memory of the gradients, and where in it each part lies, in bytes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Part]) -> None:
         self.parameters, self.parts = parameters, parts
-        self.values, self.gradients = _run(parts), _run(parts)
-        self.windows = _windows(parts, self.values, parameters)
-        self.gradient_windows = _windows(parts, self.gradients, parameters)
+        places, size_bytes = _places(parts)
+        self.lent, self.lent_at = Memory(size_bytes), places
+        own = Memory(size_bytes)
+        own.close()  # nobody else reads it
+        self.values = [own.tensor(at, p.length, p.dtype) for p, at in zip(parts, places, strict=True)]
+        self.gradients = [self.lent.tensor(at, p.length, p.dtype) for p, at in zip(parts, places, strict=True)]
+        self.windows = _windows(parts, places, own, parameters)
+        self.gradient_windows = _windows(parts, places, self.lent, parameters)
         self.on_device = any(parameter.device.type != "cpu" for parameter in parameters.values())
         self.store()
         if not self.on_device:
@@ -73,30 +80,32 @@ class Flat:
         return [[_share(lying[segment.name], segment) for segment in part.segments] for part in self.parts]
 
 
-def _run(parts: Sequence[Part]) -> list[Tensor]:
-    """A tensor for each part; those of one kind lie end to end, so a cut parameter is whole all the same."""
-    lengths: dict[tuple[int, torch.dtype], int] = {}
-    starts = []
+def _places(parts: Sequence[Part]) -> tuple[list[int], int]:
+    """Where each part lies, in bytes; those of one kind lie end to end, so a cut parameter is whole all the same."""
+    kinds: dict[tuple[int, torch.dtype], int] = {}
     for part in parts:
-        kind = (part.group, part.dtype)
-        starts.append(lengths.get(kind, 0))
-        lengths[kind] = starts[-1] + part.length
-    memory = {kind: torch.zeros(length, dtype=kind[1]) for kind, length in lengths.items()}
-    return [memory[p.group, p.dtype][start : start + p.length] for p, start in zip(parts, starts, strict=True)]
+        kinds[part.group, part.dtype] = kinds.get((part.group, part.dtype), 0) + part.size_bytes
+    end = 0
+    for kind, size_bytes in kinds.items():
+        kinds[kind], end = end, end + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    places = []
+    for part in parts:
+        places.append(kinds[part.group, part.dtype])
+        kinds[part.group, part.dtype] += part.size_bytes
+    return places, end
 
 
 def _windows(
-    parts: Sequence[Part], memory: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
+    parts: Sequence[Part], places: Sequence[int], memory: Memory, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
+    """Each parameter's numbers in its own shape and strides."""
     windows = {}
-    for part, tensor in zip(parts, memory, strict=True):
+    for part, place in zip(parts, places, strict=True):
         for segment in part.segments:
             if segment.start == 0:
                 like = parameters[segment.name]
-                first = tensor.storage_offset() + segment.offset
-                windows[segment.name] = torch.empty(0, dtype=part.dtype).set_(
-                    tensor.untyped_storage(), first, like.shape, _strides(like)
-                )
+                lying = memory.tensor(place + segment.offset * part.dtype.itemsize, like.numel(), part.dtype)
+                windows[segment.name] = lying.as_strided(like.shape, _strides(like))
     return windows
 
 

@@ -16,13 +16,13 @@ class Held:
     """A part, stepped as a whole. Parameters without a gradient are left alone, as an optimizer leaves them.
 
     Attributes:
-        values: flat, of the part's length and dtype.
+        values: flat, of the part's length and dtype; in memory of the caller's, if given.
         clock: updates taken.
     """
 
-    def __init__(self, part: Part, recipe: Recipe) -> None:
+    def __init__(self, part: Part, recipe: Recipe, values: Tensor | None = None) -> None:
         self.part, self.clock = part, 0
-        self.values = torch.zeros(part.length, dtype=part.dtype)
+        self.values = torch.zeros(part.length, dtype=part.dtype) if values is None else values
         self.parameters = [nn.Parameter(self.values[s.offset : s.offset + s.length]) for s in part.segments]
         self.optimizer = recipe.make(self.parameters, part.group)
 

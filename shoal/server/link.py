@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -15,8 +16,9 @@ from shoal.server.arbiter import View
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.frame import Header
 from shoal.server.handshake import connect
-from shoal.server.messages import Op
+from shoal.server.messages import SHARED, Op, unpack
 from shoal.server.peer import Payload, Peer
+from shoal.server.shared import Attached, Memory, attach
 from shoal.server.views import AGAIN_S, Views
 
 RECOVER_S = 60.0
@@ -31,7 +33,8 @@ class Link:
     Args:
         parts: of the shard.
         place: where a frame's payload goes.
-        take: is given every value that came.
+        lent, lent_at: the memory of this worker's gradients, and where in it each part lies, in bytes.
+        take: is given every value that came, and the memory that it lies in, where that is not ours.
         waits: whether the values of this part and step have not come yet.
         lost: is told once, when nobody holds the shard any more.
     """
@@ -47,13 +50,18 @@ class Link:
         job: str,
         limit_bytes: int,
         place: Callable[[Header], memoryview | None],
-        take: Callable[[Header], None],
+        take: Callable[[Header, Attached | None], None],
+        lent: Memory,
+        lent_at: Mapping[int, int],
         waits: Callable[[int, int], bool],
         lost: Callable[[ServerLost], None],
     ) -> None:
         self.worker, self.shard, self.parts, self.views = worker, shard, list(parts), views
         self.key, self.job, self.limit_bytes = key, job, limit_bytes
         self._place, self._take, self._waits, self._lost = place, take, waits, lost
+        self._lent, self._lent_at = lent, lent_at
+        self._lending = False
+        self._borrowed: Attached | None = None
         self._lock = threading.Lock()
         self._pushed: dict[int, Push] = {}
         self._order: tuple[int, bytes] | None = None
@@ -111,7 +119,12 @@ class Link:
         step, gradient, present = self._pushed[part]
         if 0 in present:
             self._post(Op.PRESENT, present, part=part)
-        self._post(Op.PUSH, gradient, part=part, step=step)
+        at_bytes = self._lent_at.get(part) if self._lending else None
+        if at_bytes is None:
+            self._post(Op.PUSH, gradient, part=part, step=step)
+        else:
+            high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
+            self._post(Op.PUSH, part=part, step=step, flags=SHARED, epoch=high, worker=low)
 
     def _live(self) -> None:
         """Be connected to the primary, whoever it is."""
@@ -168,6 +181,9 @@ class Link:
         with self._lock:
             self._peer = peer
             self.takeovers += 1
+            self._lending, self._borrowed = False, None
+            if self._lent_at:
+                self._post(Op.SHARE, json.dumps(self._lent.description).encode())
             for part, (step, _, _) in self._pushed.items():
                 if self._waits(part, step + 1):
                     self._post_push(part)
@@ -181,7 +197,9 @@ class Link:
         while True:
             header, payload = peer.receive(self._place)
             if header.op == Op.VALUE:
-                self._take(header)
+                self._take(header, self._borrowed if header.flags & SHARED else None)
+            elif header.op == Op.SHARE:
+                self._share(payload)
             elif header.op == Op.REFUSED:
                 said = bytes(payload).decode()
                 if "is not the primary" not in said:
@@ -189,6 +207,14 @@ class Link:
                 raise WireError(said)
             else:
                 self._answers.put((header, payload))
+
+    def _share(self, payload: memoryview) -> None:
+        """The server has this worker's memory, and lends its own."""
+        found = attach(unpack(payload))
+        with self._lock:
+            self._lending, self._borrowed = found is not None, found
+            if found is not None:
+                self._post(Op.SHARE, b"{}")
 
 
 class Refusal(Exception):

@@ -1,6 +1,6 @@
 """What workers, servers and replicas say to each other, and how it stands in a frame.
 
-    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP
+    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP, SHARE
     server -> worker     VALUE, and the answers to questions under the question's own number
     primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE
     server -> arbiter    JOIN, BEAT, IN_SYNC;  worker -> arbiter  BYE;  arbiter -> all  VIEW
@@ -29,6 +29,10 @@ FIRST_SERVER = 2**24
 """On a connection, workers are known by their numbers, and servers by theirs from here on."""
 
 
+SHARED = 1
+"""Flag of a PUSH or a VALUE: the numbers lie in shared memory; a PUSH says where, in `epoch` and `worker`."""
+
+
 class Op(IntEnum):
     """The first field of a frame."""
 
@@ -53,6 +57,7 @@ class Op(IntEnum):
     IN_SYNC = 19
     BYE = 20
     ABOUT = 21
+    SHARE = 22
 
 
 def view(tensor: Tensor) -> memoryview:

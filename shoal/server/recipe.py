@@ -35,6 +35,8 @@ class Recipe(NamedTuple):
         maker: Any = self.kind
         known = inspect.signature(self.kind.__init__).parameters
         own = {name: _python(value) for name, value in self.settings[group].items() if name in known}
+        if "foreach" in own:
+            own["foreach"] = False  # it may write into gradients, which a worker may have to send again
         made: Optimizer = maker(list(parameters), **own)
         update(made, self.settings[group])
         return made
@@ -60,7 +62,7 @@ def settings_of(group: dict[str, Any]) -> Settings:
 
 def update(optimizer: Optimizer, settings: Settings) -> None:
     """Give the one group of a server's optimizer these settings."""
-    optimizer.param_groups[0].update({name: _python(value) for name, value in settings.items()})
+    optimizer.param_groups[0].update({name: _python(v) for name, v in settings.items() if name != "foreach"})
 
 
 def _is_plain(value: Any) -> bool:

@@ -31,7 +31,17 @@ from shoal.server.frame import Header
 from shoal.server.handshake import accept
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
-from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, pack_part, unpack, unpack_order, unpack_part, view
+from shoal.server.messages import (
+    FIRST_SERVER,
+    SHARED,
+    SMALL_BYTES,
+    Op,
+    pack_part,
+    unpack,
+    unpack_order,
+    unpack_part,
+    view,
+)
 from shoal.server.peer import Peer
 from shoal.server.recipe import Recipe
 from shoal.server.shard import (
@@ -46,6 +56,7 @@ from shoal.server.shard import (
     Shard,
     Value,
 )
+from shoal.server.shared import Attached, Memory, attach, offsets
 
 log = logging.getLogger("shoal.server")
 
@@ -72,7 +83,20 @@ class Server:
 
     def __init__(self, plan: Plan, listener: socket.socket) -> None:
         self.plan, self.listener = plan, listener
-        self.shard = Shard(plan.parts, plan.recipe, range(plan.workers), plan.staleness)
+        self.offsets, length_bytes = offsets(plan.parts)
+        slots = 1 if plan.staleness == 0 else 1 + plan.workers  # where values change, everyone has a copy to read
+        self.memory = Memory(slots * length_bytes)
+        self.slot_bytes = length_bytes
+        self.shard = Shard(
+            plan.parts,
+            plan.recipe,
+            range(plan.workers),
+            plan.staleness,
+            memory=lambda part: self._slot(0, part),
+            snapshot=self._snapshot,
+        )
+        self.lent: dict[int, Attached] = {}
+        self.sharing: set[int] = set()
         self.lock = threading.Lock()
         self.roles = threading.Condition(self.lock)
         self.peers: dict[int, Peer] = {}
@@ -114,6 +138,12 @@ class Server:
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
+    def _slot(self, slot: int, part: Part) -> Tensor:
+        return self.memory.tensor(slot * self.slot_bytes + self.offsets[part.number], part.length, part.dtype)
+
+    def _snapshot(self, worker: int, part: int, values: Tensor) -> Tensor:
+        return self._slot(1 + worker if self.plan.staleness != 0 else 0, self.shard.held[part].part).copy_(values)
+
     # One connection
 
     def _attend(self, connection: socket.socket) -> None:
@@ -129,6 +159,7 @@ class Server:
         peer = Peer(channel, f"peer {number}")
         with self.lock:
             before, self.peers[number] = self.peers.get(number), peer
+            self.sharing.discard(number)
         if before is not None:
             before.close()
         try:
@@ -144,6 +175,7 @@ class Server:
             with self.lock:
                 if self.peers.get(number) is peer:
                     del self.peers[number]
+                    self.sharing.discard(number)
 
     def _await_role(self, number: int) -> None:
         """A worker may have heard before this server that it is the primary now."""
@@ -181,8 +213,6 @@ class Server:
             raise Refused(f"a gradient of {header.length} bytes for part {header.part}, which takes {expected}")
         if packed is not None:
             return None
-        if self.shard.has(number, header.part):
-            return None  # it comes again, and its memory may hold a sum by now
         buffer = self.buffers.get((number, header.part))
         if buffer is None:
             buffer = self.buffers[number, header.part] = torch.empty_like(held.values)
@@ -196,7 +226,7 @@ class Server:
         match header.op:
             case Op.PUSH:
                 there = about or b"\1" * len(shard.held[part].part.segments)
-                return shard.push(worker, step, part, self._gradient(worker, part, payload), there)
+                return shard.push(worker, step, part, self._gradient(worker, header, payload), there)
             case Op.ORDER:
                 return shard.order(worker, step, unpack_order(payload))
             case Op.NORM:
@@ -208,6 +238,8 @@ class Server:
             case Op.STOP:
                 newest = max((order_step for order_step, _ in shard.orders.values()), default=0)
                 self.stop_at = self.stop_at or newest + 3  # nobody has got that far, so everyone hears of it in time
+            case Op.SHARE:
+                self._share(worker, peer, payload)
             case Op.LOAD:
                 values, state, _ = unpack_part(payload)
                 return shard.load(worker, part, values, list(state), step)
@@ -221,16 +253,30 @@ class Server:
                 raise Refused(f"message {header.op}, which is not known")
         return []
 
-    def _gradient(self, worker: int, part: int, payload: memoryview) -> Tensor:
-        if self.plan.compression is None:
-            return self.buffers[worker, part]
-        held = self.shard.held[part]
+    def _gradient(self, worker: int, header: Header, payload: memoryview) -> Tensor:
+        """A pushed gradient: where it lies, or unpacked."""
+        held, part = self.shard.held_part(header.part), header.part
         try:
-            return self.plan.compression.decode(
-                torch.frombuffer(payload, dtype=torch.uint8), held.part.length, held.part.dtype
-            )
-        except UsageError as error:
-            raise Refused(str(error)) from error
+            if header.flags & SHARED:
+                at_bytes = header.epoch << 32 | header.worker
+                return self.lent[worker].tensor(at_bytes, held.part.length, held.part.dtype)
+            if self.plan.compression is None:
+                return self.buffers[worker, part]
+            message = torch.frombuffer(payload, dtype=torch.uint8)
+            return self.plan.compression.decode(message, held.part.length, held.part.dtype)
+        except (UsageError, KeyError, ValueError) as error:
+            raise Refused(f"the gradient of part {part} cannot be read: {error}") from error
+
+    def _share(self, worker: int, peer: Peer, payload: memoryview) -> None:
+        """A worker of this machine lends its gradients, or takes what was lent to it."""
+        description = unpack(payload)
+        if not description:
+            self.sharing.add(worker)
+            return
+        found = attach(description)
+        if found is not None:
+            self.lent[worker] = found
+        peer.post(Op.SHARE, json.dumps(self.memory.description if found is not None else {}).encode())
 
     def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
         """What a primary says; one that was replaced is refused."""
@@ -267,7 +313,15 @@ class Server:
     def _answer(self, message: Out) -> None:
         match message:
             case Value(worker, part, clock, oldest, numbers):
-                self._to(worker, Op.VALUE, numbers, part=part, step=clock, epoch=oldest, worker=self.stop_at)
+                shared = worker in self.sharing
+                fields = {
+                    "part": part,
+                    "step": clock,
+                    "epoch": oldest,
+                    "worker": self.stop_at,
+                    "flags": SHARED * shared,
+                }
+                self._to(worker, Op.VALUE, b"" if shared else numbers, **fields)
             case Norm(worker, step, squared):
                 self._to(worker, Op.NORM, squared.hex().encode(), step=step)
             case Gradient(worker, part, numbers, present):

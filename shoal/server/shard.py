@@ -15,7 +15,7 @@ that comes again, because an answer was lost, is answered and not applied. That 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,28 +116,44 @@ class Push(NamedTuple):
 
 @dataclass
 class Sum:
-    """Gradients of one step of one part, added up in the order of workers."""
+    """Gradients of one step of one part, added up in the order of workers. Pushed ones are read and never changed.
 
+    Args: memory: of the part's length, for the sum; used again in the next step.
+    """
+
+    memory: Tensor | None = None
     waiting: dict[int, Push] = field(default_factory=dict)
-    added: set[int] = field(default_factory=set)
-    total: Any = None
+    added: list[int] = field(default_factory=list)
+    first: Tensor | None = None
     present: bytes = b""
 
-    def add(self, worker: int, push: Push, workers: Iterable[int]) -> None:
+    def add(self, worker: int, push: Push, workers: Sequence[int]) -> None:
         """Take a push; add what is next in order."""
         if worker in self.added:
             return
         self.waiting[worker] = push
-        for number in workers:
-            if number in self.added:
-                continue
+        for number in workers[len(self.added) :]:
             if number not in self.waiting:
                 return
             found = self.waiting.pop(number)
-            # The first gradient's own memory takes the sum.
-            self.total = found.gradient if self.total is None else self.total.add_(found.gradient)
-            self.present = bytes(map(max, self.present, found.present)) if self.present else found.present
-            self.added.add(number)
+            if self.first is None:
+                self.first, self.present = found.gradient, found.present
+            else:
+                self._add(found.gradient)
+                self.present = bytes(map(max, self.present, found.present))
+            self.added.append(number)
+
+    def _add(self, gradient: Tensor) -> None:
+        assert self.first is not None
+        if self.memory is None:
+            self.memory = torch.empty_like(self.first)
+        torch.add(self.first if len(self.added) == 1 else self.memory, gradient, out=self.memory)
+
+    def total(self) -> Tensor:
+        """The sum of what was added, which is at least one."""
+        total = self.first if len(self.added) == 1 else self.memory
+        assert total is not None
+        return total
 
 
 @dataclass
@@ -155,12 +171,22 @@ class Shard:
         parts: those that it owns, by number.
         workers: the numbers of those who push.
         staleness: how many steps a worker may be ahead of the slowest; 0 for synchronous steps, None for any.
+        memory: where a part's values are to lie.
+        snapshot: copies a part's values for one worker, where they may change before it has read them.
     """
 
     def __init__(
-        self, parts: Iterable[Part], recipe: Recipe, workers: Iterable[int], staleness: int | None = 0
+        self,
+        parts: Iterable[Part],
+        recipe: Recipe,
+        workers: Iterable[int],
+        staleness: int | None = 0,
+        *,
+        memory: Callable[[Part], Tensor | None] = lambda _: None,
+        snapshot: Callable[[int, int, Tensor], Tensor] = lambda _worker, _part, values: values.clone(),
     ) -> None:
-        self.held = {part.number: Held(part, recipe) for part in parts}
+        self.held = {part.number: Held(part, recipe, memory(part)) for part in parts}
+        self._snapshot = snapshot
         self.workers, self.staleness = sorted(workers), staleness
         self.done = {number: dict.fromkeys(self.workers, 0) for number in self.held}
         self.orders: dict[int, tuple[int, Order]] = {}
@@ -236,12 +262,8 @@ class Shard:
     def pull(self, worker: int, part: int) -> list[Out]:
         """Asks for the newest values, as they are: the workers have agreed on a moment when nobody pushes."""
         held, done = self.held_part(part), self.done[part]
-        return self._hold(part, [Value(worker, part, done[worker], min(done.values()), held.values.clone())])
-
-    def has(self, worker: int, part: int) -> bool:
-        """Whether a push of this worker is kept for a step that is not taken yet."""
-        sum_ = self.sums.get(part, Sum())
-        return worker in sum_.added or worker in sum_.waiting or (worker, part) in self.pushed
+        numbers = self._snapshot(worker, part, held.values)
+        return self._hold(part, [Value(worker, part, done[worker], min(done.values()), numbers)])
 
     # What replicas say
 
@@ -294,8 +316,8 @@ class Shard:
         if not ordered or len(sum_.added) < len(self.workers):
             return []
         step, order = self.orders[self.workers[0]]
-        self.sums[part] = Sum()
-        told = self._apply(part, -1, step, sum_.total, sum_.present, order)
+        self.sums[part] = Sum(sum_.memory)
+        told = self._apply(part, -1, step, sum_.total(), sum_.present, order)
         answers = [out for worker in self.workers for out in self._read(worker, part)]
         return [*told, *self._hold(part, answers)]
 
@@ -313,7 +335,7 @@ class Shard:
         held = self.held[part]
         settings = order.settings[held.part.group]
         if order.scale != 1.0:
-            gradient.mul_(order.scale)
+            gradient = gradient * order.scale
         clock = held.clock
         held.apply(gradient, present, settings)
         self._count(part, worker, step)
@@ -343,7 +365,7 @@ class Shard:
         self.readers[part].pop(worker, None)
         self.seen[clock - oldest] += 1
         # Nobody can change them before everyone has read them, where steps are synchronous.
-        numbers = held.values if self.staleness == 0 else held.values.clone()
+        numbers = held.values if self.staleness == 0 else self._snapshot(worker, part, held.values)
         return [Value(worker, part, clock, oldest, numbers)]
 
     def _told(self) -> list[Out]:
@@ -356,9 +378,9 @@ class Shard:
                 continue
             self.asked.remove(question)
             if part is None:
-                answers.append(Norm(worker, step, sum(float(s.total.double().square().sum()) for s in found)))
+                answers.append(Norm(worker, step, sum(float(s.total().double().square().sum()) for s in found)))
             else:
-                answers.append(Gradient(worker, part, found[0].total, found[0].present))
+                answers.append(Gradient(worker, part, found[0].total(), found[0].present))
         return answers
 
     def _complete(self, part: int, step: int) -> Sum | None:

@@ -55,6 +55,7 @@ class Server:
         compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
         part_mb: the most that is pushed and pulled as one, in MiB.
         lease_s: how long a server may be silent before another takes over.
+        shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     """
 
     value: ClassVar[str] = "servers"
@@ -65,6 +66,7 @@ class Server:
     compress: str = "none"
     part_mb: float = 4.0
     lease_s: float = 2.0
+    shared_memory: bool = True
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run, gather and remote. Collective.
@@ -256,10 +258,11 @@ class _Engine:
             owners,
             len(shards),
             arbiter,
-            self.flat.values,
+            self.flat,
             key=key,
             job=job,
             staleness=self.staleness,
+            shares=self.options.shared_memory and self.compression is None,
         )
         self.spread(optimizer)
         self._hook(owned)
