@@ -73,6 +73,18 @@ class Mesh:
         dist.broadcast(data, src=0)
         return bytes(data.tolist()).decode()
 
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, on every rank, as bytes: nothing is unpickled. Collective."""
+        if self.size == 1:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.int64, device=self.device)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(data)
+        table = torch.zeros(self.size, int(self.sum(lengths).max()), dtype=torch.int64, device=self.device)
+        table[self.rank, : len(data)] = data
+        rows = self.sum(table).cpu()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
     def new_group(self) -> dist.ProcessGroup | None:
         """A Gloo group of all ranks for what goes on beside training; None in a world of one. Collective."""
         return dist.new_group(backend="gloo") if self.size > 1 else None

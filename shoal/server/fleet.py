@@ -1,94 +1,125 @@
-"""All servers of a job and their arbiter, as processes: started, replaced when they die, and ended.
+"""A machine's servers, and on one machine the arbiter, as processes: started, replaced when they die, and ended.
 
-nursery ─┬─ arbiter            a listening socket stays here, so that the next arbiter has the same port
-         ├─ server 0: shard 0
-         ├─ server 1: shard 1
-         ├─ server 2: shard 0  (replica)
-         └─ server 3: shard 1  (replica)
+      machine of rank 0                        another machine
+      nursery ─┬─ arbiter                      nursery ─┬─ server of shard 1
+               ├─ server of shard 0                     └─ server of shard 0  (replica)
+               └─ server of shard 1  (replica)
+
+The arbiter's listening socket stays here, so that the next arbiter has the same port.
 """
 
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.compress import Compression
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Court, arbitrate
-from shoal.server.key import new_key_file, read_key
+from shoal.server.key import read_key
 from shoal.server.layout import Part
 from shoal.server.messages import FIRST_SERVER
 from shoal.server.recipe import Recipe
 from shoal.server.serve import Plan, serve
 from shoal.server.views import Views
 
-KEEPER = FIRST_SERVER - 1
-"""The number under which the fleet follows the arbiter."""
+
+@dataclass(frozen=True)
+class Job:
+    """What all processes of a job's servers know.
+
+    Args:
+        name: which nobody else's has.
+        key_file: holds the key.
+        shards: the parts of each.
+        replicas: how many servers hold each shard.
+        workers: how many push.
+        staleness: as for `Shard`.
+        lease_s: how long a server may be silent before another takes over.
+    """
+
+    name: str
+    key_file: Path
+    shards: tuple[tuple[Part, ...], ...]
+    recipe: Recipe
+    replicas: int
+    workers: int
+    staleness: int | None
+    lease_s: float
+    compression: Compression | None = None
+
+
+def place_servers(shards: int, replicas: int, machines: int) -> list[list[int]]:
+    """The shards that each machine begins with: one after the other, replicas of a shard on different machines."""
+    found: list[list[int]] = [[] for _ in range(machines)]
+    for replica in range(replicas):
+        for shard in range(shards):
+            found[(shard + replica) % machines].append(shard)
+    return found
+
+
+class Judge:
+    """The arbiter's process, started again when it dies."""
+
+    def __init__(self, nursery: Nursery, job: Job, host: str) -> None:
+        self.nursery = nursery
+        self.listener = socket.create_server((host, 0), backlog=1024)
+        self.address: Address = self.listener.getsockname()[:2]
+        file = job.key_file.with_name("views.json")
+        self.court = Court(len(job.shards), job.workers, job.lease_s, job.name, read_key(job.key_file), file)
+        self.pid = 0
+        self.start()
+
+    def start(self) -> None:
+        self.pid = self.nursery.start(arbitrate, self.court, listener=self.listener)
+
+    @property
+    def is_done(self) -> bool:
+        """Every worker has said that it will not come back."""
+        return self.nursery.codes.get(self.pid) == 0
 
 
 class Fleet:
-    """The processes of one job's servers on this machine.
+    """The servers of one machine.
 
     Attributes:
-        job: its name, which nobody else's has.
-        key_file: holds its key.
-        arbiter: where the arbiter listens.
-        servers: pid -> plan of each server that is alive.
+        servers: pid -> plan of each that is alive.
     """
 
     def __init__(
-        self,
-        nursery: Nursery,
-        shards: Sequence[tuple[Part, ...]],
-        recipe: Recipe,
-        *,
-        replicas: int,
-        workers: int,
-        staleness: int | None,
-        lease_s: float,
-        compression: Compression | None = None,
-        host: str = "127.0.0.1",
+        self, nursery: Nursery, job: Job, mine: Sequence[int], arbiter: Address, host: str, judge: Judge | None = None
     ) -> None:
-        self.nursery, self.replicas, self.host, self.lease_s = nursery, replicas, host, lease_s
-        self.folder = Path(tempfile.mkdtemp(prefix="shoal-servers-"))
-        self.job, self.key_file = secrets.token_hex(8), new_key_file(self.folder)
-        self.key = read_key(self.key_file)
-        self.listener = socket.create_server((host, 0), backlog=1024)
-        self.arbiter: Address = self.listener.getsockname()[:2]
-        self.court = Court(len(shards), workers, lease_s, self.job, self.key, self.folder / "views.json")
-        self.compression = compression
-        self.shards, self.recipe, self.workers, self.staleness = shards, recipe, workers, staleness
+        self.nursery, self.job, self.arbiter, self.host, self.judge = nursery, job, arbiter, host, judge
+        self.key = read_key(job.key_file)
         self.servers: dict[int, Plan] = {}
-        self.started, self.seen = 0, set[int]()
+        self.seen: set[int] = set()
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        self.judge = nursery.start(arbitrate, self.court, listener=self.listener)
-        for _ in range(replicas):
-            for shard in range(len(shards)):
-                self.start(shard)
-        self.views = Views(KEEPER, self.arbiter, self.key, self.job, changed=self._complete)
+        for shard in mine:
+            self.start(shard)
+        keeper = FIRST_SERVER - 1 - secrets.randbelow(2**20)  # one of each machine
+        self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete)
         threading.Thread(target=self._watch, name="fleet", daemon=True).start()
 
     def start(self, shard: int) -> int:
         """One more server of a shard; its pid."""
-        number, self.started = self.started, self.started + 1
+        number = secrets.randbelow(2**30)  # machines need not agree on who is next
         plan = Plan(
             server=number,
             shard=shard,
-            parts=self.shards[shard],
-            recipe=self.recipe,
-            workers=self.workers,
-            staleness=self.staleness,
+            parts=self.job.shards[shard],
+            recipe=self.job.recipe,
+            workers=self.job.workers,
+            staleness=self.job.staleness,
             arbiter=self.arbiter,
-            lease_s=self.lease_s,
-            compression=self.compression,
-            job=self.job,
+            lease_s=self.job.lease_s,
+            compression=self.job.compression,
+            job=self.job.name,
             key=self.key,
         )
         with socket.create_server((self.host, 0), backlog=1024) as listener:
@@ -98,17 +129,20 @@ class Fleet:
 
     def close(self, limit_s: float) -> None:
         """End all, once every worker has said that it will not come back, or `limit_s` have passed."""
-        with self.nursery.changed:
-            self.nursery.changed.wait_for(lambda: self.judge not in self.nursery.alive, limit_s)
+        if self.judge is not None:
+            with self.nursery.changed:
+                self.nursery.changed.wait_for(lambda: self._judge_ended(), limit_s)
+            self.judge.listener.close()
         self.closing.set()
         self.views.close()
         self.nursery.close()
-        self.listener.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def pid_of(self, server: int) -> int:
         """The process of a server that is alive."""
         return next(pid for pid, plan in self.servers.items() if plan.server == server)
+
+    def _judge_ended(self) -> bool:
+        return self.judge is not None and self.judge.pid not in self.nursery.alive
 
     def _watch(self) -> None:
         """Replace what has died."""
@@ -116,21 +150,18 @@ class Fleet:
             with self.nursery.changed:
                 self.nursery.changed.wait_for(self._has_lost)
                 dead = set(self.servers) - self.nursery.alive
-                judge_died = self.judge not in self.nursery.alive
-            if self.closing.is_set():
+            if self.closing.is_set() or (self.judge is not None and self.judge.is_done):
                 return
-            if judge_died:
-                if self.nursery.codes.get(self.judge) == 0:
-                    return  # every worker has gone
-                self.judge = self.nursery.start(arbitrate, self.court, listener=self.listener)
+            if self.judge is not None and self._judge_ended():
+                self.judge.start()
             with self.lock:
                 for pid in dead:
                     shard = self.servers.pop(pid).shard
-                    if self.replicas > 1:
+                    if self.job.replicas > 1:
                         self.start(shard)
 
     def _has_lost(self) -> bool:
-        return self.closing.is_set() or not {self.judge, *self.servers} <= self.nursery.alive
+        return self.closing.is_set() or self._judge_ended() or not set(self.servers) <= self.nursery.alive
 
     def _complete(self, view: View) -> None:
         """Start a server in place of one that the arbiter has given up, though its process is alive."""
@@ -143,5 +174,5 @@ class Fleet:
             self.seen |= set(view.members)
             for pid in given_up:
                 del self.servers[pid]
-                if self.replicas > 1 and not view.lost:
+                if self.job.replicas > 1 and not view.lost:
                     self.start(view.shard)

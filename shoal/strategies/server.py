@@ -13,6 +13,11 @@ Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded 
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
+import socket
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,8 +35,8 @@ from shoal.errors import ConfigError, StrategyRefused, UsageError
 from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.flat import Flat
-from shoal.server.fleet import Fleet
-from shoal.server.key import read_key
+from shoal.server.fleet import Fleet, Job, Judge, place_servers
+from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import MIB, Shape, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
@@ -130,6 +135,7 @@ class _Engine:
         self.pushed = False
         self.apart = False
         self.fleet: Fleet | None = None
+        self.folder: Path | None = None
         self.messages: dict[int, Tensor] = {}
         self.left_out: dict[int, Tensor] = {}
         self.client: Client
@@ -251,7 +257,7 @@ class _Engine:
                 self.parts_of[segment.name].append(part.number)
         owners = place(parts, self.options.servers)
         shards = [tuple(p for p in parts if owners[p.number] == shard) for shard in range(self.options.servers)]
-        job, key, arbiter = self._start(shards, recipe)
+        job, arbiter = self._start(shards, recipe)
         self.client = Client(
             self.mesh.rank,
             parts,
@@ -259,8 +265,8 @@ class _Engine:
             len(shards),
             arbiter,
             self.flat,
-            key=key,
-            job=job,
+            key=read_key(job.key_file),
+            job=job.name,
             staleness=self.staleness,
             shares=self.options.shared_memory and self.compression is None,
         )
@@ -349,28 +355,50 @@ class _Engine:
             self.client.close()
         if self.fleet is not None:
             self.fleet.close(END_S)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     # How it begins
 
-    def _start(self, shards: list[tuple[Layout, ...]], recipe: Recipe) -> tuple[str, bytes, Address]:
-        """Rank 0 starts the servers; everyone learns where the arbiter is, and reads the key. Collective."""
-        told = ""
-        if self.mesh.rank == 0:
-            assert self.mesh.nursery is not None
-            self.fleet = Fleet(
-                self.mesh.nursery,
-                shards,
-                recipe,
-                replicas=self.options.replicas,
-                workers=self.mesh.size,
-                staleness=self.staleness,
-                lease_s=self.options.lease_s,
-                compression=self.compression,
-            )
-            host, port = self.fleet.arbiter
-            told = f"{self.fleet.job} {self.fleet.key_file} {host} {port}"
-        job, file, host, text = self.mesh.broadcast_text(told).split(" ")
-        return job, read_key(Path(file)), (host, int(text))
+    def _start(self, shards: list[tuple[Layout, ...]], recipe: Recipe) -> tuple[Job, Address]:
+        """One rank of each machine starts its share of the servers, rank 0 the arbiter as well. Collective."""
+        first, told = self.mesh.rank == 0, ""
+        host = self._host()
+        if first:
+            self.folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=os.environ.get("SHOAL_SERVER_DIRECTORY")))
+            told = f"{secrets.token_hex(8)} {new_key_file(self.folder)}"
+        name, file = self.mesh.broadcast_text(told).split(" ")
+        options, workers = self.options, self.mesh.size
+        job = Job(
+            name,
+            Path(file),
+            tuple(shards),
+            recipe,
+            options.replicas,
+            workers,
+            self.staleness,
+            options.lease_s,
+            self.compression,
+        )
+        nursery = self.mesh.nursery
+        judge = Judge(nursery, job, host) if first and nursery is not None else None
+        told = "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
+        address, port = self.mesh.broadcast_text(told).split(" ")
+        arbiter = (address, int(port))
+        machines = [rank for rank, has in enumerate(self.mesh.gather_text("x" * (nursery is not None))) if has]
+        if nursery is not None:
+            mine = place_servers(len(shards), options.replicas, len(machines))[machines.index(self.mesh.rank)]
+            self.fleet = Fleet(nursery, job, mine, arbiter, host, judge)
+        return job, arbiter
+
+    def _host(self) -> str:
+        """Where this machine's servers listen: at home, or where ranks of other machines can reach them."""
+        place = self.mesh.place
+        if place.local_world == place.world or place.master_address is None:
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.master_address, 9))  # sends nothing; picks the way out
+            return str(probe.getsockname()[0])
 
     def _hook(self, owned: Mapping[str, nn.Parameter]) -> None:
         names = {id(parameter): name for name, parameter in owned.items()}

@@ -257,3 +257,27 @@ def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
     expected = with_words("single")
     for found in world.run(2, with_words, "server=2,part_mb=0.001"):
         agree(found, expected)
+
+
+def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
+    """As `trained`, where each rank is told that it is alone on its machine; the servers there, whether it judges."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    assert run._part is not None
+    engine: Any = run._part.remote
+    return run.weights(), len(engine.fleet.servers), engine.fleet.judge is not None
+
+
+def test_each_machine_starts_its_share_of_the_servers() -> None:
+    expected = world.run(1, on_a_machine_of_its_own, "server=1")[0][0]
+    found = world.run(2, on_a_machine_of_its_own, "server=3,replicas=2,part_mb=0.001")
+    assert [(servers, judges) for _, servers, judges in found] == [(3, True), (3, False)]
+    for weights, _, _ in found:
+        agree(weights, expected)
