@@ -1,9 +1,11 @@
-"""Bytes on each rank under every strategy, counted tensor by tensor, beside the formula. Run it by `make bench-memory`.
+"""Bytes on each rank in every case, counted tensor by tensor, beside the formula. Run it by `make bench-memory`.
 
-A GPT takes two AdamW steps in float32 on Gloo; counted in the second, for the rank that holds most:
+A GPT takes four steps in float32 on Gloo; counted in the last, for the rank that holds most:
 
-    states   parameters, gradients at the end of the backward pass, optimizer states
-    peak     the most that was held at once in the step, less the states at its end: activations, gathered units
+    states   parameters, gradients and optimizer states; gradients after the backward pass or, where it frees them, the
+             most that there were at once
+    beside   the most at once of all else: activations, gathered units, what operations need
+    peak     the most at once of everything; of what is offloaded, on the device
 """
 
 from __future__ import annotations
@@ -14,65 +16,54 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.memory.accounting import Peak, held_bytes
+from benchmarks.memory.activations import rough
+from benchmarks.memory.cases import BATCH, CASES, OPTIMIZERS, RANKS, TIME, VOCABULARY, Case, gpt
+from benchmarks.memory.formula import expected
 from benchmarks.page import circumstances
-from shoal.models import build
+from shoal.errors import StrategyRefused
 from shoal.strategies.units import units
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "recompute,ddp", "recompute,zero3", "recompute=2,zero3")
-RANKS = (1, 2, 4, 8)
-TIME, VOCABULARY, BATCH = 64, 256, 16
 
 
-def gpt() -> nn.Module:
-    return build("gpt", VOCABULARY, (TIME,), {"width": 256, "layers": 8, "heads": 8})
-
-
-def counted(strategy: str) -> dict[str, int]:
-    """Two steps on this rank."""
+def counted(case: Case) -> dict[str, int] | str:
+    """Four steps on this rank: bytes of each kind, or why the case is refused. Collective."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    run = shoal.init(strategy, announce=lambda _: None)
+    run = shoal.init(case.strategy, step_in_backward=case.in_backward, announce=lambda _: None)
     model = gpt()
-    tokens = torch.randint(0, VOCABULARY, (2 * BATCH, TIME))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = run.prepare(
-        model, optimizer, DataLoader(TensorDataset(tokens, tokens), batch_size=BATCH)
-    )
-    for step, (x, y) in enumerate(loader):
+    tokens = torch.randint(0, VOCABULARY, (4 * BATCH, TIME))
+    loader = DataLoader(TensorDataset(tokens, tokens), batch_size=BATCH)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    try:
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+    except StrategyRefused as refused:
+        return str(refused)
+    *before, last = loader
+    for batch in before:  # ddp looks on in the first, makes its buckets in the second, and others in the third
         optimizer.zero_grad()
-        if step == 0:
-            run.forward_backward(_loss, model, x, y)
+        run.forward_backward(_loss, model, *batch)
+        optimizer.step()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for p in parameters for value in optimizer.state[p].values()]
+    with Peak(parameters, state, run.device) as peak:
+        optimizer.zero_grad()
+        run.forward_backward(_loss, model, *last)
+        gradients = held_bytes(p.grad for p in parameters if p.grad is not None)
+        if not case.offloaded:  # that step computes in host memory
             optimizer.step()
-            continue
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = [value for p in parameters for value in optimizer.state[p].values()]
-        with Peak([*parameters, *state, *model.buffers()]) as peak:
-            run.forward_backward(_loss, model, x, y)
-        states = {
-            "parameters": held_bytes(parameters),
-            "gradients": held_bytes(p.grad for p in parameters),
-            "optimizer": held_bytes(state),
-        }
-    return states | {"peak_above_states": peak.peak_bytes - sum(states.values())}
-
-
-def expected(strategy: str, ranks: int) -> dict[str, int]:
-    """The formula, in bytes: 4 + 4 + 8 for each parameter; shards are cut along dimension 0 and rounded up."""
-    model = gpt()
-    sharded = "zero" in strategy and ranks > 1
-    numel = sum(_shard(p, ranks) if sharded else p.numel() for p in model.parameters())
-    return {"parameters": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}
-
-
-def _shard(parameter: nn.Parameter, ranks: int) -> int:
-    return -(-parameter.shape[0] // ranks) * (parameter.numel() // parameter.shape[0])
+    return {
+        "parameters": held_bytes(parameters),
+        "gradients": peak.gradient_bytes if case.in_backward else gradients,
+        "optimizer": held_bytes(state),
+        "beside": peak.beside_bytes,
+        "peak": peak.beside_bytes if case.offloaded else peak.peak_bytes,
+    }
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -83,22 +74,29 @@ def main() -> None:
     model = gpt()
     sizes = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units(model).items()}
     result: dict[str, Any] = {
-        "circumstances": circumstances(("torch", "shoal")),
+        "circumstances": circumstances(("torch", "torchao", "shoal")),
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest_unit": max(sizes.values()),
         "outside_units": sum(p.numel() for p in model.parameters()) - sum(sizes.values()),
-        "counted": {},
+        "cases": [],
     }
-    for strategy in STRATEGIES:
+    for case in CASES:
+        entry: dict[str, Any] = {**case._asdict(), "label": case.label, "offloaded": case.offloaded, "ranks": {}}
         for ranks in RANKS:
-            found = world.run(ranks, counted, strategy, timeout_s=300)
-            most = max(found, key=lambda rank: sum(rank.values()))
-            result["counted"].setdefault(strategy, {})[str(ranks)] = {
-                "found": most,
-                "expected": expected(strategy, ranks),
-            }
-            print(strategy, ranks, most, flush=True)
+            entry["ranks"][str(ranks)] = _entry(case, ranks)
+            print(case.label, ranks, entry["ranks"][str(ranks)], flush=True)
+        result["cases"].append(entry)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _entry(case: Case, ranks: int) -> dict[str, Any]:
+    found = world.run(ranks, counted, case, timeout_s=300)
+    refused = [message for message in found if isinstance(message, str)]
+    if refused:
+        return {"refused": refused[0]}
+    held = [bytes_of for bytes_of in found if not isinstance(bytes_of, str)]
+    most = max(held, key=lambda rank: rank["peak"])
+    return {"found": most, "expected": expected(case, ranks), "rough": {"beside": rough(case, ranks)}}
 
 
 if __name__ == "__main__":

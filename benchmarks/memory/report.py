@@ -1,83 +1,112 @@
-"""Turns result.json into the table of README.md and memory.png. Measures nothing."""
+"""Turns result.json into the tables of README.md and docs/strategies/lean.md, and memory.png. Measures nothing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from benchmarks.memory.picture import draw
 from benchmarks.page import fill, table, told
 
 HERE = Path(__file__).parent
-KINDS = {
-    "parameters": ("#3d405b", "parameters"),
-    "gradients": ("#d1495b", "gradients"),
-    "optimizer": ("#edae49", "optimizer states"),
-    "peak_above_states": ("#a3a9b5", "peak above these"),
-}
+LEAN = HERE.parents[1] / "docs" / "strategies" / "lean.md"
 MIB = 2**20
+DASH = "–"
 
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
-    text = "\n\n".join([_states(result), _peaks(result), _gathered(result), told(result["circumstances"])])
-    fill(HERE / "README.md", text)
-    _picture(result)
-    print(text)
+    circumstances = told(result["circumstances"])
+    parts = [_states(result), _exactness(result), _beside(result), _peaks(result), _gathered(result), circumstances]
+    fill(HERE / "README.md", "\n\n".join(parts))
+    fill(LEAN, f"{_lean(result)}\n\nMiB on the fullest rank. {circumstances}")
+    draw(result["cases"], HERE / "memory.png")
+    print("\n\n".join(parts))
 
 
 def _states(result: dict[str, Any]) -> str:
-    rows = []
-    for strategy, by_ranks in result["counted"].items():
-        cells = []
-        for entry in by_ranks.values():
-            found, expected = (sum(entry[which][k] for k in entry["expected"]) for which in ("found", "expected"))
-            cells.append(f"{found / MIB:.1f} ({100 * (found / expected - 1):+.2f} %)")
-        rows.append([f"`{strategy}`", *cells])
-    return table(["states on a rank, MiB (against the formula)", *_ranks(result)], rows)
+    def cell(entry: dict[str, Any]) -> str:
+        found, expected = (sum(entry[which][kind] for kind in entry["expected"]) for which in ("found", "expected"))
+        return f"{found / MIB:.1f} ({_distance(found, expected, 2)})"
+
+    return _by_ranks("states on a rank, MiB (against the formula)", result, cell)
+
+
+def _beside(result: dict[str, Any]) -> str:
+    def cell(entry: dict[str, Any]) -> str:
+        found = entry["found"]["beside"]
+        return f"{found / MIB:.1f} ({_distance(found, entry['rough']['beside'], 0)})"
+
+    return _by_ranks("peak beside the states, MiB (against a rough formula)", result, cell)
 
 
 def _peaks(result: dict[str, Any]) -> str:
-    rows = [
-        [f"`{strategy}`", *(f"{entry['found']['peak_above_states'] / MIB:.1f}" for entry in by_ranks.values())]
-        for strategy, by_ranks in result["counted"].items()
-    ]
-    return table(["peak above the states, MiB", *_ranks(result)], rows)
+    return _by_ranks("peak of a step on the device, MiB", result, lambda entry: f"{entry['found']['peak'] / MIB:.1f}")
+
+
+def _exactness(result: dict[str, Any]) -> str:
+    """The worst distance of each kind of state from its formula, over all cases."""
+    entries = list(_entries(result))
+    worst = {
+        kind: max((_relative(e["found"][kind], e["expected"][kind]) for e in entries), key=abs)
+        for kind in entries[0]["expected"]
+    }
+    told_apart = ", ".join(f"{kind} {100 * value:+.2f} %" for kind, value in worst.items())
+    return f"The furthest from the formula in any cell, each kind by itself: {told_apart}."
 
 
 def _gathered(result: dict[str, Any]) -> str:
     unit, outside = (4 * result[name] / MIB for name in ("largest_unit", "outside_units"))
     return (
         f"The model: {result['parameters']:,} parameters in float32; its largest unit takes {unit:.2f} MiB when it is "
-        f"gathered, what is in no unit {outside:.2f} MiB."
+        f"gathered, what is in no unit {outside:.2f} MiB. {DASH}: refused."
     )
 
 
-def _ranks(result: dict[str, Any]) -> list[str]:
-    return [f"{ranks} rank{'s' if ranks != '1' else ''}" for ranks in next(iter(result["counted"].values()))]
+def _lean(result: dict[str, Any]) -> str:
+    """ddp on one rank and zero3 on eight, with each optimizer."""
+    chosen = {"ddp": "1", "zero3": "8"}
+    rows = [
+        _lean_row(case, chosen[case["strategy"]], result["parameters"])
+        for case in sorted(result["cases"], key=lambda case: case["strategy"])
+        if case["strategy"] in chosen and "found" in case["ranks"][chosen[case["strategy"]]]
+    ]
+    head = ["on one rank", "parameters", "gradients", "optimizer state", "sum", "state per parameter", "peak of a step"]
+    return table(head, rows)
 
 
-def _picture(result: dict[str, Any]) -> None:
-    counted = result["counted"]
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    figure.suptitle("MiB held on the fullest rank, at the peak of a step")
-    panels = figure.subplots(1, len(_ranks(result)), sharex=True)
-    for index, (axes, title) in enumerate(zip(panels, _ranks(result), strict=True)):
-        names, left = list(counted)[::-1], [0.0] * len(counted)
-        for kind, (colour, label) in KINDS.items():
-            widths = [list(counted[name].values())[index]["found"][kind] / MIB for name in names]
-            axes.barh(names, widths, left=left, color=colour, label=label)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.bar_label(axes.containers[-1], [f"{total:.0f}" for total in left], padding=3, fontsize=8)
-        axes.set_title(title, fontsize=10)
-        axes.margins(x=0.12)
-        axes.spines[["top", "right"]].set_visible(False)
-        if index:
-            axes.set_yticklabels([])
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(HERE / "memory.png", dpi=110)
+def _lean_row(case: dict[str, Any], ranks: str, parameters: int) -> list[str]:
+    found = case["ranks"][ranks]["found"]
+    held = [found[kind] for kind in ("parameters", "gradients", "optimizer")]
+    label = case["label"].replace(case["strategy"], f"{case['strategy']} of {ranks}", 1)
+    shards = int(ranks) if "zero" in case["strategy"] else 1
+    each = f"{found['optimizer'] * shards / parameters:.2f} bytes"
+    return [label, *(f"{size / MIB:.1f}" for size in (*held, sum(held))), each, f"{found['peak'] / MIB:.1f}"]
+
+
+def _by_ranks(head: str, result: dict[str, Any], cell: Any) -> str:
+    """A row for each case, a column for each number of ranks."""
+    rows = [
+        [f"`{case['label']}`", *(cell(entry) if "found" in entry else DASH for entry in case["ranks"].values())]
+        for case in result["cases"]
+    ]
+    ranks = [f"{ranks} rank{'s' if ranks != '1' else ''}" for ranks in result["cases"][0]["ranks"]]
+    return table([head, *ranks], rows)
+
+
+def _entries(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of all cases on all ranks that were not refused."""
+    return (entry for case in result["cases"] for entry in case["ranks"].values() if "found" in entry)
+
+
+def _relative(found: int, expected: int) -> float:
+    return found / expected - 1
+
+
+def _distance(found: int, expected: int, digits: int) -> str:
+    return f"{100 * _relative(found, expected):+.{digits}f} %"
 
 
 if __name__ == "__main__":

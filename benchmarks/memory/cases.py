@@ -1,0 +1,67 @@
+"""What is counted: the model and the ways to train it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shoal.adamw8bit import AdamW8bit
+from shoal.models import build
+
+RANKS = (1, 2, 4, 8)
+TIME, VOCABULARY, BATCH = 64, 256, 16
+LAYERS, WIDTH = 8, 256
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW8bit": AdamW8bit,
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+class Case(NamedTuple):
+    """A strategy as its line is written, an optimizer of `OPTIMIZERS`, and whether it steps in the backward pass."""
+
+    strategy: str
+    optimizer: str = "AdamW"
+    in_backward: bool = False
+
+    @property
+    def label(self) -> str:
+        optimizer = [] if self.optimizer == "AdamW" else [self.optimizer]
+        return ", ".join([self.strategy, *optimizer, *(["in backward"] if self.in_backward else [])])
+
+    @property
+    def offloaded(self) -> bool:
+        return "offload=true" in self.strategy
+
+    @property
+    def recomputed_every(self) -> int:
+        """k, where each k-th block is recomputed; 0 where none is."""
+        first, _, every = self.strategy.partition(",")[0].partition("=")
+        return int(every or 1) if first == "recompute" else 0
+
+
+CASES = (
+    Case("ddp"),
+    Case("zero1"),
+    Case("zero2"),
+    Case("zero3"),
+    Case("zero3,offload=true"),
+    Case("recompute,ddp"),
+    Case("recompute,zero3"),
+    Case("recompute=2,zero3"),
+    Case("ddp", "Adafactor"),
+    Case("ddp", "AdamW8bit"),
+    Case("ddp", in_backward=True),
+    Case("zero3", "Adafactor"),
+    Case("zero3", "AdamW8bit"),
+    Case("zero3", in_backward=True),
+    Case("zero3", "AdamW8bit", in_backward=True),
+    Case("recompute,zero3", "AdamW8bit", in_backward=True),
+)
+
+
+def gpt() -> nn.Module:
+    return build("gpt", VOCABULARY, (TIME,), {"width": WIDTH, "layers": LAYERS, "heads": 8})
