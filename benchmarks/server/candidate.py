@@ -1,0 +1,87 @@
+"""What the driver asks of a candidate, and the work that all of them do.
+
+    gradients[0] --push--> ┌ server 0: first share  ┐ --pull--> worker 0 holds the sum
+    gradients[1] --push--> └ server 1: second share ┘ --pull--> worker 1 holds the sum       one round
+
+An echo bounds what a server can do: it sends each worker its own gradient back, sums nothing and waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHECKED_FLOATS = 1 << 20  # compared at a time, so that a check needs little memory
+
+
+class Missing(Exception):  # noqa: N818: it is no error that a peer is not installed
+    """This candidate cannot take part; the message says why. Raised on import or by `Candidate()`."""
+
+
+class WrongResult(Exception):  # noqa: N818
+    """A worker does not hold what it should after a round: the candidate's figures would mean nothing."""
+
+
+class Candidate(Protocol):
+    """One way to push and pull. Every module in `candidates/` defines a class of this name with these methods."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        """Start that many processes of each role; return when all of them are connected.
+
+        Raises:
+            Missing: it is not installed, or has nothing to do with so few workers.
+        """
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        """From now on worker i pushes gradients[i] (float32, one dimension, in shared memory). Not timed."""
+
+    def check(self) -> None:
+        """Do one round and compare what every worker holds with the sum over the workers. Not timed.
+
+        Raises:
+            WrongResult: some number is another one.
+        """
+
+    def turn(self, rounds: int) -> float:
+        """Do that many rounds without a pause; seconds from the first worker's start to the last worker's end."""
+
+    def close(self) -> None:
+        """End every process."""
+
+
+def gradient(worker: int, floats: int) -> Tensor:
+    """What a worker pushes: small whole numbers, so that every order of summing gives the same sum.
+
+    Returns:
+        (worker + 1) * (0, 1, ... 999, 0, 1, ...), float32, in shared memory.
+    """
+    values = torch.empty(floats).share_memory_()
+    values.copy_(torch.arange(1000.0).repeat(-(-floats // 1000))[:floats])
+    return values.mul_(worker + 1)
+
+
+def sum_factor(workers: int) -> int:
+    """The sum of all workers' gradients is this many times the pattern that worker 0 pushes."""
+    return workers * (workers + 1) // 2
+
+
+def shares(total: int, count: int) -> list[slice]:
+    """`total` cut into `count` runs that differ by at most one in length."""
+    bounds = [total * index // count for index in range(count + 1)]
+    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def compare(who: str, held: Sequence[Tensor], pushed: Tensor, factor: float) -> None:
+    """Raise WrongResult unless the concatenation of `held` is `factor * pushed`."""
+    begin = 0
+    for run in held:
+        for piece in run.split(CHECKED_FLOATS):
+            expected = pushed[begin : begin + len(piece)] * factor
+            if not torch.equal(piece, expected):
+                raise WrongResult(f"{who} holds {piece[:3].tolist()}... at {begin}, not {expected[:3].tolist()}...")
+            begin += len(piece)
+    if begin != len(pushed):
+        raise WrongResult(f"{who} holds {begin} numbers, not {len(pushed)}")

@@ -1,0 +1,176 @@
+"""Runs a candidate that is written as two roles, one process for each worker and each server.
+
+    driver ==pipe== worker 0 ┐ the candidate's ┌ server 0
+           ==pipe== worker 1 ┴────transport────┴ server 1       servers say where they are before workers start
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, multiprocessing
+
+from benchmarks.server.candidate import compare, sum_factor
+
+LIMIT_S = 180  # for one answer of a worker
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who a process is among the others."""
+
+    index: int  # within its role
+    workers: int
+    servers: int
+    folder: str  # empty at the start and deleted at the end; for a file to meet at
+    addresses: tuple[Any, ...] = ()  # what each server has announced; empty in a server
+
+
+class Worker(ABC):
+    """A worker's part. Connects in `__init__`."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @abstractmethod
+    def prepare(self, gradient: Tensor) -> None:
+        """Push this one from now on."""
+
+    def begin(self) -> None:
+        """Called before each turn; not timed."""
+
+    @abstractmethod
+    def round(self) -> Sequence[Tensor]:
+        """Push, pull, and return what is held now, in one or several runs."""
+
+    def repeat(self, rounds: int) -> None:
+        """What is timed."""
+        for _ in range(rounds):
+            self.round()
+
+    def check(self, gradient: Tensor, factor: float) -> None:
+        """Raise WrongResult unless a round leaves `factor * gradient` here."""
+        compare(f"worker {self.place.index}", self.round(), gradient, factor)
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+class Crew:
+    """A candidate made of `worker` and `serve`. Subclasses say what these are and have nothing to add."""
+
+    worker: ClassVar[type[Worker]]
+    sums: ClassVar[bool] = True  # False: an echo
+    chief: ClassVar[bool] = False  # True: one `worker` process, whose library starts those of both roles
+
+    @staticmethod
+    def serve(place: Place, announce: Callable[[Any], None]) -> None:
+        """Run one server: announce an address, then serve until the workers have gone or the process is ended."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        clients, shards = (1, 0) if self.chief else (workers, servers)
+        self._sum_factor = sum_factor(workers)
+        self._folder = tempfile.TemporaryDirectory()
+        self._servers, addresses = [], []
+        for index in range(shards):
+            place = Place(index, workers, servers, self._folder.name)
+            self._servers.append(_Member(context, _serve, self.serve, place))
+        addresses = tuple(server.answer() for server in self._servers)
+        start = context.Barrier(clients)
+        self._workers = []
+        for index in range(clients):
+            place = Place(index, workers, servers, self._folder.name, addresses)
+            self._workers.append(_Member(context, _work, self.worker, place, start))
+        self._answers()
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        for worker, gradient in zip(self._workers, gradients, strict=not self.chief):
+            worker.pipe.send(("prepare", gradient))
+        self._answers()
+
+    def check(self) -> None:
+        # A sum is a multiple of every worker's gradient; an echo gives each its own back.
+        for index, worker in enumerate(self._workers):
+            worker.pipe.send(("check", self._sum_factor / (index + 1) if self.sums else 1))
+        self._answers()
+
+    def turn(self, rounds: int) -> float:
+        for worker in self._workers:
+            worker.pipe.send(("turn", rounds))
+        begun, ended = zip(*self._answers(), strict=True)
+        return max(ended) - min(begun)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.pipe.send(("close", None))
+        for member in self._workers:
+            member.process.join(LIMIT_S)
+        for member in self._servers:
+            member.process.join(1)
+        for member in (*self._workers, *self._servers):
+            member.process.kill()
+            member.process.join()
+        self._folder.cleanup()
+
+    def _answers(self) -> list[Any]:
+        return [worker.answer() for worker in self._workers]
+
+
+class _Member:
+    """A process and the pipe to it."""
+
+    def __init__(self, context: Any, run: Callable[..., None], *arguments: Any) -> None:
+        self.role = arguments[0].__module__
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        if not self.pipe.poll(LIMIT_S):
+            raise SystemExit(f"{self.role}: no answer within {LIMIT_S} s")
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            raise SystemExit(f"{self.role}: a process has died; what it said is above") from None
+
+
+def _serve(serve: Callable[[Place, Callable[[Any], None]], None], place: Place, driver: Connection) -> None:
+    torch.set_num_threads(1)
+    serve(place, driver.send)
+
+
+def _work(kind: type[Worker], place: Place, start: Any, driver: Connection) -> None:
+    torch.set_num_threads(1)
+    worker = kind(place)
+    driver.send(None)
+    gradient = torch.empty(0)
+    while True:
+        order, value = driver.recv()
+        if order == "close":
+            return worker.close()
+        if order == "prepare":
+            gradient = value
+            driver.send(worker.prepare(gradient))
+        elif order == "check":
+            worker.begin()
+            driver.send(worker.check(gradient, value))
+        else:
+            driver.send(_turn(worker, value, start))
+
+
+def _turn(worker: Worker, rounds: int, start: Any) -> tuple[float, float]:
+    """When it began and ended, on the clock that all processes of a machine share."""
+    worker.begin()
+    start.wait()
+    begun_s = time.monotonic()
+    worker.repeat(rounds)
+    return begun_s, time.monotonic()
