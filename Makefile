@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint clean
+.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -67,6 +67,10 @@ bench-zero: $(BENCH)/.done
 bench-checkpoint: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
 	$(BENCH)/bin/python -m benchmarks.checkpoint.report
+
+bench-server: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
+	$(BENCH)/bin/python -m benchmarks.server.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -9,6 +9,8 @@ An echo bounds what a server can do: it sends each worker its own gradient back,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -17,11 +19,11 @@ from torch import Tensor
 CHECKED_FLOATS = 1 << 20  # compared at a time, so that a check needs little memory
 
 
-class Missing(Exception):  # noqa: N818: it is no error that a peer is not installed
+class Missing(Exception):
     """This candidate cannot take part; the message says why. Raised on import or by `Candidate()`."""
 
 
-class WrongResult(Exception):  # noqa: N818
+class WrongResult(Exception):
     """A worker does not hold what it should after a round: the candidate's figures would mean nothing."""
 
 
@@ -63,23 +65,23 @@ def gradient(worker: int, floats: int) -> Tensor:
     return values.mul_(worker + 1)
 
 
-def sum_factor(workers: int) -> int:
-    """The sum of all workers' gradients is this many times the pattern that worker 0 pushes."""
-    return workers * (workers + 1) // 2
+def sum_factor(worker: int, workers: int) -> Fraction:
+    """The sum of all workers' gradients is this many times what `worker` pushes."""
+    return Fraction(workers * (workers + 1) // 2, worker + 1)
 
 
 def shares(total: int, count: int) -> list[slice]:
     """`total` cut into `count` runs that differ by at most one in length."""
     bounds = [total * index // count for index in range(count + 1)]
-    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def compare(who: str, held: Sequence[Tensor], pushed: Tensor, factor: float) -> None:
-    """Raise WrongResult unless the concatenation of `held` is `factor * pushed`."""
+def compare(who: str, held: Sequence[Tensor], pushed: Tensor, factor: Fraction) -> None:
+    """Raise WrongResult unless the concatenation of `held` is `factor * pushed`, exactly."""
     begin = 0
     for run in held:
         for piece in run.split(CHECKED_FLOATS):
-            expected = pushed[begin : begin + len(piece)] * factor
+            expected = pushed[begin : begin + len(piece)] * factor.numerator / factor.denominator
             if not torch.equal(piece, expected):
                 raise WrongResult(f"{who} holds {piece[:3].tolist()}... at {begin}, not {expected[:3].tolist()}...")
             begin += len(piece)

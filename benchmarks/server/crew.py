@@ -1,16 +1,16 @@
 """Runs a candidate that is written as two roles, one process for each worker and each server.
 
-    driver ==pipe== worker 0 ┐ the candidate's ┌ server 0
-           ==pipe== worker 1 ┴────transport────┴ server 1       servers say where they are before workers start
+driver ==pipe== worker 0 ┐ the candidate's ┌ server 0
+       ==pipe== worker 1 ┴────transport────┴ server 1       servers say where they are before workers start
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, multiprocessing
 from benchmarks.server.candidate import compare, sum_factor
 
 LIMIT_S = 180  # for one answer of a worker
+GRACE_S = 5  # to end
 
 
 @dataclass(frozen=True)
@@ -33,29 +34,29 @@ class Place:
     addresses: tuple[Any, ...] = ()  # what each server has announced; empty in a server
 
 
-class Worker(ABC):
-    """A worker's part. Connects in `__init__`."""
+class Worker:
+    """A worker's part. Connects in `__init__`. Subclasses write `prepare` and `round`, and the rest as they need."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
 
-    @abstractmethod
     def prepare(self, gradient: Tensor) -> None:
         """Push this one from now on."""
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Called before each turn; not timed."""
 
-    @abstractmethod
     def round(self) -> Sequence[Tensor]:
         """Push, pull, and return what is held now, in one or several runs."""
+        raise NotImplementedError
 
     def repeat(self, rounds: int) -> None:
         """What is timed."""
         for _ in range(rounds):
             self.round()
 
-    def check(self, gradient: Tensor, factor: float) -> None:
+    def check(self, gradient: Tensor, factor: Fraction) -> None:
         """Raise WrongResult unless a round leaves `factor * gradient` here."""
         compare(f"worker {self.place.index}", self.round(), gradient, factor)
 
@@ -77,9 +78,9 @@ class Crew:
     def __init__(self, workers: int, servers: int) -> None:
         context = multiprocessing.get_context("forkserver")
         clients, shards = (1, 0) if self.chief else (workers, servers)
-        self._sum_factor = sum_factor(workers)
+        self._count = workers
         self._folder = tempfile.TemporaryDirectory()
-        self._servers, addresses = [], []
+        self._servers = []
         for index in range(shards):
             place = Place(index, workers, servers, self._folder.name)
             self._servers.append(_Member(context, _serve, self.serve, place))
@@ -99,7 +100,7 @@ class Crew:
     def check(self) -> None:
         # A sum is a multiple of every worker's gradient; an echo gives each its own back.
         for index, worker in enumerate(self._workers):
-            worker.pipe.send(("check", self._sum_factor / (index + 1) if self.sums else 1))
+            worker.pipe.send(("check", sum_factor(index, self._count) if self.sums else Fraction(1)))
         self._answers()
 
     def turn(self, rounds: int) -> float:
@@ -111,10 +112,8 @@ class Crew:
     def close(self) -> None:
         for worker in self._workers:
             worker.pipe.send(("close", None))
-        for member in self._workers:
-            member.process.join(LIMIT_S)
-        for member in self._servers:
-            member.process.join(1)
+        for member in (*self._workers, *self._servers):
+            member.process.join(GRACE_S)
         for member in (*self._workers, *self._servers):
             member.process.kill()
             member.process.join()
@@ -152,17 +151,29 @@ def _work(kind: type[Worker], place: Place, start: Any, driver: Connection) -> N
     torch.set_num_threads(1)
     worker = kind(place)
     driver.send(None)
+    try:
+        _obey(worker, start, driver)
+    finally:
+        worker.close()
+
+
+def _obey(worker: Worker, start: Any, driver: Connection) -> None:
     gradient = torch.empty(0)
     while True:
-        order, value = driver.recv()
+        try:
+            order, value = driver.recv()
+        except EOFError:  # the driver has died
+            return
         if order == "close":
-            return worker.close()
+            return
         if order == "prepare":
             gradient = value
-            driver.send(worker.prepare(gradient))
+            worker.prepare(gradient)
+            driver.send(None)
         elif order == "check":
             worker.begin()
-            driver.send(worker.check(gradient, value))
+            worker.check(gradient, value)
+            driver.send(None)
         else:
             driver.send(_turn(worker, value, start))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 from benchmarks.server.candidate import compare, gradient, shares, sum_factor
 from benchmarks.server.crew import Crew, Place, Worker
 
+# It reads these when it is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-import ray  # noqa: E402: it reads these when it is imported
+import ray
 
 STORE_BYTES = 4 << 30
 Array = NDArray[np.float32]
@@ -63,7 +65,7 @@ class Pusher:
         self.held = sums
 
     def check(self) -> None:
-        factor = sum_factor(self.place.workers) / (self.index + 1)
+        factor = sum_factor(self.index, self.place.workers)
         held = [torch.from_numpy(piece.copy()) for piece in self.held]
         compare(f"worker {self.index}", held, torch.from_numpy(self.gradient), factor)
 
@@ -99,7 +101,7 @@ class Chief(Worker):
             sums = [server.add.remote(*pieces) for server, pieces in zip(self.servers, by_server, strict=True)]
         ray.get([pusher.pull.remote(*sums) for pusher in self.pushers])
 
-    def check(self, gradient: Tensor, factor: float) -> None:
+    def check(self, gradient: Tensor, factor: Fraction) -> None:
         self.repeat(1)
         ray.get([pusher.check.remote() for pusher in self.pushers])
 

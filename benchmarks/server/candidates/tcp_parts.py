@@ -1,7 +1,7 @@
 """Bound: blocking sockets; a part of 4 MiB goes to the server and comes back, then the next one.
 
-    worker   sendall  recv_into    sendall  recv_into ...      one thread for each server; a header of 8 bytes says
-    server   recv_into  sendall    recv_into  sendall ...      how long a part is
+worker   sendall  recv_into    sendall  recv_into ...      one thread for each server; a header of 8 bytes says
+server   recv_into  sendall    recv_into  sendall ...      how long a part is
 """
 
 from __future__ import annotations

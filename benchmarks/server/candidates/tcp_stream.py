@@ -1,8 +1,8 @@
 """Bound: blocking sockets; both directions at once, and the server sends back whatever has arrived, however little.
 
-    worker   sendall ------------>      one thread for each server and direction
-             <--------- recv_into
-    server   recv_into  sendall  recv_into  sendall ...     at most 4 MiB at a time, mostly what a socket buffer holds
+worker   sendall ------------>      one thread for each server and direction
+         <--------- recv_into
+server   recv_into  sendall  recv_into  sendall ...     at most 4 MiB at a time, mostly what a socket buffer holds
 """
 
 from __future__ import annotations

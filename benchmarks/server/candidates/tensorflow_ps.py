@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -23,11 +24,12 @@ from torch import Tensor
 from benchmarks.server.candidate import compare, shares
 from benchmarks.server.crew import Crew, Place, Worker
 
+# It reads these when it is imported.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-import tensorflow as tf  # noqa: E402: it reads these when it is imported
+import tensorflow as tf
 
-PATTERN = 1000.0  # as in benchmarks.server.candidate.gradient
+PATTERN = 1000  # as in benchmarks.server.candidate.gradient
 
 
 class Chief(Worker):
@@ -37,7 +39,9 @@ class Chief(Worker):
         addresses = _free_addresses(len(roles))
         cluster = {"worker": addresses[: place.workers], "ps": addresses[place.workers :]}
         command = [sys.executable, "-m", __name__, json.dumps(cluster)]
-        self.processes = [subprocess.Popen([*command, role, str(index)]) for role, index in roles]
+        self.processes = [
+            subprocess.Popen([*command, role, str(index)], stdin=subprocess.PIPE) for role, index in roles
+        ]
         _one_thread_each()
         found = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
         self.strategy = tf.distribute.ParameterServerStrategy(found)
@@ -49,8 +53,8 @@ class Chief(Worker):
             shards = [tf.Variable(tf.zeros(cut.stop - cut.start)) for cut in cuts]
 
         def gradients() -> tf.data.Dataset:
-            pieces = [tf.math.floormod(tf.range(float(cut.start), float(cut.stop)), PATTERN) for cut in cuts]
-            return tf.data.Dataset.from_tensors(tuple(pieces)).repeat()
+            pieces = (tf.math.floormod(tf.range(cut.start, cut.stop), PATTERN) for cut in cuts)
+            return tf.data.Dataset.from_tensors(tuple(tf.cast(piece, tf.float32) for piece in pieces)).repeat()
 
         @tf.function
         def push(iterator: object) -> None:
@@ -76,17 +80,16 @@ class Chief(Worker):
         self.coordinator.join()
         return []
 
-    def check(self, gradient: Tensor, factor: float) -> None:
+    def check(self, gradient: Tensor, factor: Fraction) -> None:
         self.round()
         for held in self.held:
-            values = [torch.from_numpy(value.numpy()) for value in held.fetch()]
-            compare("a worker", values, gradient, self.place.workers)
+            values = [torch.from_numpy(value) for value in held.fetch()]
+            compare("a worker", values, gradient, Fraction(self.place.workers))
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
-        os._exit(0)  # its threads would wait for the servers
 
 
 class Candidate(Crew):
@@ -109,7 +112,10 @@ def main() -> None:
     cluster, role, index = sys.argv[1:]
     _one_thread_each()
     cluster_spec = tf.train.ClusterSpec(json.loads(cluster))
-    tf.distribute.Server(cluster_spec, job_name=role, task_index=int(index), protocol="grpc").join()
+    server = tf.distribute.Server(cluster_spec, job_name=role, task_index=int(index), protocol="grpc")
+    sys.stdin.read()  # ends when the chief does, however it does
+    del server
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Turns result.json into the tables of README.md and server.png. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.page import bars, fill, table, told
+from benchmarks.server.measure import CANDIDATES, MIB
+
+HERE = Path(__file__).parent
+OURS, YARDSTICK = "Shoal", "TCP echo, streamed"
+OTHERS = ("TCP echo, streamed", "TCP echo, by parts", "Gloo all_reduce", "torch RPC", "Ray actors", "TensorFlow PS")
+COMPARED_MIB = (4, 64)
+DRAWN = ("2,1", "2,2", "4,4")  # workers, servers
+DRAWN_MIB = 64
+
+Cell = dict[str, Any]
+Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
+
+
+def main() -> None:
+    result = json.loads((HERE / "result.json").read_text())
+    by_crew: dict[str, dict[int, Cell]] = {}
+    for cell in result["cells"]:
+        by_crew.setdefault(f"{cell['workers']},{cell['servers']}", {})[cell["mib"]] = cell
+    parts = [comparison(by_crew, mib) for mib in COMPARED_MIB]
+    parts += [rates(crew, cells, result["missing"][crew]) for crew, cells in by_crew.items()]
+    parts += [absent(result["missing"]), told(result["circumstances"])]
+    text = "\n\n".join(part for part in parts if part)
+    fill(HERE / "README.md", text)
+    groups = {
+        told_crew(crew): spreads(by_crew[crew][DRAWN_MIB]) for crew in DRAWN if DRAWN_MIB in by_crew.get(crew, {})
+    }
+    bars(HERE / "server.png", f"Push and pull of {DRAWN_MIB} MiB (median, quartiles)", "GB/s", groups, YARDSTICK)
+    print(text)
+
+
+def spreads(cell: Cell) -> dict[str, Spread]:
+    """GB/s of every candidate: what all workers push and pull in a round, over its time."""
+    moved_gb = 2 * cell["workers"] * cell["mib"] * MIB / 1e9
+    return {name: _spread([moved_gb / time_s for time_s in times]) for name, times in cell["round_s"].items()}
+
+
+def rates(crew: str, cells: dict[int, Cell], missing: dict[str, str]) -> str:
+    """One table: the candidates by the sizes."""
+    turns = ", ".join(str(min(len(times) for times in cell["round_s"].values())) for cell in cells.values())
+    head = [f"{told_crew(crew)}: GB/s (quartiles), ms; {turns} turns", *(f"{mib} MiB" for mib in cells)]
+    rows = [
+        [_emphasised(name), *("missing" if name in missing else _rate(cell, name) for cell in cells.values())]
+        for name in CANDIDATES
+    ]
+    return table(head, rows)
+
+
+def comparison(by_crew: dict[str, dict[int, Cell]], mib: int) -> str:
+    """One table: how many times faster we are than each of the others; or, without us, each than the yardstick."""
+    crews = {crew: cells[mib]["round_s"] for crew, cells in by_crew.items() if mib in cells}
+    ours = all(OURS in times for times in crews.values())
+    what = "Shoal's GB/s over theirs" if ours else f"GB/s over those of the {YARDSTICK}"
+    head = [f"{what}, in the same round, {mib} MiB", *(told_crew(crew) for crew in crews)]
+    rows = []
+    for name in OTHERS if ours else CANDIDATES:
+        cells = [_ratio(times, name, OURS) if ours else _ratio(times, YARDSTICK, name) for times in crews.values()]
+        rows.append([name, *cells])
+    return table(head, [row for row in rows if set(row[1:]) != {"-"}])
+
+
+def absent(missing: dict[str, dict[str, str]]) -> str:
+    """Why something is missing, each reason once."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for crew, names in missing.items():
+        for name, why in names.items():
+            reasons.setdefault((name, why), []).append(told_crew(crew))
+    lines = [
+        f"- {name} is missing {'everywhere' if len(crews) == len(missing) else 'with ' + '; '.join(crews)}: {why}."
+        for (name, why), crews in reasons.items()
+    ]
+    return "\n".join(lines)
+
+
+def told_crew(crew: str) -> str:
+    """`2 workers, 1 server`."""
+    workers, servers = crew.split(",")
+    return f"{workers} worker{'s' * (workers != '1')}, {servers} server{'s' * (servers != '1')}"
+
+
+def _rate(cell: Cell, name: str) -> str:
+    if name not in cell["round_s"]:
+        return "-"
+    low, middle, high = spreads(cell)[name]
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}), {median(cell['round_s'][name]) * 1e3:.1f} ms"
+
+
+def _ratio(times_s: dict[str, list[float]], slower: str, faster: str) -> str:
+    """How many times longer `slower` took than `faster` did in the same round."""
+    if slower not in times_s or faster not in times_s:
+        return "-"
+    if slower == faster:
+        return "1"
+    low, middle, high = _spread([a / b for a, b in zip(times_s[slower], times_s[faster], strict=True)])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _spread(values: list[float]) -> Spread:
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _emphasised(name: str) -> str:
+    return f"**{name}**" if name == OURS else name
+
+
+if __name__ == "__main__":
+    main()
