@@ -32,6 +32,7 @@ CANDIDATES = {
     "TCP echo, by parts": "tcp_parts",
     "pyzmq echo": "zeromq",
     "Shoal": "shoal",
+    "Shoal over TCP": "shoal_tcp",
     "Gloo all_reduce": "gloo",
     "torch RPC": "torch_rpc",
     "Ray actors": "ray_actors",

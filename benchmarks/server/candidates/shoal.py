@@ -1,11 +1,133 @@
-"""Shoal's parameter server. To be written: the server is not finished.
+"""Shoal's parameter server, as training uses it: parts of 4 MiB, authenticated frames, a lease, an arbiter.
 
-What belongs here is a class `Candidate` with the methods of `benchmarks.server.candidate.Candidate`. The short way
-is a `Worker` (prepare, round, close) and a `Crew` (worker, serve), as in `tcp_parts.py`; the servers sum.
+    worker   copies a part's gradient where it is lent from ── push ──> server   adds up, steps, says: there
+             copies the values          <──────────────────────────────
+
+The optimizer puts the sum in the place of the values, so that what is held can be checked.
 """
 
 from __future__ import annotations
 
-from benchmarks.server.candidate import Missing
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-raise Missing("Shoal's parameter server is not finished")
+import torch
+from torch import Tensor, nn
+
+from benchmarks.server.crew import Crew, Place, Worker
+from shoal.launch.nursery import Nursery
+from shoal.server.client import Client
+from shoal.server.flat import Flat
+from shoal.server.fleet import Fleet, Job, Judge
+from shoal.server.key import new_key_file, read_key
+from shoal.server.layout import Shape, cut, place
+from shoal.server.recipe import recipe_of
+from shoal.server.shard import Order
+
+
+class Replace(torch.optim.Optimizer):
+    """New values are the gradient."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(parameter.grad)
+
+
+class Pusher(Worker):
+    shares: ClassVar[bool] = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.nursery: Nursery | None = None
+        self.fleet: Fleet | None = None
+        self.client: Client | None = None
+        self.times = 0
+
+    def prepare(self, gradient: Tensor) -> None:
+        self.close()
+        self.times += 1
+        self.gradient = gradient
+        parameters = {"weight": nn.Parameter(torch.zeros_like(gradient))}
+        self.parts = cut({"weight": Shape(len(gradient), torch.float32, 0)})
+        self.flat = Flat(parameters, self.parts)
+        owners = place(self.parts, self.place.servers)
+        job, file, host, port = self._fleet(owners)
+        self.client = Client(
+            self.place.index,
+            self.parts,
+            owners,
+            self.place.servers,
+            (host, port),
+            self.flat,
+            key=read_key(Path(file)),
+            job=job,
+            shares=self.shares,
+        )
+        self.pieces = gradient.split([part.length for part in self.parts])
+        self.present = [b"\1" * len(part.segments) for part in self.parts]
+        self.order = Order([{"lr": 1.0}])
+        if self.place.index == 0:
+            self.client.load([[{}] for _ in self.parts])
+            (Path(self.place.folder) / f"loaded-{self.times}").touch()
+        else:
+            _await(Path(self.place.folder) / f"loaded-{self.times}")
+        self.client.begin()
+
+    def round(self) -> Sequence[Tensor]:
+        assert self.client is not None
+        for number, piece in enumerate(self.pieces):
+            self.flat.gradients[number].copy_(piece)
+            self.client.push(number, self.flat.gradients[number], self.present[number])
+        self.client.order(self.order)
+        self.client.wait(range(len(self.parts)))
+        return self.flat.values
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.fleet is not None:
+            self.fleet.close(30.0)
+        self.client = self.fleet = None
+
+    def _fleet(self, owners: Sequence[int]) -> tuple[str, str, str, int]:
+        """The first worker starts the servers; the others find them by a file."""
+        folder = Path(self.place.folder) / f"fleet-{self.times}"
+        told = folder / "told"
+        if self.place.index == 0:
+            folder.mkdir()
+            shards = tuple(tuple(p for p in self.parts if owners[p.number] == n) for n in range(self.place.servers))
+            recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
+            job = Job(str(self.times), new_key_file(folder), shards, recipe, 1, self.place.workers, 0, lease_s=10.0)
+            nursery = Nursery()
+            judge = Judge(nursery, job, "127.0.0.1")
+            self.fleet = Fleet(nursery, job, range(len(shards)), judge.address, "127.0.0.1", judge)
+            told.with_suffix(".tmp").write_text(json.dumps(judge.address))
+            told.with_suffix(".tmp").rename(told)
+        _await(told)
+        host, port = json.loads(told.read_text())
+        return str(self.times), str(folder / "server.key"), host, port
+
+
+def _await(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+class Candidate(Crew):
+    worker = Pusher
+
+    @staticmethod
+    def serve(place: Place, announce: Callable[[Any], None]) -> None:
+        """The fleet is the first worker's: its processes are counted there."""
+        announce(None)

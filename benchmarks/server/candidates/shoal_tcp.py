@@ -1,0 +1,12 @@
+"""Shoal's parameter server without shared memory, as between machines: every gradient and value goes over TCP."""
+
+from benchmarks.server.candidates.shoal import Candidate as Shared
+from benchmarks.server.candidates.shoal import Pusher
+
+
+class Sender(Pusher):
+    shares = False
+
+
+class Candidate(Shared):
+    worker = Sender
