@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -112,6 +113,13 @@ def _parser() -> Parser:
     )
     launch.add_argument("script", help="Python file")
     launch.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    servers = verb("servers", "list a running job's parameter servers, add one, or remove one, while it trains")
+    servers.add_argument("run", type=Path, help="run directory")
+    servers.add_argument("what", nargs="?", choices=("list", "add", "remove"), default="list", help="(default: list)")
+    servers.add_argument(
+        "numbers", nargs="*", type=int, metavar="N", help="add: how many (default: 1); remove: which shards"
+    )
+    servers.add_argument("--json", action="store_true", help="print one JSON array, an object for each server")
     doctor = verb("doctor", "look at this machine: versions, devices, backends, and what is missing for which strategy")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -240,8 +248,6 @@ def _config(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     """Exit status: 0 exact, 1 past the tolerance, 2 refused."""
-    import json
-
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
     settings, notes = _settings(options, ranks)
@@ -279,6 +285,20 @@ def _launch(options: argparse.Namespace) -> int:
     return run_script(options.script, options.arguments, options.processes, environment, options.output)
 
 
+def _servers(options: argparse.Namespace) -> int:
+    if options.what == "remove" and not options.numbers:
+        raise UsageError(f"remove: say which shard, as in `shoal servers {options.run} remove 1`.")
+    if options.what == "add" and (len(options.numbers) > 1 or any(number < 1 for number in options.numbers)):
+        raise UsageError(f"add: takes one number of at least 1, got {' '.join(map(str, options.numbers))}.")
+    if options.what == "list" and options.numbers:
+        raise UsageError(f"list: takes no number, got {' '.join(map(str, options.numbers))}.")
+    from shoal.server import control
+
+    found = control.command(options.run, options.what, options.numbers)
+    print(json.dumps(found) if options.json else control.table(found))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from shoal import doctor
 
@@ -296,6 +316,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "plot": _plot,
     "launch": _launch,
+    "servers": _servers,
     "doctor": _doctor,
 }
 TAKES_SETTINGS = ("train", "import", "config", "verify")

@@ -265,6 +265,12 @@ class Run:
         remote = self._prepared().remote
         return [] if remote is None else remote.report()
 
+    def announce(self, directory: Path) -> None:
+        """Let `shoal servers DIRECTORY` find this run's parameter servers, if it has any. For rank 0."""
+        remote = self._prepared().remote
+        if remote is not None:
+            remote.announce(directory)
+
     @property
     def in_step(self) -> bool:
         """Whether all ranks take each step together, so that it has global gradients."""

@@ -10,21 +10,27 @@ A primary renews its lease with every beat. When it has been silent for longer t
 answering by its own clock, and the first backup takes over under a new epoch. So two never answer at once, whether the
 old one died, was stopped, or cannot be reached. Where there is no backup, a silent primary is waited for; one that has
 hung up, and does not come back in time, is lost, and its parts with it.
+
+Shards come and go while training goes on. A new one is given parts once its first server is there; one that is to go
+ends when the last of its parts is elsewhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from shoal.server.layout import rebalance
+from shoal.server.placement import Move, Placement
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class View:
-    """Who holds a shard. `lost`: nobody does any more."""
+    """Who holds a shard. `lost`: nobody does any more. `retired`: nobody has to."""
 
     shard: int
     epoch: int = 0
@@ -32,6 +38,7 @@ class View:
     backups: tuple[int, ...] = ()
     joining: tuple[int, ...] = ()
     lost: bool = False
+    retired: bool = False
     addresses: Mapping[int, Address] = field(default_factory=dict)
 
     @property
@@ -50,16 +57,20 @@ class View:
 
 
 class Arbiter:
-    """The views of all shards.
+    """The views of all shards, and which parts are theirs.
 
     Args:
-        shards: how many there are.
+        owners: the shard of each part at the beginning.
+        sizes: bytes of each part.
+        shards: how many there are at the beginning.
         lease_s: how long a beat is worth.
     """
 
-    def __init__(self, shards: int, lease_s: float) -> None:
-        self.lease_s = lease_s
+    def __init__(self, owners: Sequence[int], sizes: Sequence[int], shards: int, lease_s: float) -> None:
+        self.sizes, self.lease_s = sizes, lease_s
         self.views = {shard: View(shard) for shard in range(shards)}
+        self.placement = Placement(1, tuple(owners))
+        self.speeds: dict[int, float] = {}
         self.heard: dict[int, float] = {}
         self.hung_up: set[int] = set()
 
@@ -71,10 +82,13 @@ class Arbiter:
         if server in view.members:
             return []
         addresses = {**view.addresses, server: address}
-        if view.epoch == 0:
-            return [self._change(view, primary=server, addresses=addresses)]
-        if view.lost:
+        if view.lost or view.retired:
             return []
+        if view.epoch == 0:
+            changed = self._change(view, primary=server, addresses=addresses)
+            if not self.placement.owned_by(shard):
+                self._spread()
+            return [changed]
         return [self._change(view, joining=(*view.joining, server), addresses=addresses)]
 
     def beat(self, server: int, now: float) -> bool:
@@ -102,16 +116,87 @@ class Arbiter:
         silent = {server for server, heard in self.heard.items() if now - heard > self.lease_s}
         return [changed for view in self.views.values() if (changed := self._without(view, silent)) is not None]
 
+    # Shards that come and go
+
+    def add(self) -> View:
+        """One shard more. Somebody has to start its servers; it is given parts when the first of them is there."""
+        view = View(max(self.views) + 1)
+        self.views[view.shard] = view
+        return view
+
+    def remove(self, shard: int) -> str:
+        """Have a shard give its parts to the others and end. Why that cannot be, or nothing."""
+        view = self.views.get(shard)
+        if view is None or view.retired:
+            return f"there is no shard {shard}; there are {', '.join(map(str, self._staying()))}"
+        if shard == 0:
+            return "shard 0 stays: workers agree there when to stop. Remove another one"
+        if shard in self.placement.leaving:
+            return f"shard {shard} is leaving already"
+        self._replace(leaving=(*self.placement.leaving, shard))
+        self._spread()
+        return ""
+
+    def measured(self, speeds: Mapping[int, float]) -> None:
+        """What each shard takes in, in any one unit: parts are placed by it from now on."""
+        self.speeds |= speeds
+        self._spread()
+
+    def held(self, server: int, part: int, since: int, giver: int) -> list[View]:
+        """A server says that it, and its backups, hold a part that `giver` has given for the move since `since`."""
+        move = self.placement.moving.get(part)
+        if move is None or move.since != since or self.views[move.target].primary != server:
+            return []
+        if self.views[self.placement.owners[part]].primary != giver:  # one that was replaced; the next one gives again
+            return []
+        owners = list(self.placement.owners)
+        owners[part] = move.target
+        moving = {number: kept for number, kept in self.placement.moving.items() if number != part}
+        self._replace(owners=tuple(owners), moving=moving)
+        return self._retire()
+
+    def _retire(self) -> list[View]:
+        """End the shards that are to go and have nothing left."""
+        busy = {*self.placement.owners, *(move.target for move in self.placement.moving.values())}
+        done = [shard for shard in self.placement.leaving if shard not in busy]
+        if done:
+            self._replace(leaving=tuple(shard for shard in self.placement.leaving if shard not in done))
+        return [self._change(self.views[shard], primary=None, backups=(), joining=(), retired=True) for shard in done]
+
+    def _staying(self) -> list[int]:
+        leaving = self.placement.leaving
+        return [shard for shard, view in self.views.items() if not (view.retired or view.lost or shard in leaving)]
+
+    def _spread(self) -> None:
+        """Begin the moves that make shards even; call off those that are for one that leaves."""
+        here = [shard for shard in self._staying() if self.views[shard].epoch or self.placement.owned_by(shard)]
+        speeds = {shard: self.speeds.get(shard, 1.0) for shard in here}
+        moving = dict(self.placement.moving)
+        bound = [moving[part].target if part in moving else owner for part, owner in enumerate(self.placement.owners)]
+        for part, target in rebalance(self.sizes, bound, speeds).items() if speeds else ():
+            moving.pop(part, None)
+            if self.placement.owners[part] != target:
+                moving[part] = Move(target, self.placement.version + 1)
+        self._replace(moving=moving)
+
+    def _replace(self, **what: Any) -> None:
+        self.placement = replace(self.placement, version=self.placement.version + 1, **what)
+
+    # What the next arbiter must know
+
     def dump(self) -> str:
-        """Everything that the next arbiter must know."""
-        return json.dumps([view.to_json() for view in self.views.values()])
+        """All of it."""
+        views = [view.to_json() for view in self.views.values()]
+        return json.dumps({"views": views, "placement": self.placement.to_json(), "speeds": [*self.speeds.items()]})
 
     def restore(self, text: str, now: float) -> None:
         """The inverse; everyone has a lease's time to be heard of."""
-        for found in json.loads(text):
-            view = View.from_json(found)
+        found = json.loads(text)
+        for view in map(View.from_json, found["views"]):
             self.views[view.shard] = view
             self.heard |= dict.fromkeys(view.members, now)
+        self.placement = Placement.from_json(found["placement"])
+        self.speeds = dict(found["speeds"])
 
     def _without(self, view: View, silent: set[int]) -> View | None:
         backups = tuple(server for server in view.backups if server not in silent)
@@ -122,9 +207,13 @@ class Arbiter:
             )  # fmt: skip
         if backups:
             return self._change(view, primary=backups[0], backups=backups[1:], joining=joining)
-        if view.primary in self.hung_up:
+        if view.primary not in self.hung_up:
+            return None
+        if view.shard == 0 or self.placement.owned_by(view.shard):
             return self._change(view, primary=None, backups=(), joining=(), lost=True)
-        return None
+        changed = self._change(view, primary=None, backups=(), joining=(), retired=True)
+        self._spread()  # what was on its way there goes elsewhere
+        return changed
 
     def _change(self, view: View, **what: Any) -> View:
         changed = replace(view, epoch=view.epoch + 1, **what)

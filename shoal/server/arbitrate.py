@@ -1,7 +1,8 @@
 """The arbiter's body: a process that servers and workers are connected to. What it decides is in `arbiter.py`.
 
       server ── JOIN, BEAT ──> arbiter ── VIEW ──> every server and worker
-      worker ── BYE ─────────>    │
+      worker ── BYE ─────────>    │   ── PLACEMENT ──> likewise
+      user ──── ADD, REMOVE ─>    │
                                   └ every change is on the disk before anyone is told
 
 A killed arbiter is started again on the same port and goes on from its file; nobody else stops for it. It ends when
@@ -17,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import WireError
 from shoal.server.arbiter import Arbiter, View
@@ -33,6 +35,8 @@ ARBITER = "arbiter"
 class Court:
     """All that an arbiter is told when it starts."""
 
+    owners: tuple[int, ...]  # of each part
+    sizes: tuple[int, ...]  # bytes of each part
     shards: int
     workers: int
     lease_s: float
@@ -46,12 +50,14 @@ class Arbitration:
 
     def __init__(self, court: Court, listener: socket.socket) -> None:
         self.court, self.listener = court, listener
-        self.arbiter = Arbiter(court.shards, court.lease_s)
+        self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
         self.peers: dict[int, Peer] = {}
         self.gone: set[int] = set()
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.told = self.arbiter.placement.version
 
     def run(self) -> None:
         """Until every worker has said that it will not come back."""
@@ -80,6 +86,7 @@ class Arbitration:
         peer = Peer(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer
+            self._tell_placement(peer)
             for view in self.arbiter.views.values():
                 self._tell(peer, view)
         try:
@@ -104,24 +111,66 @@ class Arbitration:
             case Op.JOIN:
                 found = unpack(payload)
                 host, port = found["address"]
+                self.facts[server] = found["facts"]
                 self._publish(self.arbiter.join(server, found["shard"], (host, port), now))
             case Op.BEAT:
+                if len(payload):
+                    self.facts[server] = unpack(payload)
                 if self.arbiter.beat(server, now):
                     peer.post(Op.BEAT, step=header.step)
                 else:
                     peer.post(Op.REFUSED)
+            case Op.HELD:
+                self._publish(self.arbiter.held(server, header.part, header.epoch, header.worker))
+            case Op.SPEEDS:
+                self.arbiter.measured({int(shard): speed for shard, speed in unpack(payload)})
+                self._publish([])
+            case Op.ADD:
+                view = self.arbiter.add()
+                self._publish([view])
+                peer.post(Op.ADD, part=view.shard)
+            case Op.REMOVE:
+                why_not = self.arbiter.remove(header.part)
+                self._publish([])
+                peer.post(Op.REMOVE, why_not.encode())
+            case Op.LIST:
+                peer.post(Op.LIST, json.dumps(self._listed()).encode())
             case Op.IN_SYNC:
                 self._publish(self.arbiter.in_sync(header.part, header.worker, header.epoch))
 
     def _publish(self, changed: list[View]) -> None:
-        if not changed:
+        moved = self.arbiter.placement.version != self.told
+        if not changed and not moved:
             return
         partial = self.court.file.with_suffix(".tmp")
         partial.write_text(self.arbiter.dump())
         os.replace(partial, self.court.file)
-        for view in changed:
-            for peer in self.peers.values():
+        self.told = self.arbiter.placement.version
+        for peer in self.peers.values():
+            for view in changed:
                 self._tell(peer, view)
+            if moved:
+                self._tell_placement(peer)
+
+    def _listed(self) -> list[dict[str, Any]]:
+        """A line for each server."""
+        placement = self.arbiter.placement
+        return [
+            {
+                "shard": view.shard,
+                "role": "primary" if server == view.primary else "backup" if server in view.backups else "joining",
+                "server": server,
+                "state": "leaving" if view.shard in placement.leaving else "stays",
+                "address": list(view.addresses[server]),
+                "moving": len([move for move in placement.moving.values() if move.target == view.shard]),
+                **self.facts.get(server, {}),
+            }
+            for view in self.arbiter.views.values()
+            for server in view.members
+        ]
+
+    def _tell_placement(self, peer: Peer) -> None:
+        peer.post(Op.PLACEMENT, json.dumps(self.arbiter.placement.to_json()).encode())
 
     def _tell(self, peer: Peer, view: View) -> None:
         peer.post(Op.VIEW, json.dumps(view.to_json()).encode(), part=view.shard, epoch=view.epoch)

@@ -3,6 +3,8 @@
 backward ── push part 7 ── push part 6 ── ...          a thread for each shard sends
 step     ── order
 forward     waits for part 0 ── part 1 ── ...          a thread for each shard receives
+
+Who answers for a part, the placement says; while a part moves, what is to be said of it waits for its new owner.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from shoal.server.arbiter import Address
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.layout import Part
-from shoal.server.link import Link
+from shoal.server.link import RECOVER_S, Link, Question
 from shoal.server.messages import Op, pack_order, pack_part, unpack_part, view
-from shoal.server.shard import Order
+from shoal.server.peer import Payload
+from shoal.server.placement import Placement
+from shoal.server.said import Order
 from shoal.server.shared import Attached, offsets
-from shoal.server.views import Views
+from shoal.server.views import AGAIN_S, Views
 
 
 class Client:
@@ -33,8 +37,6 @@ class Client:
     Args:
         worker: this worker's number.
         parts: of the whole model.
-        owners: the shard of each part.
-        shards: how many there are.
         arbiter: where it listens.
         flat: this worker's memory: values are written there as they come.
         shares: whether gradients are read from its memory by servers of this machine.
@@ -49,8 +51,6 @@ class Client:
         self,
         worker: int,
         parts: Sequence[Part],
-        owners: Sequence[int],
-        shards: int,
         arbiter: Address,
         flat: Flat,
         *,
@@ -59,46 +59,40 @@ class Client:
         staleness: int | None = 0,
         shares: bool = True,
     ) -> None:
-        self.worker, self.parts, self.owners, self.values = worker, parts, owners, flat.values
-        self._places = _places(parts, owners, shards, None if staleness == 0 else worker)
+        self.worker, self.parts, self.values = worker, parts, flat.values
+        self._places, own_bytes = offsets(parts)
+        self._copy_at = 0 if staleness == 0 else (1 + worker) * own_bytes  # where values change, there is one for us
         self.staleness, self.step, self.stop_at = staleness, 0, 0
         self._news = threading.Condition()
         self._arrived = [0] * len(parts)
+        self._answers: dict[tuple[int, int], memoryview] = {}
         self._failure: ServerLost | None = None
         self._gone = threading.Event()
-        most = max((part.size_bytes for part in parts), default=0)
-        self.views = Views(worker, arbiter, key, job, answered=lambda _: self._gone.set())
-        self._links = [
-            Link(
-                worker,
-                shard,
-                [part.number for part in parts if owners[part.number] == shard],
-                self.views,
-                key=key,
-                job=job,
-                limit_bytes=8 * most + 2**20,
-                place=self._place,
-                lent=flat.lent,
-                lent_at={p.number: at for p, at in zip(parts, flat.lent_at, strict=True) if shares},
-                take=self._take,
-                waits=lambda part, clock: self._arrived[part] < clock,
-                lost=self._lose,
-            )
-            for shard in range(shards)
-        ]
+        self._flat, self._key, self._job, self._shares = flat, key, job, shares
+        self._routes = threading.Lock()
+        self._links: dict[int, Link] = {}
+        self._order: tuple[int, bytes] | None = None
+        self._placement = Placement(0, (0,) * len(parts))
+        with self._routes:  # what is placed has to wait until there are views
+            self.views = Views(worker, arbiter, key, job, placed=self._placed, answered=lambda _: self._gone.set())
+        if self.views.placement(RECOVER_S) is None:
+            raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
 
     def push(self, part: int, gradient: Tensor, present: bytes) -> None:
         """Send a part's gradient of the step that is under way; it must not change until `wait` has returned."""
         self.wait([part])
-        self._links[self.owners[part]].push(part, (self.step, gradient, present))
+        with self._routes:
+            link, now = self._route(part)
+            link.push(part, (self.step, gradient, present), now)
 
     def order(self, order: Order) -> None:
         """Have the servers take the step, now that every part was pushed."""
         self.wait(range(len(self.parts)))
-        payload = pack_order(order)
-        step, self.step = self.step, self.step + 1
-        for link in self._links:
-            link.order(step, payload)
+        with self._routes:
+            self._order = self.step, pack_order(order)
+            self.step += 1
+            for link in self._links.values():
+                link.order(*self._order)
 
     def wait(self, parts: Iterable[int]) -> None:
         """Until the values of the last step are here. Raises ServerLost."""
@@ -118,18 +112,17 @@ class Client:
         """Wait for the newest values of all parts. Every worker must have waited for its own before."""
         with self._news:
             self._arrived = [-1] * len(self.parts)
-        for part in self.parts:
-            self._links[self.owners[part.number]].post(Op.PULL, part=part.number)
+        self._say(Op.PULL, dict.fromkeys(range(len(self.parts)), b""))
         self.wait(range(len(self.parts)))
 
     def squared_norm(self) -> float:
         """Of all gradients of the step that is under way, over all workers. Every worker must have pushed or will."""
-        answers = [link.ask(Op.NORM, step=self.step) for link in self._links]
-        return sum(float.fromhex(bytes(answer).decode()) for answer in answers)
+        answers = self._ask(Op.NORM, dict.fromkeys(range(len(self.parts)), b""))
+        return sum(float.fromhex(bytes(answers[part.number]).decode()) for part in self.parts)
 
     def gradient(self, part: int) -> tuple[Tensor, bytes]:
         """A part's gradient, summed over all workers, and which of its segments have one."""
-        payload = self._links[self.owners[part]].ask(Op.GRADIENT, part=part, step=self.step)
+        payload = self._ask(Op.GRADIENT, {part: b""})[part]
         segments = len(self.parts[part].segments)
         numbers = torch.frombuffer(bytearray(payload[segments:]), dtype=self.parts[part].dtype)
         return numbers, bytes(payload[:segments])
@@ -137,8 +130,7 @@ class Client:
     def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Have the servers begin at this worker's `values`, with these optimizer states, at this worker's step."""
         for part, state in zip(self.parts, states, strict=True):
-            payload = pack_part(self.values[part.number], list(state), {})
-            self._links[self.owners[part.number]].ask(Op.LOAD, payload, part=part.number, step=self.step)
+            self._ask(Op.LOAD, {part.number: pack_part(self.values[part.number], list(state), {})})
         self.begin()
 
     def begin(self) -> None:
@@ -148,47 +140,124 @@ class Client:
 
     def state(self, part: int) -> list[dict[str, Any]]:
         """The optimizer's state of each segment of a part."""
-        return unpack_part(self._links[self.owners[part]].ask(Op.STATE, part=part))[1]
+        return unpack_part(self._ask(Op.STATE, {part: b""})[part])[1]
 
     def figures(self) -> list[dict[str, Any]]:
         """What each shard's primary tells of itself."""
-        return [json.loads(bytes(link.ask(Op.FIGURES))) for link in self._links]
+        with self._routes:
+            shards = sorted(set(self._placement.owners))
+            for shard in shards:
+                self._links[shard].ask_shard((Op.FIGURES, b"", {"part": shard}))
+        return [json.loads(bytes(answer)) for answer in self._await_answers(Op.FIGURES, shards).values()]
 
     def close(self, limit_s: float = 5.0) -> None:
         """Hang up, for good: the arbiter is told."""
         self.views.post(Op.BYE)
         self._gone.wait(limit_s)
         self.views.close()
-        for link in self._links:
+        for link in self._links.values():
             link.close()
+
+    # Where what is said goes
+
+    def _route(self, part: int) -> tuple[Link, bool]:
+        """The link that has to say what is said of a part, and whether it may say so now. Holds `_routes`."""
+        return self._links[self._placement.owners[part]], part not in self._placement.moving
+
+    def _say(self, op: Op, payloads: Mapping[int, Payload]) -> None:
+        with self._routes:
+            for part, payload in payloads.items():
+                question: Question = (op, payload, {"part": part, "step": self.step})
+                link, now = self._route(part)
+                link.ask(part, question, now)
+
+    def _ask(self, op: Op, payloads: Mapping[int, Payload]) -> dict[int, memoryview]:
+        """Ask about several parts at once, and wait for all answers. Raises ServerLost."""
+        self._say(op, payloads)
+        return self._await_answers(op, payloads)
+
+    def _await_answers(self, op: Op, about: Iterable[int]) -> dict[int, memoryview]:
+        found = {}
+        with self._news:
+            for part in about:
+                while (op, part) not in self._answers:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._news.wait()
+                found[part] = self._answers.pop((op, part))
+        return found
+
+    def _placed(self, placement: Placement) -> None:
+        """Have links for all shards, and what was said of a part where it is now."""
+        with self._routes:
+            before, self._placement = self._placement, placement
+            for shard in {0, *placement.owners, *(move.target for move in placement.moving.values())}:
+                if shard not in self._links:
+                    self._links[shard] = self._link(shard)
+            for part, owner in enumerate(before.owners):
+                now, then = placement.route(part), before.route(part)
+                if before.version and now != then:
+                    said = self._links[owner].hand_over(part)
+                    self._links[placement.owners[part]].take_over(part, said, now is not None)
+
+    def _moved(self, part: int, op: Op) -> None:
+        """A shard does not answer for this part, or does not know yet that it is to."""
+        again = threading.Timer(AGAIN_S, self._say_once_more, (part, op))
+        again.daemon = True
+        again.start()
+
+    def _say_once_more(self, part: int, op: Op) -> None:
+        with self._routes:
+            link, now = self._route(part)
+            if now:
+                link.say_once_more(part, op)
+
+    def _link(self, shard: int) -> Link:
+        most = max((part.size_bytes for part in self.parts), default=0)
+        return Link(
+            self.worker,
+            shard,
+            self.views,
+            key=self._key,
+            job=self._job,
+            limit_bytes=8 * most + 2**20,
+            place=self._place,
+            take=self._take,
+            answered=self._answered,
+            moved=self._moved,
+            lent=self._flat.lent,
+            lent_at={p.number: at for p, at in zip(self.parts, self._flat.lent_at, strict=True) if self._shares},
+            waits=lambda part, clock: self._arrived[part] < clock,
+            lost=self._lose,
+            order=self._order,
+        )
+
+    # What comes
 
     def _lose(self, error: ServerLost) -> None:
         with self._news:
             self._failure = self._failure or error
             self._news.notify_all()
 
-    def _place(self, header: Header) -> memoryview | None:
-        return view(self.values[header.part]) if header.op == Op.VALUE else None
+    def _answered(self, header: Header, payload: memoryview) -> None:
+        with self._news:
+            self._answers[header.op, header.part] = payload
+            self._news.notify_all()
 
-    def _take(self, header: Header, borrowed: Attached | None) -> None:
+    def _place(self, shard: int, header: Header) -> memoryview | None:
+        """A part's own memory, unless the part has moved and this is the last that its old owner has to say."""
+        return view(self.values[header.part]) if self._placement.owners[header.part] == shard else None
+
+    def _take(self, shard: int, header: Header, borrowed: Attached | None) -> None:
         clock, oldest = header.step, header.epoch
+        if self._placement.owners[header.part] != shard:
+            return
         if borrowed is not None:
             part = self.parts[header.part]
-            lying = borrowed.tensor(self._places[header.part], part.length, part.dtype)
+            lying = borrowed.tensor(self._copy_at + self._places[header.part], part.length, part.dtype)
             self.values[header.part].copy_(lying)
         assert self.staleness is None or oldest >= clock - self.staleness, (clock, oldest, self.staleness)
         with self._news:
             self._arrived[header.part] = clock
             self.stop_at = self.stop_at or header.worker
             self._news.notify_all()
-
-
-def _places(parts: Sequence[Part], owners: Sequence[int], shards: int, reader: int | None) -> dict[int, int]:
-    """Where in its server's memory each part lies, in bytes, or this reader's copy of it."""
-    found: dict[int, int] = {}
-    for shard in range(shards):
-        at, length_bytes = offsets(part for part in parts if owners[part.number] == shard)
-        found |= {
-            number: place + (0 if reader is None else (1 + reader) * length_bytes) for number, place in at.items()
-        }
-    return found

@@ -5,7 +5,8 @@
                ├─ server of shard 0                     └─ server of shard 0  (replica)
                └─ server of shard 1  (replica)
 
-The arbiter's listening socket stays here, so that the next arbiter has the same port.
+The arbiter's views say which shards there are; each machine keeps its share of their servers alive. The arbiter's
+listening socket stays here, so that the next arbiter has the same port.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Court, arbitrate
 from shoal.server.key import read_key
 from shoal.server.layout import Part
-from shoal.server.messages import FIRST_SERVER
+from shoal.server.messages import FIRST_KEEPER
 from shoal.server.recipe import Recipe
 from shoal.server.serve import Plan, serve
 from shoal.server.views import Views
@@ -36,7 +36,9 @@ class Job:
     Args:
         name: which nobody else's has.
         key_file: holds the key.
-        shards: the parts of each.
+        parts: of the model.
+        owners: the shard of each part at the beginning.
+        shards: how many there are at the beginning.
         replicas: how many servers hold each shard.
         workers: how many push.
         staleness: as for `Shard`.
@@ -45,7 +47,9 @@ class Job:
 
     name: str
     key_file: Path
-    shards: tuple[tuple[Part, ...], ...]
+    parts: tuple[Part, ...]
+    owners: tuple[int, ...]
+    shards: int
     recipe: Recipe
     replicas: int
     workers: int
@@ -54,13 +58,9 @@ class Job:
     compression: Compression | None = None
 
 
-def place_servers(shards: int, replicas: int, machines: int) -> list[list[int]]:
-    """The shards that each machine begins with: one after the other, replicas of a shard on different machines."""
-    found: list[list[int]] = [[] for _ in range(machines)]
-    for replica in range(replicas):
-        for shard in range(shards):
-            found[(shard + replica) % machines].append(shard)
-    return found
+def share(shard: int, replicas: int, machine: int, machines: int) -> int:
+    """How many servers of a shard a machine has: one after the other, replicas on different machines."""
+    return sum((shard + replica) % machines == machine for replica in range(replicas))
 
 
 class Judge:
@@ -71,7 +71,9 @@ class Judge:
         self.listener = socket.create_server((host, 0), backlog=1024)
         self.address: Address = self.listener.getsockname()[:2]
         file = job.key_file.with_name("views.json")
-        self.court = Court(len(job.shards), job.workers, job.lease_s, job.name, read_key(job.key_file), file)
+        sizes = tuple(part.size_bytes for part in job.parts)
+        key = read_key(job.key_file)
+        self.court = Court(job.owners, sizes, job.shards, job.workers, job.lease_s, job.name, key, file)
         self.pid = 0
         self.start()
 
@@ -87,22 +89,30 @@ class Judge:
 class Fleet:
     """The servers of one machine.
 
+    Args: machine, machines: this one's number, and how many have servers.
+
     Attributes:
         servers: pid -> plan of each that is alive.
     """
 
     def __init__(
-        self, nursery: Nursery, job: Job, mine: Sequence[int], arbiter: Address, host: str, judge: Judge | None = None
+        self,
+        nursery: Nursery,
+        job: Job,
+        arbiter: Address,
+        host: str,
+        judge: Judge | None = None,
+        machine: int = 0,
+        machines: int = 1,
     ) -> None:
         self.nursery, self.job, self.arbiter, self.host, self.judge = nursery, job, arbiter, host, judge
+        self.machine, self.machines = machine, machines
         self.key = read_key(job.key_file)
         self.servers: dict[int, Plan] = {}
         self.seen: set[int] = set()
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        for shard in mine:
-            self.start(shard)
-        keeper = FIRST_SERVER - 1 - secrets.randbelow(2**20)  # one of each machine
+        keeper = FIRST_KEEPER + secrets.randbelow(2**20)
         self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete)
         threading.Thread(target=self._watch, name="fleet", daemon=True).start()
 
@@ -112,7 +122,7 @@ class Fleet:
         plan = Plan(
             server=number,
             shard=shard,
-            parts=self.job.shards[shard],
+            parts=self.job.parts,
             recipe=self.job.recipe,
             workers=self.job.workers,
             staleness=self.job.staleness,
@@ -156,23 +166,23 @@ class Fleet:
                 self.judge.start()
             with self.lock:
                 for pid in dead:
-                    shard = self.servers.pop(pid).shard
-                    if self.job.replicas > 1:
-                        self.start(shard)
+                    self.servers.pop(pid, None)
+            for view in self.views.known():
+                self._complete(view)
 
     def _has_lost(self) -> bool:
         return self.closing.is_set() or self._judge_ended() or not set(self.servers) <= self.nursery.alive
 
     def _complete(self, view: View) -> None:
-        """Start a server in place of one that the arbiter has given up, though its process is alive."""
+        """Have this machine's share of a shard's servers, without those that the arbiter has given up."""
         with self.lock:
-            given_up = [
-                pid
-                for pid, plan in self.servers.items()
-                if plan.shard == view.shard and plan.server in self.seen and plan.server not in view.members
-            ]
+            mine = {pid: plan.server for pid, plan in self.servers.items() if plan.shard == view.shard}
+            given_up = [pid for pid, server in mine.items() if server in self.seen and server not in view.members]
             self.seen |= set(view.members)
             for pid in given_up:
                 del self.servers[pid]
-                if self.job.replicas > 1 and not view.lost:
-                    self.start(view.shard)
+            if view.lost or view.retired or self.closing.is_set() or (view.epoch and self.job.replicas == 1):
+                return  # what a server alone has held, no other one can have
+            wanted = share(view.shard, self.job.replicas, self.machine, self.machines)
+            for _ in range(wanted - len(mine) + len(given_up)):
+                self.start(view.shard)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,3 +99,53 @@ def place(parts: Iterable[Part], servers: int, bandwidth: Sequence[float] | None
         given[owner] += part.size_bytes
         owners.append(owner)
     return owners
+
+
+def rebalance(sizes: Sequence[int], owners: Sequence[int], servers: Mapping[int, float]) -> dict[int, int]:
+    """Moves, part -> server, after which all servers are done at about the same time; as few bytes as that takes.
+
+    Args:
+        sizes: bytes of each part.
+        owners: of each part, now; one that is not in `servers` is to be left without any.
+        servers: the bandwidth of each, in any one unit.
+    """
+    moves: dict[int, int] = {}
+    given = dict.fromkeys(servers, 0)
+    for part, owner in enumerate(owners):
+        if owner in given:
+            given[owner] += sizes[part]
+    homeless = [part for part, owner in enumerate(owners) if owner not in given]
+    for part in sorted(homeless, key=lambda part: (-sizes[part], part)):
+        _move(part, sizes, moves, given, _least(given, servers, sizes[part]))
+    while True:
+        fullest = max(servers, key=lambda server: (given[server] / servers[server], -server))
+        inside = [part for part, owner in enumerate(owners) if moves.get(part, owner) == fullest]
+        better = _best_move(inside, fullest, sizes, given, servers)
+        if better is None:
+            return {part: server for part, server in moves.items() if server != owners[part]}
+        given[fullest] -= sizes[better]
+        _move(better, sizes, moves, given, _least(given, servers, sizes[better]))
+
+
+def _best_move(
+    inside: Collection[int], fullest: int, sizes: Sequence[int], given: Mapping[int, int], servers: Mapping[int, float]
+) -> int | None:
+    """The part of the fullest server whose move leaves the fuller one of the two the least full."""
+    found, lowest = None, given[fullest] / servers[fullest]
+    for part in inside:
+        target = _least(given, servers, sizes[part])
+        there = (given[target] + sizes[part]) / servers[target]
+        after = max(there, (given[fullest] - sizes[part]) / servers[fullest])
+        if target != fullest and after < lowest:
+            found, lowest = part, after
+    return found
+
+
+def _least(given: Mapping[int, int], servers: Mapping[int, float], size: int) -> int:
+    """The server that would be done first with one part more."""
+    return min(servers, key=lambda server: ((given[server] + size) / servers[server], server))
+
+
+def _move(part: int, sizes: Sequence[int], moves: dict[int, int], given: dict[int, int], server: int) -> None:
+    moves[part] = server
+    given[server] += sizes[part]

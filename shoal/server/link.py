@@ -1,13 +1,16 @@
-"""A worker's connection to one shard, whoever is its primary: what has no answer yet is said again to the next one."""
+"""A worker's connection to one shard, whoever is its primary: what has no answer yet is said again to the next one.
+
+What was said of a part goes along when the part moves to another shard, whose link says it there.
+"""
 
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,58 +28,72 @@ RECOVER_S = 60.0
 """How long a shard may be without a primary."""
 Push = tuple[int, Tensor, bytes]
 """Step, gradient, and which of its segments have one."""
+Question = tuple[Op, Payload, dict[str, int]]
+
+
+@dataclass
+class Said:
+    """Of one part, to whoever answers for it."""
+
+    push: Push | None = None
+    questions: dict[Op, Question] = field(default_factory=dict)
 
 
 class Link:
     """One worker's talk with one shard.
 
     Args:
-        parts: of the shard.
         place: where a frame's payload goes.
         lent, lent_at: the memory of this worker's gradients, and where in it each part lies, in bytes.
         take: is given every value that came, and the memory that it lies in, where that is not ours.
+        answered: is given every answer to a question.
+        moved: is told of a part that this shard does not answer for, or not now, and of what it was asked in vain.
         waits: whether the values of this part and step have not come yet.
         lost: is told once, when nobody holds the shard any more.
+        order: the last one that other shards have been sent.
     """
 
     def __init__(
         self,
         worker: int,
         shard: int,
-        parts: Iterable[int],
         views: Views,
         *,
         key: bytes,
         job: str,
         limit_bytes: int,
-        place: Callable[[Header], memoryview | None],
-        take: Callable[[Header, Attached | None], None],
+        place: Callable[[int, Header], memoryview | None],
+        take: Callable[[int, Header, Attached | None], None],
+        answered: Callable[[Header, memoryview], None],
+        moved: Callable[[int, Op], None],
         lent: Memory,
         lent_at: Mapping[int, int],
         waits: Callable[[int, int], bool],
         lost: Callable[[ServerLost], None],
+        order: tuple[int, bytes] | None,
     ) -> None:
-        self.worker, self.shard, self.parts, self.views = worker, shard, list(parts), views
+        self.worker, self.shard, self.views = worker, shard, views
         self.key, self.job, self.limit_bytes = key, job, limit_bytes
-        self._place, self._take, self._waits, self._lost = place, take, waits, lost
+        self._place, self._take, self._answered, self._moved = place, take, answered, moved
+        self._waits, self._lost = waits, lost
         self._lent, self._lent_at = lent, lent_at
         self._lending = False
         self._borrowed: Attached | None = None
         self._lock = threading.Lock()
-        self._pushed: dict[int, Push] = {}
-        self._order: tuple[int, bytes] | None = None
-        self._question: tuple[Op, Payload, dict[str, int]] | None = None
-        self._answers: queue.SimpleQueue[tuple[Header, memoryview] | ServerLost] = queue.SimpleQueue()
+        self._said: dict[int, Said] = {}
+        self._about_shard: Question | None = None
+        self._order = order
+        self._receiving = threading.Lock()
         self._peer: Peer | None = None
         self._closed = False
-        self.takeovers = 0
         threading.Thread(target=self._live, name=f"shard {shard}", daemon=True).start()
 
-    def push(self, part: int, push: Push) -> None:
+    def push(self, part: int, push: Push, now: bool) -> None:
         """Send a gradient; it must not change before the values of the next step have come."""
         with self._lock:
-            self._pushed[part] = push
-            self._post_push(part)
+            self._said.setdefault(part, Said()).push = push
+            if now:
+                self._post_push(part, push)
 
     def order(self, step: int, payload: bytes) -> None:
         """Send a step's order."""
@@ -89,21 +106,39 @@ class Link:
         with self._lock:
             self._post(op, payload, **fields)
 
-    def ask(self, op: Op, payload: Payload = b"", **fields: int) -> memoryview:
-        """Send a question and wait for its answer. Raises ServerLost."""
+    def ask(self, part: int, question: Question, now: bool) -> None:
+        """Send a question about a part; the answer goes to `answered`."""
         with self._lock:
-            self._question = (op, payload, fields)
-            self._post(op, payload, **fields)
-        while True:
-            found = self._answers.get()
-            if isinstance(found, ServerLost):
-                self._answers.put(found)
-                raise found
-            header, answer = found
-            if header.op == op and header.part == fields.get("part", 0):  # else to one that was asked twice
-                with self._lock:
-                    self._question = None
-                return answer
+            self._said.setdefault(part, Said()).questions[question[0]] = question
+            if now:
+                self._post_question(question)
+
+    def ask_shard(self, question: Question) -> None:
+        """Send a question about the shard itself."""
+        with self._lock:
+            self._about_shard = question
+            self._post_question(question)
+
+    def hand_over(self, part: int) -> Said:
+        """What was said of a part and has no answer: somebody else is to say it again."""
+        with self._receiving, self._lock:  # not while the part's own values are coming in
+            return self._said.pop(part, Said())
+
+    def take_over(self, part: int, said: Said, now: bool) -> None:
+        """Say again what was said of a part, or keep it until its move is over."""
+        with self._lock:
+            self._said[part] = said
+            if now:
+                self._say_part(part, said)
+
+    def say_once_more(self, part: int, op: Op) -> None:
+        """Repeat what was said in vain, unless somebody else is to say it."""
+        with self._lock:
+            said = self._said.get(part, Said())
+            if op == Op.PUSH and said.push is not None:
+                self._post_push(part, said.push)
+            elif op in said.questions:
+                self._post_question(said.questions[op])
 
     def close(self) -> None:
         """Hang up."""
@@ -115,8 +150,12 @@ class Link:
         if self._peer is not None:
             self._peer.post(op, payload, **fields)
 
-    def _post_push(self, part: int) -> None:
-        step, gradient, present = self._pushed[part]
+    def _post_question(self, question: Question) -> None:
+        op, payload, fields = question
+        self._post(op, payload, **fields)
+
+    def _post_push(self, part: int, push: Push) -> None:
+        step, gradient, present = push
         if 0 in present:
             self._post(Op.PRESENT, present, part=part)
         at_bytes = self._lent_at.get(part) if self._lending else None
@@ -131,6 +170,8 @@ class Link:
         epoch, since = 1, time.monotonic()
         while not self._closed:
             view = self.views.newest(self.shard, RECOVER_S, lambda view, epoch=epoch: view.epoch >= epoch)  # type: ignore[misc]
+            if view is not None and view.retired:
+                return
             if view is None or view.lost or time.monotonic() > since + RECOVER_S:
                 self._give_up(view)
                 return
@@ -160,12 +201,12 @@ class Link:
                 if view is not None and view.lost
                 else f"it has had no primary for {RECOVER_S:g} s"
             )
-        error = ServerLost(
-            f"shard {self.shard} of the parameter servers is lost: {reason}. The same command goes on from the last "
-            "checkpoint; with replicas=2 a run survives the loss of a server."
+        self._lost(
+            ServerLost(
+                f"shard {self.shard} of the parameter servers is lost: {reason}. The same command goes on from the "
+                "last checkpoint; with replicas=2 a run survives the loss of a server."
+            )
         )
-        self._answers.put(error)
-        self._lost(error)
 
     def _meet(self, view: View) -> Peer:
         if view.primary is None:
@@ -180,33 +221,69 @@ class Link:
         """Everything that the last primary has not answered."""
         with self._lock:
             self._peer = peer
-            self.takeovers += 1
             self._lending, self._borrowed = False, None
             if self._lent_at:
                 self._post(Op.SHARE, json.dumps(self._lent.description).encode())
-            for part, (step, _, _) in self._pushed.items():
-                if self._waits(part, step + 1):
-                    self._post_push(part)
-            if self._order is not None and any(self._waits(part, self._order[0] + 1) for part in self.parts):
+            for part, said in self._said.items():
+                self._say_part(part, said)
+            if self._order is not None:
                 self._post(Op.ORDER, self._order[1], step=self._order[0])
-            if self._question is not None:
-                op, payload, fields = self._question
-                self._post(op, payload, **fields)
+            if self._about_shard is not None:
+                self._post_question(self._about_shard)
+
+    def _say_part(self, part: int, said: Said) -> None:
+        if said.push is not None and self._waits(part, said.push[0] + 1):
+            self._post_push(part, said.push)
+        for question in said.questions.values():
+            self._post_question(question)
 
     def _listen(self, peer: Peer) -> None:
+        receiving = False
+
+        def place(header: Header) -> memoryview | None:
+            nonlocal receiving
+            if header.op != Op.VALUE:
+                return None
+            self._receiving.acquire()
+            receiving = True
+            return self._place(self.shard, header)
+
         while True:
-            header, payload = peer.receive(self._place)
-            if header.op == Op.VALUE:
-                self._take(header, self._borrowed if header.flags & SHARED else None)
-            elif header.op == Op.SHARE:
+            try:
+                header, payload = peer.receive(place)
+                if header.op == Op.VALUE and not receiving:
+                    self._receiving.acquire()
+                    receiving = True
+                self._hear(header, payload)
+            finally:
+                if receiving:
+                    receiving = False
+                    self._receiving.release()
+
+    def _hear(self, header: Header, payload: memoryview) -> None:
+        match header.op:
+            case Op.VALUE:
+                with self._lock:
+                    self._said.get(header.part, Said()).questions.pop(Op.PULL, None)
+                self._take(self.shard, header, self._borrowed if header.flags & SHARED else None)
+            case Op.SHARE:
                 self._share(payload)
-            elif header.op == Op.REFUSED:
+            case Op.MOVED:
+                self._moved(header.part, Op(header.step))
+            case Op.REFUSED:
                 said = bytes(payload).decode()
                 if "is not the primary" not in said:
                     raise Refusal(said)
                 raise WireError(said)
-            else:
-                self._answers.put((header, payload))
+            case Op.FIGURES:
+                with self._lock:
+                    self._about_shard = None
+                self._answered(header, payload)
+            case _:
+                with self._lock:
+                    asked = self._said.get(header.part, Said()).questions.pop(Op(header.op), None)
+                if asked is not None:  # or else it is asked elsewhere by now
+                    self._answered(header, payload)
 
     def _share(self, payload: memoryview) -> None:
         """The server has this worker's memory, and lends its own."""

@@ -3,6 +3,7 @@
 arbiter ── VIEW ──> follow: primary, backup, or out
    └──── BEAT ──> the lease of a primary, counted from when its beat was sent
 primary ── FILL, APPLY ──> backup;  primary <── ACKNOWLEDGE ── backup
+primary ── GIVE ──> primary of another shard, which tells the arbiter: HELD
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from shoal.server.frame import Header
 from shoal.server.handshake import connect
 from shoal.server.messages import FIRST_SERVER, Op, pack_part
 from shoal.server.peer import Peer
-from shoal.server.shard import Applied, Filled
+from shoal.server.placement import Placement
+from shoal.server.said import Adopted, Applied, Filled, Given
 from shoal.server.views import Views
 
 BEATS_IN_A_LEASE = 8
@@ -38,7 +40,9 @@ class Membership:
         arbiter: where the arbiter does.
         limit_bytes: the longest frame.
         follow: is told of every view of the shard after this server has become a member.
-        acknowledged: is told (backup, part, clock).
+        placed: is told of every placement.
+        acknowledged: is told (backup, part, clock, whether it was filled).
+        facts: what a user may want to know of this server; told with every beat.
         out: is called when this server is a member no longer.
     """
 
@@ -54,16 +58,18 @@ class Membership:
         lease_s: float,
         limit_bytes: int,
         follow: Callable[[View], None],
-        acknowledged: Callable[[int, int, int], None],
+        placed: Callable[[Placement], None],
+        acknowledged: Callable[[int, int, int, bool], None],
+        facts: Callable[[], dict[str, Any]],
         leased: Callable[[], None],
         out: Callable[[], None],
     ) -> None:
         self.server, self.shard, self.here = server, shard, here
         self.key, self.job, self.lease_s, self.limit_bytes = key, job, lease_s, limit_bytes
         self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
+        self._placed, self._facts = placed, facts
         self.view = View(shard)
         self.links: dict[int, Peer] = {}
-        self._unfilled: dict[int, int] = {}
         self._joined = False
         self._sent: dict[int, float] = {}
         self._leased_until = 0.0
@@ -79,6 +85,7 @@ class Membership:
             self.job,
             first=self._introduce,
             changed=self._see,
+            placed=self._placed,
             answered=self._answered,
         )
         threading.Thread(target=self._beat, daemon=True).start()
@@ -92,26 +99,25 @@ class Membership:
         """Whether no other server can be the primary now."""
         return time.monotonic() < self._leased_until
 
-    def reach(self, backup: int) -> Peer | None:
-        """A connection to a replica, if it is there."""
-        address = self.view.addresses.get(backup)
+    def reach(self, server: int, address: Address | None) -> Peer | None:
+        """A connection to another server, if it is there."""
         if address is None:
             return None
         try:
             connection = socket.create_connection(address, timeout=self.lease_s / 2)
             session = connect(
-                connection, self.key, f"{self.job}/{backup}", FIRST_SERVER + self.server, limit_s=self.lease_s / 2
+                connection, self.key, f"{self.job}/{server}", FIRST_SERVER + self.server, limit_s=self.lease_s / 2
             )
             secret = not is_loopback(connection)
             channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
         except (OSError, WireError) as error:
-            log.info("server %d cannot reach its backup %d: %s", self.server, backup, error)
+            log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None
-        return Peer(channel, f"backup {backup}")
+        return Peer(channel, f"server {server}")
 
-    def link(self, backup: int, peer: Peer, parts: int) -> None:
-        """A replica is going to be filled with so many parts."""
-        self.links[backup], self._unfilled[backup] = peer, parts
+    def link(self, backup: int, peer: Peer) -> None:
+        """A replica is going to be filled."""
+        self.links[backup] = peer
         threading.Thread(target=self._listen, args=(backup, peer), daemon=True).start()
 
     def drop(self, backup: int) -> None:
@@ -137,11 +143,30 @@ class Membership:
         link.post(Op.ABOUT, json.dumps(about).encode(), part=message.part)
         link.post(Op.APPLY, message.gradient, part=message.part, step=message.clock, epoch=epoch)
 
+    def primary_of(self, shard: int) -> tuple[int, Address] | None:
+        """Another shard's primary and where it listens, if it has one."""
+        view = self.views.newest(shard, 0.0, lambda view: view.primary is not None)
+        return None if view is None or view.primary is None else (view.primary, view.addresses[view.primary])
+
+    def give(self, given: Given, since: int, peer: Peer) -> None:
+        """Send a part to another shard's primary."""
+        payload = pack_part(given.values, list(given.state), given.done)
+        peer.post(Op.GIVE, payload, part=given.part, step=given.clock, epoch=since)
+
+    def holds(self, adopted: Adopted) -> None:
+        """Tell the arbiter of a part that has come."""
+        self.views.post(Op.HELD, part=adopted.part, epoch=adopted.since, worker=adopted.giver)
+
+    def in_sync(self, backup: int) -> None:
+        """Tell the arbiter of a backup that was filled."""
+        self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
+
     def _introduce(self, peer: Peer) -> None:
         if self._joined:
             return  # the next beat tells
         host, port = self.here
-        peer.post(Op.JOIN, json.dumps({"shard": self.shard, "address": [host, port]}).encode())
+        joining = {"shard": self.shard, "address": [host, port], "facts": self._facts()}
+        peer.post(Op.JOIN, json.dumps(joining).encode())
 
     def _see(self, view: View) -> None:
         if view.shard != self.shard:
@@ -161,7 +186,7 @@ class Membership:
                 number += 1
                 self._sent = {n: at for n, at in self._sent.items() if n > number - 4 * BEATS_IN_A_LEASE}
                 self._sent[number] = time.monotonic()
-                self.views.post(Op.BEAT, step=number)
+                self.views.post(Op.BEAT, json.dumps(self._facts()).encode(), step=number)
             time.sleep(self.lease_s / BEATS_IN_A_LEASE)
 
     def _answered(self, header: Header) -> None:
@@ -178,11 +203,7 @@ class Membership:
                 if header.op == Op.REFUSED:
                     log.info("server %d was replaced: its backup %d follows another", self.server, backup)
                     continue
-                self._acknowledged(backup, header.part, header.step)
-                if header.flags and backup in self._unfilled:
-                    self._unfilled[backup] -= 1
-                    if self._unfilled[backup] == 0:
-                        self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
+                self._acknowledged(backup, header.part, header.step, bool(header.flags))
         except WireError:
             link.close()
             if self.links.get(backup) is link:

@@ -1,9 +1,10 @@
 """What workers, servers and replicas say to each other, and how it stands in a frame.
 
     worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP, SHARE
-    server -> worker     VALUE, and the answers to questions under the question's own number
-    primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE
-    server -> arbiter    JOIN, BEAT, IN_SYNC;  worker -> arbiter  BYE;  arbiter -> all  VIEW
+    server -> worker     VALUE, MOVED, and the answers to questions under the question's own number
+    primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE;  primary -> another shard's  GIVE
+    server -> arbiter    JOIN, BEAT, IN_SYNC, HELD;  worker -> arbiter  BYE, SPEEDS;  arbiter -> all  VIEW, PLACEMENT
+    a user -> arbiter    ADD, REMOVE, LIST
 
 Numbers that are large, gradients and values, are the frame's payload, as they lie in memory. What is small is JSON. A
 part's whole state is a safetensors file in memory. Nothing is pickled.
@@ -21,12 +22,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.server.shard import Order, Refused
+from shoal.server.said import Order, Refused
 
 SMALL_BYTES = 2**16
 """The longest message that is no part."""
 FIRST_SERVER = 2**24
 """On a connection, workers are known by their numbers, and servers by theirs from here on."""
+FIRST_KEEPER, FIRST_USER = FIRST_SERVER - 2**20, FIRST_SERVER - 2**21
+"""Who keeps a machine's servers alive, and who asks from outside: 2**20 random numbers each."""
+PLACEMENT_BYTES = 2**24
+"""The longest message of the arbiter: a few bytes for each part."""
 
 
 SHARED = 1
@@ -58,6 +63,14 @@ class Op(IntEnum):
     BYE = 20
     ABOUT = 21
     SHARE = 22
+    PLACEMENT = 23
+    GIVE = 24
+    HELD = 25
+    MOVED = 26
+    ADD = 27
+    REMOVE = 28
+    LIST = 29
+    SPEEDS = 30
 
 
 def view(tensor: Tensor) -> memoryview:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,19 +44,24 @@ from shoal.server.messages import (
     view,
 )
 from shoal.server.peer import Peer
+from shoal.server.placement import Placement
 from shoal.server.recipe import Recipe
-from shoal.server.shard import (
+from shoal.server.said import (
     Acknowledged,
+    Adopted,
     Applied,
+    Elsewhere,
     Filled,
+    Given,
     Gradient,
+    InSync,
     Loaded,
     Norm,
     Out,
     Refused,
-    Shard,
     Value,
 )
+from shoal.server.shard import Shard
 from shoal.server.shared import Attached, Memory, attach, offsets
 
 log = logging.getLogger("shoal.server")
@@ -67,7 +73,7 @@ class Plan:
 
     server: int
     shard: int
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # of the model
     recipe: Recipe
     workers: int
     staleness: int | None
@@ -85,13 +91,15 @@ class Server:
         self.plan, self.listener = plan, listener
         self.offsets, length_bytes = offsets(plan.parts)
         slots = 1 if plan.staleness == 0 else 1 + plan.workers  # where values change, everyone has a copy to read
-        self.memory = Memory(slots * length_bytes)
+        self.slots = slots
+        self.memory = Memory(slots * length_bytes)  # of which only what is held takes room
         self.slot_bytes = length_bytes
         self.shard = Shard(
             plan.parts,
             plan.recipe,
             range(plan.workers),
             plan.staleness,
+            mine=(),
             memory=lambda part: self._slot(0, part),
             snapshot=self._snapshot,
         )
@@ -102,6 +110,9 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
         self.unsaid: list[Out] = []
+        self.placement: Placement | None = None
+        self.given: dict[int, tuple[int, int, float]] = {}
+        self.gone: dict[int, dict[int, int]] = {}
         self.refused = 0
         self.stop_at = 0
         self.received_bytes = 0
@@ -117,6 +128,8 @@ class Server:
             lease_s=plan.lease_s,
             limit_bytes=self.limit_bytes,
             follow=self._follow,
+            placed=self._placed,
+            facts=self._facts,
             acknowledged=self._acknowledged,
             leased=self._leased,
             out=self.close,
@@ -185,6 +198,13 @@ class Server:
             if not self.roles.wait_for(lambda: self.membership.is_primary, self.plan.lease_s):
                 raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
 
+    def _await_placement(self, version: int) -> None:
+        """Another server may have heard before this one of what is to move."""
+        with self.roles:
+            self.roles.wait_for(
+                lambda: self.placement is not None and self.placement.version >= version, self.plan.lease_s
+            )
+
     def _converse(self, number: int, peer: Peer) -> None:
         before: dict[int, bytes] = {}  # what was said of a payload that comes next
         while True:
@@ -193,10 +213,15 @@ class Server:
                 before[header.part] = bytes(payload)
                 continue
             about = before.pop(header.part, b"")
+            if header.op == Op.GIVE:
+                self._await_placement(header.epoch)
             with self.lock:
                 self.received_bytes += header.length
                 if number < FIRST_SERVER:
-                    self._send(self._take(number, peer, header, payload, about))
+                    try:
+                        self._send(self._take(number, peer, header, payload, about))
+                    except Elsewhere as where:
+                        peer.post(Op.MOVED, part=where.part, step=header.op)
                 else:
                     self._repeat(number, peer, header, payload, about)
 
@@ -204,18 +229,18 @@ class Server:
         """Where a payload goes: a gradient to the memory that it is summed in."""
         if header.op not in (Op.PUSH, Op.APPLY):
             return None
-        held = self.shard.held.get(header.part)
-        if held is None:
-            raise Refused(f"part {header.part} is not held here")
+        part = self.shard.parts.get(header.part)
+        if part is None:
+            raise Refused(f"part {header.part} is none of {len(self.shard.parts)}")
         packed = self.plan.compression if header.op == Op.PUSH else None
-        expected = held.part.size_bytes if packed is None else packed.size_bytes(held.part.length, held.part.dtype)
+        expected = part.size_bytes if packed is None else packed.size_bytes(part.length, part.dtype)
         if header.length != expected:
             raise Refused(f"a gradient of {header.length} bytes for part {header.part}, which takes {expected}")
         if packed is not None:
             return None
         buffer = self.buffers.get((number, header.part))
         if buffer is None:
-            buffer = self.buffers[number, header.part] = torch.empty_like(held.values)
+            buffer = self.buffers[number, header.part] = torch.empty(part.length, dtype=part.dtype)
         return view(buffer)
 
     def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
@@ -225,14 +250,14 @@ class Server:
             raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
         match header.op:
             case Op.PUSH:
-                there = about or b"\1" * len(shard.held[part].part.segments)
+                there = about or b"\1" * len(shard.held_part(part).part.segments)
                 return shard.push(worker, step, part, self._gradient(worker, header, payload), there)
             case Op.ORDER:
-                return shard.order(worker, step, unpack_order(payload))
-            case Op.NORM:
-                return shard.ask(worker, step, None)
-            case Op.GRADIENT:
-                return shard.ask(worker, step, part)
+                out = shard.order(worker, step, unpack_order(payload))
+                self._discard()
+                return out
+            case Op.NORM | Op.GRADIENT:
+                return shard.ask(worker, step, part, whole=header.op == Op.GRADIENT)
             case Op.PULL:
                 return shard.pull(worker, part)
             case Op.STOP:
@@ -248,7 +273,7 @@ class Server:
                 state_bytes = pack_part(held.values, list(held.state()), shard.done[part])
                 peer.post(Op.STATE, state_bytes, part=part, step=held.clock)
             case Op.FIGURES:
-                peer.post(Op.FIGURES, json.dumps(self._figures()).encode())
+                peer.post(Op.FIGURES, json.dumps(self._figures()).encode(), part=part)
             case _:
                 raise Refused(f"message {header.op}, which is not known")
         return []
@@ -281,6 +306,12 @@ class Server:
     def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
         """What a primary says; one that was replaced is refused."""
         part, clock, view = header.part, header.step, self.membership.view
+        if header.op == Op.GIVE:  # whether the giver may, the arbiter decides
+            values, state, done = unpack_part(payload)
+            giver = number - FIRST_SERVER
+            if self.membership.is_primary and part in self.shard.parts:
+                self._send(self.shard.adopt(Given(part, clock, values, state, done), header.epoch, giver))
+            return
         if number - FIRST_SERVER != view.primary and header.epoch <= view.epoch:
             raise Refused(f"epoch {header.epoch} is over; in epoch {view.epoch} the primary is server {view.primary}")
         if header.op == Op.FILL:
@@ -305,6 +336,10 @@ class Server:
         for message in out:
             if isinstance(message, (Applied, Filled)):
                 self.membership.tell(message)
+            elif isinstance(message, InSync):
+                self.membership.in_sync(message.backup)
+            elif isinstance(message, Adopted):
+                self.membership.holds(message)
             elif self.membership.has_lease:
                 self._answer(message)
             else:
@@ -322,8 +357,8 @@ class Server:
                     "flags": SHARED * shared,
                 }
                 self._to(worker, Op.VALUE, b"" if shared else numbers, **fields)
-            case Norm(worker, step, squared):
-                self._to(worker, Op.NORM, squared.hex().encode(), step=step)
+            case Norm(worker, part, squared):
+                self._to(worker, Op.NORM, squared.hex().encode(), part=part)
             case Gradient(worker, part, numbers, present):
                 self._to(worker, Op.GRADIENT, present + bytes(view(numbers)), part=part)
             case Loaded(worker, part):
@@ -349,37 +384,96 @@ class Server:
             for backup in set(view.backups) - set(self.shard.backups):
                 self.shard.expect(backup)
         self._link()
+        self._give()
+
+    def _placed(self, placement: Placement) -> None:
+        """Answer for what is this shard's now, and give what is to go."""
+        here = self.plan.shard
+        with self.lock:
+            self.placement, mine = placement, placement.owned_by(here)
+            self.roles.notify_all()
+            self.gone |= self.shard.place(mine, mine & set(placement.moving), placement.coming_to(here))
+            self._discard()
+        self._give()
+
+    def _discard(self) -> None:
+        """Give the memory of parts that have gone back to the machine, once nobody can be reading it."""
+        for number, done in list(self.gone.items()):
+            if number in self.shard.held:  # it has come back
+                del self.gone[number]
+            elif not self.membership.is_primary or self.shard.has_read(done):
+                del self.gone[number]
+                part = self.shard.parts[number]
+                self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[1] != number}
+                for slot in range(self.slots):
+                    self.memory.discard(slot * self.slot_bytes + self.offsets[number], part.size_bytes)
+
+    def _give(self) -> None:
+        """As the primary, send every part that is away to where it belongs, again if nothing came of it."""
+        if self.placement is None or not self.membership.is_primary:
+            return
+        now, going = time.monotonic(), dict[int, list[int]]()
+        for part, move in self.placement.moving.items() if self.shard.away else ():
+            if part in self.shard.away and (target := self.membership.primary_of(move.target)) is not None:
+                server, since, at = self.given.get(part, (-1, -1, 0.0))
+                if (server, since) != (target[0], move.since) or now - at > 2 * self.plan.lease_s:
+                    self.given[part] = (target[0], move.since, now)
+                    going.setdefault(move.target, []).append(part)
+        for shard, parts in going.items():
+            threading.Thread(target=self._give_all, args=(shard, parts), daemon=True).start()
+
+    def _give_all(self, shard: int, parts: list[int]) -> None:
+        target = self.membership.primary_of(shard)
+        peer = None if target is None else self.membership.reach(*target)
+        if peer is None:
+            return
+        for part in parts:
+            with self.lock:
+                placement, given = self.placement, self.shard.give(part)
+                if given is not None and placement is not None and part in placement.moving:
+                    self.membership.give(given, placement.moving[part].since, peer)
+        peer.close(flush=True)
 
     def _link(self) -> None:
         """As the primary, have a link to every replica."""
         view = self.membership.view
         for backup in (*view.backups, *view.joining) if self.membership.is_primary else ():
-            peer = None if backup in self.membership.links else self.membership.reach(backup)
+            known = backup in self.membership.links
+            peer = None if known else self.membership.reach(backup, view.addresses.get(backup))
             if peer is not None:
                 with self.lock:
-                    self.membership.link(backup, peer, len(self.shard.held))
+                    self.membership.link(backup, peer)
                     self._send(self.shard.add_backup(backup, in_sync=backup in view.backups))
 
-    def _acknowledged(self, backup: int, part: int, clock: int) -> None:
+    def _acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
         with self.lock:
-            self._send(self.shard.acknowledged(backup, part, clock))
+            self._send(self.shard.acknowledged(backup, part, clock, filled))
 
     def _leased(self) -> None:
         """A beat was answered."""
         self._link()
+        self._give()
         if self.unsaid:
             with self.lock:
                 unsaid, self.unsaid = self.unsaid, []
                 self._send(unsaid)
 
+    def _facts(self) -> dict[str, Any]:
+        """What `shoal servers list` says of it."""
+        with self.lock:
+            held = [held for part, held in self.shard.held.items() if part in self.shard.mine]
+            return {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "parts": len(held),
+                "bytes": sum(each.part.size_bytes for each in held),
+                "clock": min((each.clock for each in held), default=0),
+            }
+
     def _figures(self) -> dict[str, Any]:
-        held = self.shard.held.values()
         return {
             "shard": self.plan.shard,
             "server": self.plan.server,
-            "parts": len(held),
-            "bytes": sum(part.part.size_bytes for part in held),
-            "clock": min((part.clock for part in held), default=0),
             "received_bytes": self.received_bytes,
             "refused": self.refused,
             "staleness": dict(self.shard.seen),

@@ -10,150 +10,39 @@ that comes again, because an answer was lost, is answered and not applied. That 
 
     primary ── Applied ──> backup       A worker is answered when every backup has the update too; a backup that takes
        ^───── acknowledged ──┘          over has lost nothing that a worker was told of.
+
+Parts come and go: one that is away, or not yet here for good, is answered by nobody, and workers say again what they
+have said of it to whoever answers for it next. A step is taken from the orders that every shard has.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.server.held import Held
 from shoal.server.layout import Part
-from shoal.server.recipe import Recipe, Settings
-
-
-class Order(NamedTuple):
-    """What a worker says once for each step, to every server."""
-
-    settings: list[Settings]  # of each optimizer group
-    scale: float = 1.0  # by which gradients are multiplied before the step: clipping, a count known late
-
-
-class Value(NamedTuple):
-    """A part's new numbers, for one worker."""
-
-    worker: int
-    part: int
-    clock: int  # steps of this worker that they include
-    oldest: int  # steps of the slowest worker that they include
-    numbers: Tensor
-
-
-class Norm(NamedTuple):
-    """Sum of the squares of all gradients here, for one worker."""
-
-    worker: int
-    step: int
-    squared: float
-
-
-class Gradient(NamedTuple):
-    """The sum of all gradients of a part, for one worker."""
-
-    worker: int
-    part: int
-    numbers: Tensor
-    present: bytes
-
-
-class Applied(NamedTuple):
-    """An update, for a backup to repeat."""
-
-    backup: int
-    part: int
-    clock: int  # before it
-    worker: int  # whose push it was; -1 for the sum of all
-    step: int
-    gradient: Tensor
-    present: bytes
-    settings: Settings
-
-
-class Filled(NamedTuple):
-    """A whole part, for a backup that begins."""
-
-    backup: int
-    part: int
-    clock: int
-    values: Tensor
-    state: list[dict[str, Any]]
-    done: dict[int, int]
-
-
-class Loaded(NamedTuple):
-    """A part is as a worker has asked for."""
-
-    worker: int
-    part: int
-
-
-class Acknowledged(NamedTuple):
-    """A backup holds all updates of a part before `clock`."""
-
-    part: int
-    clock: int
-
-
-Out = Value | Norm | Gradient | Loaded | Applied | Filled | Acknowledged
-
-
-class Refused(Exception):
-    """A message that contradicts what is known; the connection is to be closed."""
-
-
-class Push(NamedTuple):
-    """A worker's gradient of one part."""
-
-    step: int
-    gradient: Tensor
-    present: bytes
-
-
-@dataclass
-class Sum:
-    """Gradients of one step of one part, added up in the order of workers. Pushed ones are read and never changed.
-
-    Args: memory: of the part's length, for the sum; used again in the next step.
-    """
-
-    memory: Tensor | None = None
-    waiting: dict[int, Push] = field(default_factory=dict)
-    added: list[int] = field(default_factory=list)
-    first: Tensor | None = None
-    present: bytes = b""
-
-    def add(self, worker: int, push: Push, workers: Sequence[int]) -> None:
-        """Take a push; add what is next in order."""
-        if worker in self.added:
-            return
-        self.waiting[worker] = push
-        for number in workers[len(self.added) :]:
-            if number not in self.waiting:
-                return
-            found = self.waiting.pop(number)
-            if self.first is None:
-                self.first, self.present = found.gradient, found.present
-            else:
-                self._add(found.gradient)
-                self.present = bytes(map(max, self.present, found.present))
-            self.added.append(number)
-
-    def _add(self, gradient: Tensor) -> None:
-        assert self.first is not None
-        if self.memory is None:
-            self.memory = torch.empty_like(self.first)
-        torch.add(self.first if len(self.added) == 1 else self.memory, gradient, out=self.memory)
-
-    def total(self) -> Tensor:
-        """The sum of what was added, which is at least one."""
-        total = self.first if len(self.added) == 1 else self.memory
-        assert total is not None
-        return total
+from shoal.server.recipe import Recipe
+from shoal.server.said import (
+    Acknowledged,
+    Adopted,
+    Applied,
+    Elsewhere,
+    Filled,
+    Given,
+    InSync,
+    Loaded,
+    Order,
+    Out,
+    Refused,
+    Value,
+)
+from shoal.server.summing import Push, Question, Sum, answer
 
 
 @dataclass
@@ -168,60 +57,136 @@ class Shard:
     """The parts of one server.
 
     Args:
-        parts: those that it owns, by number.
+        parts: all of the model, by number.
         workers: the numbers of those who push.
         staleness: how many steps a worker may be ahead of the slowest; 0 for synchronous steps, None for any.
+        mine: the numbers of the parts for which it answers at the beginning; all, if not given.
         memory: where a part's values are to lie.
         snapshot: copies a part's values for one worker, where they may change before it has read them.
+
+    Attributes:
+        held: what is here, be it to answer or to be given, by number.
+        mine: for which it answers, once they are held and unless they are away.
+        away: which are on their way to another shard.
+        coming: which are on their way here, and since when; any other that is given is of a move that is over.
     """
 
     def __init__(
         self,
-        parts: Iterable[Part],
+        parts: Sequence[Part],
         recipe: Recipe,
         workers: Iterable[int],
         staleness: int | None = 0,
         *,
+        mine: Iterable[int] | None = None,
         memory: Callable[[Part], Tensor | None] = lambda _: None,
         snapshot: Callable[[int, int, Tensor], Tensor] = lambda _worker, _part, values: values.clone(),
     ) -> None:
-        self.held = {part.number: Held(part, recipe, memory(part)) for part in parts}
-        self._snapshot = snapshot
+        self.parts, self.recipe = {part.number: part for part in parts}, recipe
+        self._memory, self._snapshot = memory, snapshot
         self.workers, self.staleness = sorted(workers), staleness
-        self.done = {number: dict.fromkeys(self.workers, 0) for number in self.held}
+        self.mine = set(self.parts) if mine is None else set(mine)
+        self.away: set[int] = set()
+        self.coming: Mapping[int, int] = {}
+        self.held: dict[int, Held] = {}
+        self.done: dict[int, dict[int, int]] = {}
         self.orders: dict[int, tuple[int, Order]] = {}
-        self.sums: dict[int, Sum] = {number: Sum() for number in self.held}
+        self.sums: dict[int, Sum] = {}
         self.pushed: dict[tuple[int, int], Push] = {}
-        self.readers: dict[int, dict[int, int]] = {number: {} for number in self.held}
-        self.asked: list[tuple[int, int, int | None]] = []
+        self.readers: dict[int, dict[int, int]] = {}
+        self.asked: list[Question] = []
         self.backups: dict[int, dict[int, int]] = {}
-        self.awaited: dict[int, deque[Awaited]] = {number: deque() for number in self.held}
+        self.unfilled: dict[int, set[int]] = {}
+        self.awaited: dict[int, deque[Awaited]] = {}
         self.seen: Counter[int] = Counter()
         self.history: list[tuple[int, int, int]] | None = None
 
-    def _filled(self, backup: int, held: Held) -> Filled:
-        number = held.part.number
-        done = dict(self.done[number])
-        return Filled(backup, number, held.clock, held.values.clone(), _copied(held.state()), done)
-
     def held_part(self, part: int) -> Held:
-        """A part that is here. Raises Refused."""
-        if part not in self.held:
-            raise Refused(f"part {part} is not held here")
+        """A part for which this shard answers. Raises Elsewhere, or Refused where there is no such part."""
+        if part not in self.parts:
+            raise Refused(f"part {part} is none of {len(self.parts)}")
+        if part not in self.held or part not in self.mine or part in self.away:
+            raise Elsewhere(part)
         return self.held[part]
+
+    def _take_in(self, part: int) -> Held:
+        """Make room for a part, unless it has some."""
+        if part not in self.parts:
+            raise Refused(f"part {part} is none of {len(self.parts)}")
+        if part not in self.held:
+            layout = self.parts[part]
+            self.held[part] = Held(layout, self.recipe, self._memory(layout))
+        return self.held[part]
+
+    def _begin(self, part: int, done: Mapping[int, int]) -> None:
+        """Forget what was said of a part: it is at another step now."""
+        self.done[part], self.sums[part], self.awaited[part] = dict(done), Sum(), deque()
+        self.readers[part] = {}
+        self.pushed = {key: push for key, push in self.pushed.items() if key[1] != part}
+        self.asked = [question for question in self.asked if question.part != part]
+
+    def _filled(self, backup: int, part: int) -> Filled:
+        """The backup has it when it acknowledges this clock, and nothing older counts."""
+        held = self.held[part]
+        self.unfilled[backup].add(part)
+        return Filled(backup, part, held.clock, held.values.clone(), _copied(held.state()), dict(self.done[part]))
+
+    # Parts that come and go
+
+    def place(self, mine: set[int], away: set[int], coming: Mapping[int, int]) -> dict[int, dict[int, int]]:
+        """Answer for these parts, as soon as they are held, and not for those that are away.
+
+        Returns:
+            The parts that were let go of, and how many steps of each worker they included.
+        """
+        self.mine, self.away, self.coming = mine, away, coming
+        gone = {part: self.done[part] for part in self.held if part not in mine and part not in coming}
+        for part in gone:
+            self._begin(part, {})
+            for table in (self.held, self.done, self.sums, self.awaited, self.readers):
+                del table[part]
+            for backup, clocks in self.backups.items():
+                clocks.pop(part, None)
+                self.unfilled[backup].discard(part)
+        return gone
+
+    def has_read(self, done: Mapping[int, int]) -> bool:
+        """Whether every worker has used values that include so many of its steps."""
+        return all(self.orders.get(worker, (-1,))[0] >= steps for worker, steps in done.items())
+
+    def give(self, part: int) -> Given | None:
+        """A part that is away, if it is here, as it stays until it is let go of."""
+        if part not in self.away or part not in self.held:
+            return None
+        held = self.held[part]
+        self._begin(part, self.done[part])
+        return Given(part, held.clock, held.values.clone(), _copied(held.state()), dict(self.done[part]))
+
+    def adopt(self, given: Given, since: int, giver: int) -> list[Out]:
+        """Take a part in. Said to be here when every backup has it too; answered for when `place` says so."""
+        if self.coming.get(given.part) != since:
+            return []
+        held = self._take_in(given.part)
+        held.load(given.values, list(given.state), given.clock)
+        self._begin(given.part, given.done)
+        filled = self._fill_backups(given.part)
+        return [*filled, *self._hold(given.part, [Adopted(given.part, since, giver)])]
+
+    def _fill_backups(self, part: int) -> list[Out]:
+        for clocks in self.backups.values():
+            clocks[part] = self.held[part].clock - 1
+        return [self._filled(backup, part) for backup in self.backups]
 
     # What workers say
 
     def load(self, worker: int, part: int, values: Tensor, state: list[Mapping[str, Any]], clock: int) -> list[Out]:
         """Begin at these numbers; `clock` steps were taken before. Answered when every backup has them too."""
+        if part in self.mine and part not in self.away:
+            self._take_in(part)
         held = self.held_part(part)
         held.load(values, state, clock)
-        self.done[part] = dict.fromkeys(self.workers, clock)
-        self.sums[part] = Sum()
-        for clocks in self.backups.values():
-            clocks[part] = clock - 1
-        filled = [self._filled(backup, held) for backup in self.backups]
-        return [*filled, *self._hold(part, [Loaded(worker, part)])]
+        self._begin(part, dict.fromkeys(self.workers, clock))
+        return [*self._fill_backups(part), *self._hold(part, [Loaded(worker, part)])]
 
     def push(self, worker: int, step: int, part: int, gradient: Tensor, present: bytes) -> list[Out]:
         """A worker's gradient of a part. It keeps the tensor until the step is taken."""
@@ -237,7 +202,7 @@ class Shard:
             return self._hold(part, self._read(worker, part))
         if self.staleness == 0:
             self.sums[part].add(worker, Push(step, gradient, present), self.workers)
-            return [*self._told(), *self._step_together(part)]
+            return [*self._told(part), *self._step_together(part)]
         self.pushed[worker, part] = Push(step, gradient, present)
         return self._step_alone(worker, part)
 
@@ -247,17 +212,19 @@ class Shard:
         Synchronous steps wait for everyone's, and take the one of the first worker.
         """
         self.orders[worker] = (step, order)
+        here = sorted((self.mine & set(self.held)) - self.away)
         if self.staleness == 0:
-            return [out for part in self.held for out in self._step_together(part)]
-        return [out for part in self.held for out in self._step_alone(worker, part)]
+            return [out for part in here for out in self._step_together(part)]
+        return [out for part in here for out in self._step_alone(worker, part)]
 
-    def ask(self, worker: int, step: int, part: int | None) -> list[Out]:
-        """Asks for the sum of gradients of a part in this step, or, for None, for the sum of all their squares.
+    def ask(self, worker: int, step: int, part: int, whole: bool) -> list[Out]:
+        """Asks for the sum of gradients of a part in this step, `whole` or the sum of their squares.
 
         Answered when every worker has pushed, so before the order to step; in synchronous steps only.
         """
-        self.asked.append((worker, step, part))
-        return self._told()
+        self.held_part(part)
+        self.asked.append(Question(worker, step, part, whole))
+        return self._told(part)
 
     def pull(self, worker: int, part: int) -> list[Out]:
         """Asks for the newest values, as they are: the workers have agreed on a moment when nobody pushes."""
@@ -275,32 +242,41 @@ class Shard:
         self.expect(backup)
         if not in_sync:
             self.backups[backup] = {number: held.clock for number, held in self.held.items()}
-        return [self._filled(backup, held) for held in self.held.values()]
+        filled = [self._filled(backup, part) for part in self.held]
+        return [*filled, *([] if filled else [InSync(backup)])]
 
     def expect(self, backup: int) -> None:
         """Nobody is answered before this replica has said what it holds."""
-        self.backups[backup] = dict.fromkeys(self.held, -1)
+        self.backups[backup], self.unfilled[backup] = dict.fromkeys(self.held, -1), set()
 
     def remove_backup(self, backup: int) -> list[Out]:
         """It is gone: nobody waits for it any more."""
         self.backups.pop(backup, None)
+        self.unfilled.pop(backup, None)
         return [out for part in self.held for out in self._released(part)]
 
-    def acknowledged(self, backup: int, part: int, clock: int) -> list[Out]:
-        """A backup has all updates of a part before `clock`."""
-        if backup in self.backups:
-            self.backups[backup][part] = max(clock, self.backups[backup].get(part, 0))
-        return self._released(part)
+    def acknowledged(self, backup: int, part: int, clock: int, filled: bool = False) -> list[Out]:
+        """A backup has all updates of a part before `clock`, be it told of them or filled."""
+        if backup not in self.backups or part not in self.held:
+            return []
+        self.backups[backup][part] = max(clock, self.backups[backup].get(part, 0))
+        out = self._released(part)
+        if filled and part in self.unfilled[backup]:
+            self.unfilled[backup].remove(part)
+            out += [] if self.unfilled[backup] else [InSync(backup)]
+        return out
 
     def fill(self, filled: Filled) -> list[Out]:
         """As a backup: take a whole part."""
-        self.held_part(filled.part).load(filled.values, list(filled.state), filled.clock)
-        self.done[filled.part] = dict(filled.done)
+        self._take_in(filled.part).load(filled.values, list(filled.state), filled.clock)
+        self._begin(filled.part, filled.done)
         return [Acknowledged(filled.part, filled.clock)]
 
     def repeat(self, applied: Applied) -> list[Out]:
         """As a backup: apply what the primary applied."""
-        held = self.held_part(applied.part)
+        held = self.held.get(applied.part)
+        if held is None:  # it was let go of since
+            return [Acknowledged(applied.part, applied.clock + 1)]
         if applied.clock > held.clock:
             raise Refused(f"update {applied.clock} of part {applied.part} came before update {held.clock}")
         if applied.clock == held.clock:
@@ -368,24 +344,14 @@ class Shard:
         numbers = held.values if self.staleness == 0 else self._snapshot(worker, part, held.values)
         return [Value(worker, part, clock, oldest, numbers)]
 
-    def _told(self) -> list[Out]:
-        answers: list[Out] = []
-        for question in list(self.asked):
-            worker, step, part = question
-            sums = [self._complete(number, step) for number in (self.held if part is None else [part])]
-            found = [sum_ for sum_ in sums if sum_ is not None]
-            if len(found) < len(sums):
-                continue
-            self.asked.remove(question)
-            if part is None:
-                answers.append(Norm(worker, step, sum(float(s.total().double().square().sum()) for s in found)))
-            else:
-                answers.append(Gradient(worker, part, found[0].total(), found[0].present))
-        return answers
-
-    def _complete(self, part: int, step: int) -> Sum | None:
-        sum_ = self.sums[part]
-        return sum_ if self.held_part(part).clock == step and len(sum_.added) == len(self.workers) else None
+    def _told(self, part: int) -> list[Out]:
+        """Answers to what was asked of the sum of a part, once it is complete."""
+        held, sum_ = self.held[part], self.sums[part]
+        if len(sum_.added) < len(self.workers):
+            return []
+        ready = [question for question in self.asked if question.part == part and question.step == held.clock]
+        self.asked = [question for question in self.asked if question not in ready]
+        return [answer(question, sum_) for question in ready]
 
     # What waits for backups
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.server.layout import Part
 
 TOKEN_BYTES = 64
 ALIGNMENT_BYTES = 64
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python names it since 3.13
 
 
 class Memory:
@@ -50,6 +52,13 @@ class Memory:
     def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in this memory."""
         return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
+
+    def discard(self, at_bytes: int, length_bytes: int) -> None:
+        """Give what lies there back to the machine, page by whole page; it reads as zeros from now on."""
+        begin = -(-(TOKEN_BYTES + at_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (TOKEN_BYTES + at_bytes + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_REMOVE"):
+            self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:
         """Nobody can open it any more; tensors stay."""
@@ -81,7 +90,9 @@ def attach(description: Mapping[str, Any]) -> Attached | None:
         if os.fstat(descriptor).st_size != size_bytes:
             return None
         # A private mapping: what is written here, by mistake, nobody else sees. torch wants memory that it could write.
-        mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        # It takes no room, and must not be counted as if it could.
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
+        mapped = mmap.mmap(descriptor, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError):
         return None
     finally:

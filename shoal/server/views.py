@@ -14,8 +14,9 @@ from shoal.server.arbitrate import ARBITER
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.frame import Header
 from shoal.server.handshake import connect
-from shoal.server.messages import SMALL_BYTES, Op, unpack
+from shoal.server.messages import PLACEMENT_BYTES, Op, unpack
 from shoal.server.peer import Peer
+from shoal.server.placement import Placement
 
 AGAIN_S = 0.05
 
@@ -27,6 +28,7 @@ class Views:
         number: who asks: a worker's number, or FIRST_SERVER and a server's.
         first: what is said at the beginning of every connection.
         changed: is called with each view that is new, in a thread of this object's.
+        placed: likewise with each placement that is new.
         answered: is called with any other frame.
     """
 
@@ -39,11 +41,13 @@ class Views:
         *,
         first: Callable[[Peer], None] = lambda _: None,
         changed: Callable[[View], None] = lambda _: None,
+        placed: Callable[[Placement], None] = lambda _: None,
         answered: Callable[[Header], None] = lambda _: None,
     ) -> None:
         self._number, self._address, self._key, self._job = number, address, key, job
-        self._first, self._changed, self._answered = first, changed, answered
+        self._first, self._changed, self._placed, self._answered = first, changed, placed, answered
         self._views: dict[int, View] = {}
+        self._placement: Placement | None = None
         self._news = threading.Condition()
         self._peer: Peer | None = None
         self._closed = False
@@ -59,11 +63,22 @@ class Views:
         with self._news:
             return self._views[shard] if self._news.wait_for(found, limit_s) else None
 
-    def post(self, op: Op, **fields: Any) -> None:
+    def known(self) -> list[View]:
+        """The newest view of each shard."""
+        with self._news:
+            return list(self._views.values())
+
+    def placement(self, limit_s: float) -> Placement | None:
+        """The newest placement; None when there is none for too long."""
+        with self._news:
+            self._news.wait_for(lambda: self._placement is not None, limit_s)
+            return self._placement
+
+    def post(self, op: Op, payload: bytes = b"", **fields: Any) -> None:
         """Tell the arbiter, if it is there."""
         peer = self._peer
         if peer is not None:
-            peer.post(op, **fields)
+            peer.post(op, payload, **fields)
 
     def close(self) -> None:
         """Follow no longer."""
@@ -82,7 +97,7 @@ class Views:
         connection = socket.create_connection(self._address, timeout=5)
         session = connect(connection, self._key, f"{self._job}/{ARBITER}", self._number)
         channel = Channel(
-            connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=SMALL_BYTES
+            connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=PLACEMENT_BYTES
         )
         return Peer(channel, "arbiter")
 
@@ -94,6 +109,8 @@ class Views:
                 header, payload = peer.receive(lambda _: None)
                 if header.op == Op.VIEW:
                     self._see(View.from_json(unpack(payload)))
+                elif header.op == Op.PLACEMENT:
+                    self._place(Placement.from_json(unpack(payload)))
                 else:
                     self._answered(header)
         finally:
@@ -108,3 +125,11 @@ class Views:
             self._views[view.shard] = view
             self._news.notify_all()
         self._changed(view)
+
+    def _place(self, placement: Placement) -> None:
+        with self._news:
+            if self._placement is not None and self._placement.version >= placement.version:
+                return
+            self._placement = placement
+            self._news.notify_all()
+        self._placed(placement)

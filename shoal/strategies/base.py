@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,6 +101,10 @@ class Remote(Protocol):
 
     def agree(self) -> bool:
         """Until every rank has the same values, those of all steps; whether they had been apart."""
+        ...
+
+    def announce(self, directory: Path) -> None:
+        """Let a command find it by the run's directory. For one rank."""
         ...
 
     def report(self) -> list[str]:

@@ -32,15 +32,16 @@ from torch.optim import Optimizer
 from shoal.comm.compress import Compression, parse
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import ConfigError, StrategyRefused, UsageError
+from shoal.server import control
 from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.flat import Flat
-from shoal.server.fleet import Fleet, Job, Judge, place_servers
+from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import MIB, Shape, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
-from shoal.server.shard import Order
+from shoal.server.said import Order
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
 
@@ -136,6 +137,7 @@ class _Engine:
         self.apart = False
         self.fleet: Fleet | None = None
         self.folder: Path | None = None
+        self.pointer: Path | None = None
         self.messages: dict[int, Tensor] = {}
         self.left_out: dict[int, Tensor] = {}
         self.client: Client
@@ -255,14 +257,10 @@ class _Engine:
         for part in parts:
             for segment in part.segments:
                 self.parts_of[segment.name].append(part.number)
-        owners = place(parts, self.options.servers)
-        shards = [tuple(p for p in parts if owners[p.number] == shard) for shard in range(self.options.servers)]
-        job, arbiter = self._start(shards, recipe)
+        job, arbiter = self._start(parts, recipe)
         self.client = Client(
             self.mesh.rank,
             parts,
-            owners,
-            len(shards),
             arbiter,
             self.flat,
             key=read_key(job.key_file),
@@ -319,6 +317,11 @@ class _Engine:
             lines.append(f"steps that a worker was ahead of the slowest when it read: {', '.join(shares)}")
         return lines
 
+    def announce(self, directory: Path) -> None:
+        if self.folder is not None:
+            self.pointer = directory / control.POINTER
+            control.point(self.pointer, self.folder)
+
     def private(self) -> dict[str, Tensor]:
         """What compression has left out so far, of each part."""
         return {f"left_out.{number}": value for number, value in self.left_out.items()}
@@ -355,12 +358,14 @@ class _Engine:
             self.client.close()
         if self.fleet is not None:
             self.fleet.close(END_S)
+        if self.pointer is not None:
+            self.pointer.unlink(missing_ok=True)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # How it begins
 
-    def _start(self, shards: list[tuple[Layout, ...]], recipe: Recipe) -> tuple[Job, Address]:
+    def _start(self, parts: list[Layout], recipe: Recipe) -> tuple[Job, Address]:
         """One rank of each machine starts its share of the servers, rank 0 the arbiter as well. Collective."""
         first, told = self.mesh.rank == 0, ""
         host = self._host()
@@ -372,7 +377,9 @@ class _Engine:
         job = Job(
             name,
             Path(file),
-            tuple(shards),
+            tuple(parts),
+            tuple(place(parts, options.servers)),
+            options.servers,
             recipe,
             options.replicas,
             workers,
@@ -382,13 +389,15 @@ class _Engine:
         )
         nursery = self.mesh.nursery
         judge = Judge(nursery, job, host) if first and nursery is not None else None
+        if judge is not None and self.folder is not None:
+            control.announce(self.folder, judge.address, name)
         told = "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
         address, port = self.mesh.broadcast_text(told).split(" ")
         arbiter = (address, int(port))
         machines = [rank for rank, has in enumerate(self.mesh.gather_text("x" * (nursery is not None))) if has]
         if nursery is not None:
-            mine = place_servers(len(shards), options.replicas, len(machines))[machines.index(self.mesh.rank)]
-            self.fleet = Fleet(nursery, job, mine, arbiter, host, judge)
+            machine = machines.index(self.mesh.rank)
+            self.fleet = Fleet(nursery, job, arbiter, host, judge, machine, len(machines))
         return job, arbiter
 
     def _host(self) -> str:

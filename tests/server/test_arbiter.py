@@ -13,7 +13,7 @@ HERE = ("127.0.0.1", 1)
 
 def trio(lease_s: float = 2.0) -> Arbiter:
     """A primary 0, a backup 1, and 2 that is being filled."""
-    arbiter = Arbiter(1, lease_s)
+    arbiter = Arbiter([0], [8], 1, lease_s)
     for server in range(3):
         arbiter.join(server, 0, HERE, now=0.0)
     arbiter.in_sync(0, 1, arbiter.views[0].epoch)
@@ -47,7 +47,7 @@ def test_one_that_comes_back_after_it_was_replaced_joins_with_nothing() -> None:
 
 
 def test_without_a_backup_a_silent_primary_is_waited_for_and_a_dead_one_is_the_end() -> None:
-    arbiter = Arbiter(1, 2.0)
+    arbiter = Arbiter([0], [8], 1, 2.0)
     arbiter.join(0, 0, HERE, 0.0)
     assert arbiter.tick(60.0) == []
     arbiter.hang_up(0)
@@ -57,7 +57,7 @@ def test_without_a_backup_a_silent_primary_is_waited_for_and_a_dead_one_is_the_e
 
 
 def test_a_primary_that_hung_up_and_came_back_in_time_goes_on() -> None:
-    arbiter = Arbiter(1, 2.0)
+    arbiter = Arbiter([0], [8], 1, 2.0)
     arbiter.join(0, 0, HERE, 0.0)
     arbiter.hang_up(0)
     arbiter.join(0, 0, HERE, 1.0)
@@ -66,7 +66,7 @@ def test_a_primary_that_hung_up_and_came_back_in_time_goes_on() -> None:
 
 def test_the_next_arbiter_knows_what_this_one_knew() -> None:
     arbiter = trio()
-    following = Arbiter(1, 2.0)
+    following = Arbiter([0], [8], 1, 2.0)
     following.restore(arbiter.dump(), now=50.0)
     assert following.views == arbiter.views
     assert following.tick(51.9) == []
@@ -77,7 +77,7 @@ def test_the_next_arbiter_knows_what_this_one_knew() -> None:
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 2**32), lease=st.sampled_from([1.0, 2.0]))
 def test_no_two_ever_hold_a_lease_and_epochs_only_grow(seed: int, lease: float) -> None:
-    chance, arbiter, now = Random(seed), Arbiter(1, lease), 0.0
+    chance, arbiter, now = Random(seed), Arbiter([0], [8], 1, lease), 0.0
     leased: dict[int, float] = {}  # until when each believes to be the primary, by its own clock
     epoch, last = 0, 0
     for server in range(3):
@@ -92,7 +92,7 @@ def test_no_two_ever_hold_a_lease_and_epochs_only_grow(seed: int, lease: float) 
                 arbiter.hang_up(server)
             case 2 if chance.random() < 0.3:
                 text = arbiter.dump()
-                arbiter = Arbiter(1, lease)
+                arbiter = Arbiter([0], [8], 1, lease)
                 arbiter.restore(text, now)
             case _:
                 if arbiter.beat(server, now) and arbiter.views[0].primary == server:

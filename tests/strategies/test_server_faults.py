@@ -65,7 +65,7 @@ def strike(run: shoal.Run, fault: str, chance: Random, said: list[str]) -> None:
     time.sleep(chance.random() * STEPS * 0.01)
     view = None
     while view is None or not view.backups:  # a replica must be there to survive the loss of one
-        view = fleet.views.newest(chance.randrange(len(fleet.job.shards)), 5, lambda view: bool(view.backups))
+        view = fleet.views.newest(chance.randrange(fleet.job.shards), 5, lambda view: bool(view.backups))
     server = {"primary": view.primary, "backup": view.backups[0]}.get(role)
     pid = fleet.judge.pid if role == "arbiter" else fleet.pid_of(server)
     os.kill(pid, getattr(signal, name))
