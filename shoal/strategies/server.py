@@ -45,6 +45,7 @@ from shoal.server.said import Order
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
 
+PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
 END_S = 30.0
 """How long other workers may take to hang up once this one has."""
 
@@ -59,7 +60,7 @@ class Server:
         staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
             no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
         compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
-        part_mb: the most that is pushed and pulled as one, in MiB.
+        part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller parts.
         lease_s: how long a server may be silent before another takes over.
         shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     """
@@ -250,7 +251,7 @@ class _Engine:
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         owned = dict(self.part.owned)
         shapes = {name: Shape(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
-        parts = cut(shapes, int(self.options.part_mb * MIB))
+        parts = cut(shapes, self._part_bytes(shapes))
         self.flat = Flat(owned, parts)
         self.names = [[segment.name for segment in part.segments] for part in parts]
         self.parts_of: dict[str, list[int]] = {name: [] for name in owned}
@@ -270,6 +271,12 @@ class _Engine:
         )
         self.spread(optimizer)
         self._hook(owned)
+
+    def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:
+        """Small models are cut into smaller parts, so that every server has some."""
+        whole = sum(shape.length * shape.dtype.itemsize for shape in shapes.values())
+        even = max(SMALL_PART_BYTES, whole // (PARTS_A_SERVER * self.options.servers))
+        return min(even, int(self.options.part_mb * MIB))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """What the servers have summed, whole. Collective."""
