@@ -189,6 +189,7 @@ class Training:
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)
+        self._settle_save()  # if it failed, what it was to save is not what there is to beat
         better = self.best is None or self.task.score(self.final) > self.task.score(self.best)
         if better:
             self.best = self.final
@@ -201,19 +202,12 @@ class Training:
         tensors, info, private = self.run.state()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {"step": self.step, "time_s": self.watch.seconds, "final": self.final, "best": self.best}
-        with self._pause("saving"):
-            if self.background is not None and not must:
+        if self.background is not None and not must:
+            with self._pause("saving"):
                 self.background.start(self.step, tensors, info, private, best)
-                self.in_flight = self.step
-                return
-            try:
-                self.checkpoints.save(self.step, tensors, info, private, best)
-            except CheckpointError as error:
-                if must:
-                    raise
-                self._not_saved(error, self.step)
-            else:
-                self.saved_step, self.best_saved = self.step, self.best
+            self.in_flight = self.step
+            return
+        self._learn(self.step, lambda: self.checkpoints.save(self.step, tensors, info, private, best), must)
 
     def _agree(self) -> None:
         """Where ranks have been at different weights, all go on from the same, and from rank 0's average of them."""
@@ -225,20 +219,20 @@ class Training:
         if self.background is None or self.in_flight < 0:
             return
         step, self.in_flight = self.in_flight, -1
+        self._learn(step, self.background.wait)
+
+    def _learn(self, step: int, ending: Callable[[], object], must: bool = False) -> None:
+        """See a save to its end. `best` is still the one of when it began: it changes where no save is under way."""
         try:
             with self._pause("saving"):
-                self.background.wait()
+                ending()
         except CheckpointError as error:
-            self._not_saved(error, step)
+            if must:
+                raise
+            self.log.note(f"{error}; training goes on")
+            self.best = self.best_saved  # the best is one that can be loaded
         else:
-            self.saved_step = step
-            # Since then, an evaluation may have found a better one: it is what is to be saved now.
-            self.best_saved = self.best if self.best is None or self.best["step"] <= step else self.best_saved
-
-    def _not_saved(self, error: CheckpointError, step: int) -> None:
-        self.log.note(f"{error}; training goes on")
-        if self.best is not None and self.best["step"] <= step:
-            self.best = self.best_saved  # what is called the best is one that can be loaded
+            self.saved_step, self.best_saved = step, self.best
 
     def _is_save_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now."""
