@@ -63,8 +63,9 @@ class Task:
         return found | ({"perplexity": _exponential(loss)} if self.kind == "language" else {})
 
     def score(self, report: Mapping[str, float]) -> float:
-        """What makes one evaluation better than another: accuracy, or for text a lower loss."""
-        return report["top1"] if self.kind == "classification" else -report["loss"]
+        """What makes one evaluation better than another: accuracy, or for text a lower loss; any is better than NaN."""
+        score = report["top1"] if self.kind == "classification" else -report["loss"]
+        return -math.inf if math.isnan(score) else score
 
     def training_report(self, loss: float, hits: float, predictions: float) -> dict[str, float]:
         """What is logged about training: `loss`, and `top1` or `perplexity`."""

@@ -50,3 +50,10 @@ def test_smoothing_is_for_training_alone() -> None:
 
 def test_a_diverged_text_has_infinite_perplexity_instead_of_an_error() -> None:
     assert Task("language", 3).training_report(1e6, 0, 1)["perplexity"] == math.inf
+
+
+def test_any_number_is_better_than_a_loss_that_is_none() -> None:
+    task = Task("language", 3)
+    assert task.score({"loss": 1e6}) > task.score({"loss": math.nan})
+    assert not task.score({"loss": math.nan}) > task.score({"loss": math.nan})
+    assert task.score({"loss": 2.0}) > task.score({"loss": 3.0})
