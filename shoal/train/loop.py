@@ -190,6 +190,12 @@ class Training:
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)
         self._settle_save()  # if it failed, what it was to save is not what there is to beat
+        return self._is_best()
+
+    def _is_best(self) -> bool:
+        """Whether what this very step was found to be worth is more than ever before; it is the best from now on."""
+        if self.final is None or self.final["step"] != self.step:
+            return False
         better = self.best is None or self.task.score(self.final) > self.task.score(self.best)
         if better:
             self.best = self.final
@@ -293,7 +299,7 @@ class Training:
     def _stop(self) -> None:
         self._settle_save()
         if self.saved_step != self.step:
-            self._save(must=True)
+            self._save(self._is_best(), must=True)  # again, where the save after the evaluation has failed
         self.log.note(f"stopped at step {self.step}, and saved; the same command goes on from there")
         raise SystemExit(RUN_ME_AGAIN)
 

@@ -12,6 +12,7 @@ from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.testing import world
 from shoal.train.checkpoint import newest, read_info
+from shoal.train.loop import RUN_ME_AGAIN
 from shoal.train.task import Task
 
 EPOCHS = {"train.epochs": 6, "checkpoint.every_steps": 100, "checkpoint.keep": 1}  # of four steps each
@@ -28,15 +29,16 @@ class Scored(Task):
 
 
 class FailsToSave(tiny_jobs.Undrawn):
-    """Its evaluations find these accuracies, and one of its saves fails."""
+    """Its evaluations find these accuracies, and the first save of one step fails."""
 
     def __init__(self, job: Job, accuracies: list[float], failing: int) -> None:
         super().__init__(job)
         self.task = Scored(**vars(self.task), accuracies=list(accuracies))
-        save = self.checkpoints.save
+        save, failing_steps = self.checkpoints.save, [failing]
 
         def fails(step: int, *what: Any) -> Path:
-            if step == failing:
+            if step in failing_steps:
+                failing_steps.remove(step)
                 raise CheckpointError(f"step {step} was not saved: no room")
             return save(step, *what)
 
@@ -65,3 +67,26 @@ def test_where_the_best_one_was_not_saved_the_best_that_was_is_kept(
     assert last is not None
     found = read_info(last)["best"]
     assert (found["step"], found["top1"]) == best
+
+
+class StopsWhereItCannotSave(FailsToSave):
+    """Is told to stop in the step whose save fails at first."""
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        if self.step == 11:
+            self.run.request_stop()
+        super()._step(batch, epochs)
+
+
+def stops_where_it_cannot_save(job: Job) -> None:
+    tiny_jobs.go(StopsWhereItCannotSave(job, [50, 60, 70], 12))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
+def test_what_a_stop_saves_at_the_second_try_is_the_best_one_still(tmp_path: Path, beside: bool) -> None:
+    job = tiny(tmp_path / "run", MLP, EPOCHS, {"checkpoint.asynchronous": beside})
+    with world.start(1, stops_where_it_cannot_save, job) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN]
+    checkpoints = tmp_path / "run/checkpoints"
+    assert (checkpoints / "best").read_text() == "step-00000012\n"
+    assert read_info(checkpoints / "step-00000012")["best"]["top1"] == 70
