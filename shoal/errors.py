@@ -8,6 +8,7 @@
     ├── StrategyRefused      a model or a world that a strategy cannot take
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
+    │   └── TidyingFailed    one that was saved; `latest`, `best` or what is superfluous is not as it should be
     ├── ServerLost           a parameter server is gone, and nobody holds what it held
     └── WireError            a peer on a socket that is not to be believed: wrong key, damaged or repeated frame
         └── ConnectionLost   a peer on a socket that has gone
@@ -64,6 +65,10 @@ class UsageError(ShoalError):
 
 class CheckpointError(ShoalError):
     """A checkpoint is corrupt, missing, or belongs to another experiment."""
+
+
+class TidyingFailed(CheckpointError):
+    """A checkpoint is saved and whole, but what belongs to it was not done: its hints, or the removal of older ones."""
 
 
 class ServerLost(ShoalError):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CheckpointError, ConfigError, ShoalError
+from shoal.errors import CheckpointError, ConfigError, ShoalError, TidyingFailed
 from shoal.plot import plot
 from shoal.run import begin
 from shoal.strategies.base import SLOTS
@@ -232,13 +232,15 @@ class Training:
         try:
             with self._pause("saving"):
                 ending()
+        except TidyingFailed as error:
+            self.log.note(f"{error}; the next save makes up for it, or the same command")
         except CheckpointError as error:
             if must:
                 raise
             self.log.note(f"{error}; training goes on")
             self.best = self.best_saved  # the best is one that can be loaded
-        else:
-            self.saved_step, self.best_saved = step, self.best
+            return
+        self.saved_step, self.best_saved = step, self.best
 
     def _is_save_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now."""
@@ -254,8 +256,8 @@ class Training:
         self.final, self.best = saved.info["final"], saved.info["best"]
         self.best_saved = self.best
         try:
-            self.checkpoints.complete(saved.step, best=self.best is not None and self.best["step"] == saved.step)
-        except CheckpointError as error:
+            self.checkpoints.complete(saved.step, None if self.best is None else self.best["step"])
+        except TidyingFailed as error:
             notes.append(f"{error}; training goes on")
 
     def _open(self, notes: list[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointError, TidyingFailed, UsageError
 from shoal.train.checkpoint import Checkpoints, newest, read_info
 from shoal.train.checkpoint.exact_json import from_text, problems, to_text
 from shoal.train.checkpoint.manifest import name_of, step_of
@@ -212,6 +212,27 @@ def test_damaged_checkpoints_in_the_way_are_replaced(tmp_path: Path) -> None:
         loaded = store.load(pytest.fail, step=step)
         assert loaded is not None
         assert loaded.tensors["count"] == 10 * step
+
+
+def test_a_best_one_that_could_not_be_marked_is_marked_by_the_next_save(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path / "c", keep=1)
+    store.save(1, filled(1), {}, best=True)
+    (tmp_path / "c" / "best.tmp").mkdir()  # stands where the new hint is written first
+    with pytest.raises(TidyingFailed, match=r"step 2 was saved, but not all that follows was done:.*\n.*IsADirectory"):
+        store.save(2, filled(2), {}, best=True)
+    (tmp_path / "c" / "best.tmp").rmdir()
+    store.save(3, filled(3), {})
+    assert names(tmp_path / "c") == ["best", "latest", "step-00000002", "step-00000003"]
+    assert (tmp_path / "c" / "best").read_text() == "step-00000002\n"
+
+
+def test_a_run_that_goes_on_marks_the_best_one_if_it_is_there(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1, 2)
+    store = Checkpoints(tmp_path / "c")
+    store.complete(2, best=7)
+    assert not (tmp_path / "c" / "best").exists()
+    store.complete(2, best=1)
+    assert (tmp_path / "c" / "best").read_text() == "step-00000001\n"
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_jobs
@@ -100,3 +101,44 @@ def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(tmp_path: Path) -
     with world.start(2, is_told_to_stop_on_a_full_disk, tiny(tmp_path / "run", PATIENT)) as stopping:
         assert stopping.wait() == [1, 1]
     assert "the checkpoint of step 1 was not saved" in stopping.failures[0].text
+
+
+class CannotMark(tiny_jobs.Undrawn):
+    """Finds a directory where `latest` is written first, when it saves one step."""
+
+    def __init__(self, job: Job, step: int) -> None:
+        super().__init__(job)
+        save = self.checkpoints.save
+
+        def finds_it(saved_step: int, *what: Any) -> Path:
+            if saved_step == step and self.run.rank == 0:
+                (self.checkpoints.directory / "latest.tmp").mkdir(parents=True)
+            return save(saved_step, *what)
+
+        self.checkpoints.save = finds_it  # type: ignore[method-assign,assignment]
+
+
+def cannot_mark(job: Job, step: int) -> None:
+    training = CannotMark(job, step)
+    if step == 1:
+        training.run.request_stop()
+    tiny_jobs.go(training)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
+@pytest.mark.parametrize(
+    ("step", "batch_size", "code"),
+    [(1, 30, RUN_ME_AGAIN), (1, 8, RUN_ME_AGAIN), (12, 8, 0)],
+    ids=["a stop at the end of an epoch", "a stop in its middle", "the end"],
+)
+def test_a_save_that_could_not_be_marked_is_a_save_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], beside: bool, step: int, batch_size: int, code: int
+) -> None:
+    job = tiny(tmp_path / "run", MLP, {"checkpoint.asynchronous": beside, "train.batch_size": batch_size})
+    with world.start(2, cannot_mark, job, step) as ending:
+        assert ending.wait() == [code] * 2
+    assert f"step {step} was saved, but not all that follows was done" in capfd.readouterr().err
+    (tmp_path / "run/checkpoints/latest.tmp").rmdir()
+    world.run(2, tiny_jobs.trains, job)
+    found = everything(tmp_path / "run")
+    assert found["latest"] == f"{max(found['checkpoints'][2:])}\n"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointError, TidyingFailed, UsageError
 from shoal.train.checkpoint import exact_json, manifest, tensor_files
 from shoal.train.checkpoint.agreement import Votes, rank, world_size
 from shoal.train.checkpoint.durable import fsync_directory, replace_durably
@@ -59,6 +59,7 @@ class Checkpoints:
         self.keep = keep
         self.votes = Votes(group)
         self._known_problems: dict[str, list[str]] = {}
+        self._unmarked: str | None = None
 
     def save(
         self,
@@ -85,6 +86,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, if it failed on any: a full disk, a directory that others can write, a
                 newer checkpoint in the way. What was saved before is still there; training can go on.
+            TidyingFailed: on every rank; it is saved, and what remains to be done is done by the next save.
             UsageError: on every rank; `step`, `info` or a name is not what it should be.
         """
         self._refuse(_misuse(step, tensors, info, private or {}))
@@ -104,24 +106,30 @@ class Checkpoints:
                 if rank() == 0:
                     shutil.rmtree(aside, ignore_errors=True)
                 raise
-        self.votes.on_rank_zero(
-            f"step {step} was saved, but not all that follows was done", lambda: self._tidy_up(path, best)
-        )
+        failed = f"step {step} was saved, but not all that follows was done"
+        self._follow_up(failed, lambda: self._tidy_up(path.name, path.name if best else None))
         return path
 
-    def complete(self, step: int, best: bool) -> None:
+    def complete(self, step: int, best: int | None) -> None:
         """Do what a save that was killed has left undone, once its checkpoint was there. All ranks must call it.
 
         Args:
             step: of the newest checkpoint that verifies.
-            best: whether it is the best one so far.
+            best: step of the best one so far, which is marked if it is there.
 
         Raises:
-            CheckpointError: on every rank; a hint could not be written, or what is superfluous not removed.
+            TidyingFailed: on every rank; a hint could not be written, or what is superfluous not removed.
         """
-        path = self.directory / name_of(step)
+        name, marked = name_of(step), None if best is None else name_of(best)
         failed = f"not all was done that belongs to the save of step {step}"
-        self.votes.on_rank_zero(failed, lambda: None if self._is_tidy(path.name, best) else self._tidy_up(path, best))
+        self._follow_up(failed, lambda: None if self._is_tidy(name, marked) else self._tidy_up(name, marked))
+
+    def _follow_up(self, failed: str, action: Callable[[], None]) -> None:
+        """[7] and [8], by rank 0. Collective. Raises TidyingFailed, which begins with `failed`."""
+        try:
+            self.votes.on_rank_zero(failed, action)
+        except CheckpointError as error:
+            raise TidyingFailed(str(error)) from error
 
     def load(
         self,
@@ -205,11 +213,13 @@ class Checkpoints:
         if found := self._known_problems[path.name]:
             raise CheckpointError("; ".join(["it was written, but reading it back failed", *found]))
 
-    def _tidy_up(self, path: Path, best: bool) -> None:
-        """[7] and [8]: the hints, then what is no longer needed."""
-        replace_durably(self.directory / "latest", path.name + "\n")
-        if best:
-            replace_durably(self.directory / "best", path.name + "\n")
+    def _tidy_up(self, name: str, best: str | None) -> None:
+        """The hints, then what is no longer needed. Where `best` cannot be written, the next call does it."""
+        self._unmarked = best or self._unmarked
+        replace_durably(self.directory / "latest", name + "\n")
+        if self._unmarked in saved_names(self.directory):
+            replace_durably(self.directory / "best", f"{self._unmarked}\n")
+        self._unmarked = None
         for name in self._superfluous():
             _remove(self.directory / f"{name}.tmp")
             # A rename first: a kill in the middle leaves rubbish by its name, not a corrupt checkpoint.
@@ -219,10 +229,11 @@ class Checkpoints:
             if LEFTOVER_NAME.fullmatch(entry):
                 _remove(self.directory / entry)
 
-    def _is_tidy(self, name: str, best: bool) -> bool:
+    def _is_tidy(self, name: str, best: str | None) -> bool:
         """Whether nothing is left to do after a save; opens no checkpoint."""
         marked = pointed_at(self.directory / "best")
-        hints_are_right = pointed_at(self.directory / "latest") == name and (marked == name or not best)
+        best_is_right = marked == best or best not in saved_names(self.directory)
+        hints_are_right = pointed_at(self.directory / "latest") == name and best_is_right and self._unmarked is None
         left = [entry for entry in os.listdir(self.directory) if LEFTOVER_NAME.fullmatch(entry)]
         return hints_are_right and not left and set(saved_names(self.directory)[self.keep :]) <= {marked}
 
