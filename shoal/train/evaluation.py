@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -11,6 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.run import begin
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
+from shoal.train.closing import warn
 from shoal.train.directory import job_of
 from shoal.train.ema import Ema
 
@@ -24,7 +24,7 @@ def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int
     job = job_of(directory)
     run = begin("ddp", seed=job.seed, announce=_silent)
     built = build(job, run.device)
-    saved = Checkpoints(directory / "checkpoints").load(_report, which=which)
+    saved = Checkpoints(directory / "checkpoints").load(warn, which=which)
     if saved is None:
         raise CheckpointError(f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}")
     prefix = "model."
@@ -36,10 +36,6 @@ def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int
     with ema.in_place() if ema else nullcontext():
         sums = run.evaluate(built.task.measures, built.model, built.validation_loader)
     return run.rank, {**built.task.report(sums), "step": saved.step}
-
-
-def _report(sentence: str) -> None:
-    print(f"note: {sentence}", file=sys.stderr)
 
 
 def _silent(_: str) -> None:

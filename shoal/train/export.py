@@ -29,6 +29,7 @@ from shoal.errors import CheckpointError, UsageError
 from shoal.train.checkpoint import Checkpoints
 from shoal.train.checkpoint.durable import DurableFile, fsync_directory
 from shoal.train.checkpoint.pieces import Piece, Stored, stored
+from shoal.train.closing import warn
 from shoal.train.directory import job_of
 
 DTYPES = {
@@ -59,8 +60,9 @@ class Exported:
 def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest") -> Exported:
     """Write the model of a run's checkpoint to `output`, under the model's own names. For one process.
 
-    The checkpoint is verified first. `output` is replaced in one piece or not at all. Where the run keeps a moving
-    average of its weights, that is written: it is what evaluations measure.
+    The checkpoint is verified first; one that is damaged is named on stderr, and the one before it used. `output` is
+    replaced in one piece or not at all. Where the run keeps a moving average of its weights, that is written: it is
+    what evaluations measure.
 
     Raises:
         ConfigError: `run` is no run directory.
@@ -72,7 +74,7 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
             f"-o {output}: the file is written in the safetensors format; name it {output.stem}.safetensors."
         )
     job = job_of(run)
-    path, step = Checkpoints(run / "checkpoints").choose(which)
+    path, step = Checkpoints(run / "checkpoints").choose(warn, which)
     if path is None:
         raise CheckpointError(f"{run} has no checkpoint yet. Train it first: shoal train {job.name}")
     there = stored(path)

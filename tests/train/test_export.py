@@ -121,6 +121,16 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tmp_path}/model.safetensors: weights of step" in capsys.readouterr().out
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, "single", 1, MLP)
+    flip_a_bit(data_file(run / "checkpoints", 12))
+    capsys.readouterr()
+    assert export(run, tmp_path / "model.safetensors").step < 12
+    assert "note: checkpoint step-00000012 is skipped: " in capsys.readouterr().err
+
+
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
         export(tmp_path, tmp_path / "model.safetensors")

@@ -171,12 +171,19 @@ class Checkpoints:
         if wrong:
             raise UsageError("\n  ".join(["this cannot be saved:", *wrong]))
 
-    def choose(self, which: Literal["latest", "best"] = "latest") -> tuple[Path | None, int]:
+    def choose(
+        self, report: Callable[[str], None], which: Literal["latest", "best"] = "latest"
+    ) -> tuple[Path | None, int]:
         """The directory and the step of what `load` would load; None, and -1, if nothing was ever saved. One process.
+
+        Args:
+            report: called with one sentence for each checkpoint that was skipped, and why.
 
         Raises: CheckpointError: as `load`.
         """
-        name, _, _ = self._choose(None, which)
+        name, _, skipped = self._choose(None, which)
+        for sentence in skipped:
+            report(sentence)
         return (None, -1) if name is None else (self.directory / name, manifest.read(self.directory / name).step)
 
     def _choose(self, step: int | None, which: str) -> tuple[str | None, str, list[str]]:
