@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,27 @@ def _load_safetensors(model: nn.Module, path: Path, name: str) -> None:
 
 
 def _load_torch(model: nn.Module, path: Path, name: str) -> None:
-    try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError([f"model.weights: {path} is no file of weights alone: {first}"]) from error
+    content = _read_torch(path)
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise ConfigError([f"model.weights: {path} does not fit {name}: {error}"]) from error
+
+
+def _read_torch(path: Path) -> Any:
+    """What is in a file of torch's, where that is tensors in dicts and lists and nothing else."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # Torch advises to load such a file with weights_only=False, which would run whatever is in it.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"holds {found[1]}, and tensors alone are read" if found else "is not a torch or safetensors file"
+        cure = "Save what model.state_dict() gives" if found else "Give a file that torch.save or `shoal export` wrote"
+        raise ConfigError([f"model.weights: {path} {reason}. {cure}."]) from error
+    except Exception as error:  # what a torn or altered file makes torch raise has no end of types
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError([f"model.weights: {path} is damaged, or no torch file: {first}"]) from error
 
 
 def _refuse_mismatch(own: Mapping[str, Tensor], there: Mapping[str, tuple[int, ...]], path: Path, name: str) -> None:

@@ -178,3 +178,25 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
             load_weights(model, str(tmp_path / f"{name}.safetensors"), "linear")
     with pytest.raises(ConfigError, match="there is no file"):
         load_weights(model, str(tmp_path / "none.safetensors"), "linear")
+
+
+def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
+    for zipped in (True, False):
+        torch.save(model.state_dict(), file, _use_new_zipfile_serialization=zipped)
+        whole = file.read_bytes()
+        for size in (0, 5, 30, 500, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:size])
+            with pytest.raises(ConfigError, match=r"model\.pt is damaged, or no torch file: \S"):
+                load_weights(model, str(file), "linear")
+
+
+def test_a_file_that_holds_no_weights_is_refused_without_advice_to_run_what_is_in_it(tmp_path: Path) -> None:
+    model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
+    file.write_text("model:\n  name: mlp\n")
+    with pytest.raises(ConfigError, match="is not a torch or safetensors file") as text:
+        load_weights(model, str(file), "linear")
+    torch.save(model, file)
+    with pytest.raises(ConfigError, match=r"holds torch\.nn\S*Linear, and tensors alone are read") as module:
+        load_weights(model, str(file), "linear")
+    assert "weights_only" not in f"{text.value} {module.value}"
