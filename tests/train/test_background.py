@@ -1,12 +1,15 @@
 """Saving beside training: the same run to the last bit, and nothing is lost."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_jobs
+import torch
+import torch.distributed as dist
 from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.errors import CheckpointError
@@ -92,6 +95,31 @@ def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path: Path) -> None:
     said = saves_where_there_is_no_room(tmp_path)
     assert len(said) == 2
     assert "the checkpoint of step 1 was not saved" in said[0]
+
+
+def has_no_memory_on_rank_1(folder: Path) -> list[str]:
+    """Memory for a copy of 4 EiB is what no machine has."""
+    said = []
+    checkpoints = Checkpoints(folder, group=dist.new_group(backend="gloo"))
+    saver = Background(checkpoints)
+    for step in (1, 2):
+        size = 1 << 60 if step == 1 and dist.get_rank() == 1 else 3
+        tensors = {"weight": torch.zeros(1).expand(3)}
+        saver.start(step, tensors, {}, {"own": torch.zeros(1).expand(size)}, best=False)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    saver.close()
+    return said
+
+
+def test_where_one_rank_has_no_memory_for_its_copy_that_save_fails_on_all(tmp_path: Path) -> None:
+    said = world.run(2, has_no_memory_on_rank_1, tmp_path / "checkpoints")
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert re.match("step 1 was not saved, there is no copy of it:\n  rank 1: RuntimeError: .*memory", said[0][0])
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 class CannotSaveStep3(tiny_jobs.Undrawn):

@@ -4,7 +4,8 @@
       thread               └ write, hash, fsync, vote, rename, read back ┘            └ ...
 
 What is whole on every rank is shared out: each rank copies and writes its part of it. The thread votes over a group of
-its own. One save is under way at most.
+its own, and first on the copies: where one rank has no memory for its own, that save fails on all ranks. One save is
+under way at most.
 """
 
 from __future__ import annotations
@@ -43,9 +44,25 @@ class Background:
         """Copy and begin to save, as `Checkpoints.save`. All ranks must call it, after `wait`."""
         assert self._saving is None
         mine = _share(tensors, rank(), world_size())
-        copies = self._copied({name: tensor for name, tensor in tensors.items() if name in mine})
-        own = {name: tensor.clone() for name, tensor in private.items()}
-        self._saving = self._thread.submit(self._checkpoints.save, step, copies, dict(info), own, best)
+        own: dict[str, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            self._copy({name: tensor for name, tensor in tensors.items() if name in mine})
+            own = {name: tensor.clone() for name, tensor in private.items()}
+        except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError where memory ends
+            problem = error
+        self._saving = self._thread.submit(self._save, problem, step, self._copies, dict(info), own, best)
+
+    def _save(self, problem: Exception | None, step: int, *what: Any) -> Path:
+        """In the thread: the vote on the copies, then the save. Collective."""
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+
+        checkpoints = self._checkpoints
+        checkpoints.votes.on_every_rank(f"step {step} was not saved, there is no copy of it", check)
+        return checkpoints.save(step, *what)
 
     def wait(self) -> None:
         """Until the save that is under way has ended. Raises CheckpointError: on every rank, if it failed on any."""
@@ -57,7 +74,7 @@ class Background:
         """End the thread, after what it is doing."""
         self._thread.shutdown()
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Into the memory of the last copy where it fits: to allocate it anew takes longer than to fill it."""
         old = self._copies
         self._copies = {
@@ -67,7 +84,6 @@ class Background:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 local(self._copies[name]).copy_(local(tensor))
-        return self._copies
 
 
 def _share(tensors: Mapping[str, Tensor], number: int, ranks: int) -> set[str]:
