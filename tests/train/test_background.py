@@ -122,6 +122,26 @@ def test_where_one_rank_has_no_memory_for_its_copy_that_save_fails_on_all(tmp_pa
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
+def holds_what_others_do_not(folder: Path) -> str:
+    """Rank 0 would leave `b` to rank 1, which has none."""
+    names = ["a", "b"] if dist.get_rank() == 0 else ["a"]
+    saver = Background(Checkpoints(folder, group=dist.new_group(backend="gloo")))
+    saver.start(1, {name: torch.zeros(3) for name in names}, {}, {}, best=False)
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saver.close()
+    return ""
+
+
+def test_tensors_that_one_rank_alone_holds_are_not_left_out_silently(tmp_path: Path) -> None:
+    for said in world.run(2, holds_what_others_do_not, tmp_path / "checkpoints"):
+        assert "step 1 was not saved: ranks hold different tensors" in said
+    assert not (tmp_path / "checkpoints").exists()
+
+
 class CannotSaveStep3(tiny_jobs.Undrawn):
     """While step 3 is saved, the directory can be written by everybody, and is not trusted."""
 

@@ -10,8 +10,11 @@ under way at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import local
+from shoal.errors import CheckpointError
 from shoal.train.checkpoint.agreement import rank, world_size
 from shoal.train.checkpoint.store import Checkpoints
 
@@ -51,18 +55,18 @@ class Background:
             own = {name: tensor.clone() for name, tensor in private.items()}
         except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError where memory ends
             problem = error
-        self._saving = self._thread.submit(self._save, problem, step, self._copies, dict(info), own, best)
+        vote = partial(_digest_unless, problem, _digest(tensors))
+        self._saving = self._thread.submit(self._save, vote, step, self._copies, dict(info), own, best)
 
-    def _save(self, problem: Exception | None, step: int, *what: Any) -> Path:
+    def _save(self, vote: Callable[[], str], step: int, *what: Any) -> Path:
         """In the thread: the vote on the copies, then the save. Collective."""
-
-        def check() -> None:
-            if problem is not None:
-                raise problem
-
-        checkpoints = self._checkpoints
-        checkpoints.votes.on_every_rank(f"step {step} was not saved, there is no copy of it", check)
-        return checkpoints.save(step, *what)
+        digests = self._checkpoints.votes.on_every_rank(f"step {step} was not saved, there is no copy of it", vote)
+        if len(set(digests)) > 1:
+            raise CheckpointError(
+                f"step {step} was not saved: ranks hold different tensors outside of shards, and none would write some "
+                "of them. Use --checkpoint.asynchronous false."
+            )
+        return self._checkpoints.save(step, *what)
 
     def wait(self) -> None:
         """Until the save that is under way has ended. Raises CheckpointError: on every rank, if it failed on any."""
@@ -84,6 +88,19 @@ class Background:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 local(self._copies[name]).copy_(local(tensor))
+
+
+def _digest_unless(problem: Exception | None, digest: str) -> str:
+    """This rank's word in the vote on the copies."""
+    if problem is not None:
+        raise problem
+    return digest
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of all that `_share` looks at: with another one, a rank shares out something else."""
+    whole = sorted((name, tensor.nbytes) for name, tensor in tensors.items() if not isinstance(tensor, DTensor))
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
 def _share(tensors: Mapping[str, Tensor], number: int, ranks: int) -> set[str]:
