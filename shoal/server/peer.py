@@ -1,8 +1,9 @@
-"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, in order."""
+"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, orders first."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from shoal.errors import WireError
 from shoal.server.channel import Channel
 from shoal.server.frame import Header
-from shoal.server.messages import view
+from shoal.server.messages import Op, view
 
 Payload = bytes | Tensor
 
@@ -26,14 +27,16 @@ class Peer:
 
     def __init__(self, channel: Channel, name: str) -> None:
         self.channel, self.name = channel, name
-        self._queue: queue.SimpleQueue[tuple[Header, Payload] | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[tuple[bool, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
+        self._number = itertools.count()
         self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
         self._thread.start()
 
     def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
-        """Queue a frame."""
+        """Queue a frame. A step's order overtakes the gradients that wait: a server that has it steps a part as soon as
+        the part is there, and sends the values back while the next part comes in."""
         length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
-        self._queue.put((Header(op, length, **fields), payload))
+        self._queue.put((op != Op.ORDER, next(self._number), (Header(op, length, **fields), payload)))
 
     def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
         """The next frame; one reader only. Raises WireError."""
@@ -41,7 +44,7 @@ class Peer:
 
     def close(self, flush: bool = False) -> None:
         """Hang up; what is queued is sent first if `flush`."""
-        self._queue.put(None)
+        self._queue.put((True, next(self._number), None))
         if flush:
             self._thread.join(timeout=5)
         self.channel.close()
@@ -49,7 +52,7 @@ class Peer:
             self._thread.join(timeout=5)
 
     def _send_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()[2]) is not None:
             header, payload = item
             try:
                 self.channel.send(header, payload if isinstance(payload, bytes) else view(payload))

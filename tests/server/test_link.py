@@ -1,0 +1,62 @@
+"""A worker's connection to one shard: what goes out when."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from typing import cast
+
+import torch
+from shaken import KEY, beside, new_memory
+
+from shoal.server.arbiter import View
+from shoal.server.channel import Channel
+from shoal.server.handshake import accept
+from shoal.server.link import Link
+from shoal.server.messages import Op
+from shoal.server.shared import Memory
+from shoal.server.views import Views
+
+PART_BYTES = 4 * 2**20
+
+
+class OneServer:
+    """In place of an arbiter: who listens here is the primary."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.view = View(0, epoch=1, primary=7, addresses={7: listener.getsockname()})
+
+    def newest(self, *_: object) -> View:
+        return self.view
+
+
+def test_a_steps_order_overtakes_gradients_that_wait_to_be_sent():
+    memory = Memory(64)
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(memory):
+        link = Link(
+            1,
+            0,
+            range(4),
+            cast(Views, OneServer(listener)),
+            key=KEY,
+            job="job",
+            limit_bytes=2 * PART_BYTES,
+            place=new_memory,
+            take=lambda *_: None,
+            lent=memory,
+            lent_at={},
+            waits=lambda *_: True,
+            lost=lambda _: None,
+        )
+        connection, _ = listener.accept()
+        session, _ = accept(connection, KEY, "job/7")
+        server = Channel(connection, session, authenticate_payload=False, limit_bytes=2 * PART_BYTES)
+        # Nobody reads yet, and the socket takes less than a part: all but the first wait.
+        for part in range(4):
+            link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1"))
+        link.order(0, b"{}")
+        heard = [server.receive(new_memory)[0] for _ in range(5)]
+        with beside(link.close):
+            server.close()
+    assert [header.part for header in heard if header.op == Op.PUSH] == [0, 1, 2, 3]
+    assert Op.ORDER in [header.op for header in heard[:3]]
