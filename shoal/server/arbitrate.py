@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import WireError
+from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Arbiter, View
-from shoal.server.channel import Channel, is_loopback
+from shoal.server.channel import Channel
+from shoal.server.door import Door
 from shoal.server.frame import Header
-from shoal.server.handshake import accept
 from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, unpack
 from shoal.server.peer import Peer
+from shoal.server.said import Refused
 
 ARBITER = "arbiter"
 
@@ -49,7 +50,8 @@ class Arbitration:
     """Serves one job's arbiter on a listening socket."""
 
     def __init__(self, court: Court, listener: socket.socket) -> None:
-        self.court, self.listener = court, listener
+        self.court = court
+        self.door = Door(listener, "the arbiter", court.key, f"{court.job}/{ARBITER}", SMALL_BYTES)
         self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
@@ -61,7 +63,7 @@ class Arbitration:
 
     def run(self) -> None:
         """Until every worker has said that it will not come back."""
-        threading.Thread(target=self._accept_all, daemon=True).start()
+        threading.Thread(target=self.door.admit, args=(self._attend,), daemon=True).start()
         while len(self.gone) < self.court.workers:
             time.sleep(self.court.lease_s / 20)
             with self.lock:
@@ -69,20 +71,7 @@ class Arbitration:
         for peer in list(self.peers.values()):
             peer.close(flush=True)
 
-    def _accept_all(self) -> None:
-        while True:
-            connection, _ = self.listener.accept()
-            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
-
-    def _attend(self, connection: socket.socket) -> None:
-        try:
-            session, number = accept(connection, self.court.key, f"{self.court.job}/{ARBITER}")
-            channel = Channel(
-                connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=SMALL_BYTES
-            )
-        except WireError:
-            connection.close()
-            return
+    def _attend(self, channel: Channel, number: int) -> None:
         peer = Peer(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer
@@ -94,7 +83,9 @@ class Arbitration:
                 header, payload = peer.receive(lambda _: None)
                 with self.lock:
                     self._take(number, peer, header, payload)
-        except WireError:
+        except (Refused, WireError) as error:
+            if not isinstance(error, ConnectionLost):
+                self.door.refuse(error)
             with self.lock:
                 if self.peers.get(number) is peer:
                     del self.peers[number]

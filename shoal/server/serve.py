@@ -9,7 +9,6 @@ The lock is held while the shard thinks, never while anything is received or sen
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -25,11 +24,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.compress import Compression
-from shoal.errors import UsageError, WireError
+from shoal.errors import ConnectionLost, UsageError, WireError
 from shoal.server.arbiter import Address, View
-from shoal.server.channel import Channel, is_loopback
+from shoal.server.channel import Channel
+from shoal.server.door import Door
 from shoal.server.frame import Header
-from shoal.server.handshake import accept
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
 from shoal.server.messages import (
@@ -88,7 +87,7 @@ class Server:
     """Serves one shard on a listening socket, until it is closed or is a member no longer."""
 
     def __init__(self, plan: Plan, listener: socket.socket) -> None:
-        self.plan, self.listener = plan, listener
+        self.plan = plan
         self.offsets, length_bytes = offsets(plan.parts)
         slots = 1 if plan.staleness == 0 else 1 + plan.workers  # where values change, everyone has a copy to read
         self.slots = slots
@@ -113,11 +112,12 @@ class Server:
         self.placement: Placement | None = None
         self.given: dict[int, tuple[int, int, float]] = {}
         self.gone: dict[int, dict[int, int]] = {}
-        self.refused = 0
         self.stop_at = 0
         self.received_bytes = 0
         most = max((part.size_bytes for part in plan.parts), default=0)
         self.limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
+        name = f"server {plan.server}"
+        self.door = Door(listener, name, plan.key, f"{plan.job}/{plan.server}", self.limit_bytes)
         self.membership = Membership(
             plan.server,
             plan.shard,
@@ -136,20 +136,13 @@ class Server:
         )
 
     def run(self) -> None:
-        """Accept connections until the listener is closed."""
+        """Accept connections until this server is closed."""
         self.membership.begin()
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+        self.door.admit(self._attend)
 
     def close(self) -> None:
         """Accept nobody any more; `run` returns."""
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
+        self.door.close()
 
     def _slot(self, slot: int, part: Part) -> Tensor:
         return self.memory.tensor(slot * self.slot_bytes + self.offsets[part.number], part.length, part.dtype)
@@ -159,16 +152,8 @@ class Server:
 
     # One connection
 
-    def _attend(self, connection: socket.socket) -> None:
+    def _attend(self, channel: Channel, number: int) -> None:
         """From its handshake to its end."""
-        try:
-            session, number = accept(connection, self.plan.key, f"{self.plan.job}/{self.plan.server}")
-            secret = not is_loopback(connection)
-            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
-        except WireError as error:
-            self._count_refusal(error)
-            connection.close()
-            return
         peer = Peer(channel, f"peer {number}")
         with self.lock:
             before, self.peers[number] = self.peers.get(number), peer
@@ -178,11 +163,11 @@ class Server:
         try:
             self._await_role(number)
             self._converse(number, peer)
-        except Refused as error:
-            self._count_refusal(error)
-            peer.post(Op.REFUSED, str(error).encode()[:SMALL_BYTES])
-        except WireError as error:
+        except ConnectionLost as error:
             log.debug("server %d: %s", self.plan.server, error)
+        except (Refused, WireError) as error:
+            self.door.refuse(error)
+            peer.post(Op.REFUSED, str(error).encode()[:SMALL_BYTES])
         finally:
             peer.close(flush=True)
             with self.lock:
@@ -475,14 +460,9 @@ class Server:
             "shard": self.plan.shard,
             "server": self.plan.server,
             "received_bytes": self.received_bytes,
-            "refused": self.refused,
+            "refused": self.door.refused,
             "staleness": dict(self.shard.seen),
         }
-
-    def _count_refusal(self, error: Exception) -> None:
-        with self.lock:
-            self.refused += 1
-        log.warning("server %d refused a connection: %s", self.plan.server, error)
 
 
 def serve(listener: socket.socket, plan: Plan) -> None:

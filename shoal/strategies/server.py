@@ -316,6 +316,9 @@ class _Engine:
         figures = self.client.figures()
         received = sum(figure["received_bytes"] for figure in figures)
         lines = [f"servers: {len(figures)} shards received {received / MIB:,.1f} MiB"]
+        refused = sum(figure["refused"] for figure in figures)
+        if refused:
+            lines.append(f"servers refused {refused} connections or messages: their warnings say why")
         seen: Counter[int] = Counter()
         for figure in figures:
             seen.update({int(gap): count for gap, count in figure["staleness"].items()})
