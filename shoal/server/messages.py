@@ -88,7 +88,9 @@ def unpack_order(payload: memoryview) -> Order:
     found = unpack(payload)
     if not isinstance(found, dict) or not isinstance(found.get("settings"), list):
         raise Refused("an order without settings")
-    return Order(found["settings"], float(found["scale"]))
+    if not isinstance(found.get("scale"), float) or not all(isinstance(each, dict) for each in found["settings"]):
+        raise Refused("an order without a scale, or with settings that are none")
+    return Order(found["settings"], found["scale"])
 
 
 def pack_part(values: Tensor, state: list[Mapping[str, Any]], done: Mapping[int, int]) -> bytes:

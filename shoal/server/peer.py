@@ -23,12 +23,16 @@ class Peer:
     """Sends without making the caller wait; a slow reader holds up nobody else.
 
     Tensors are sent from their own memory: they must not change until the peer has answered.
+
+    Attributes:
+        heard: is set by the one reader when it will read no more.
     """
 
     def __init__(self, channel: Channel, name: str) -> None:
         self.channel, self.name = channel, name
         self._queue: queue.PriorityQueue[tuple[bool, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
         self._number = itertools.count()
+        self.heard = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
         self._thread.start()
 

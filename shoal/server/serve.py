@@ -160,6 +160,7 @@ class Server:
             self.sharing.discard(number)
         if before is not None:
             before.close()
+            before.heard.wait()  # what it had still to read would go to the same memory
         try:
             self._await_role(number)
             self._converse(number, peer)
@@ -169,6 +170,7 @@ class Server:
             self.door.refuse(error)
             peer.post(Op.REFUSED, str(error).encode()[:SMALL_BYTES])
         finally:
+            peer.heard.set()
             peer.close(flush=True)
             with self.lock:
                 if self.peers.get(number) is peer:
@@ -215,14 +217,9 @@ class Server:
         if header.op not in (Op.PUSH, Op.APPLY):
             return None
         part = self.shard.parts.get(header.part)
-        if part is None:
-            raise Refused(f"part {header.part} is none of {len(self.shard.parts)}")
         packed = self.plan.compression if header.op == Op.PUSH else None
-        expected = part.size_bytes if packed is None else packed.size_bytes(part.length, part.dtype)
-        if header.length != expected:
-            raise Refused(f"a gradient of {header.length} bytes for part {header.part}, which takes {expected}")
-        if packed is not None:
-            return None
+        if part is None or packed is not None or header.length != part.size_bytes:
+            return None  # what does not fit is refused when all of it has come, so that the peer hears why
         buffer = self.buffers.get((number, header.part))
         if buffer is None:
             buffer = self.buffers[number, header.part] = torch.empty(part.length, dtype=part.dtype)
@@ -233,6 +230,8 @@ class Server:
         shard, step, part = self.shard, header.step, header.part
         if not self.membership.is_primary:
             raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
+        if worker not in shard.workers and header.op != Op.FIGURES:
+            raise Refused(f"worker {worker} is none of {shard.workers}")
         match header.op:
             case Op.PUSH:
                 there = about or b"\1" * len(shard.held_part(part).part.segments)
@@ -270,10 +269,14 @@ class Server:
             if header.flags & SHARED:
                 at_bytes = header.epoch << 32 | header.worker
                 return self.lent[worker].tensor(at_bytes, held.part.length, held.part.dtype)
-            if self.plan.compression is None:
+            packed, length, dtype = self.plan.compression, held.part.length, held.part.dtype
+            expected = held.part.size_bytes if packed is None else packed.size_bytes(length, dtype)
+            if header.length != expected:
+                raise Refused(f"a gradient of {header.length} bytes for part {part}, which takes {expected}")
+            if packed is None:
                 return self.buffers[worker, part]
             message = torch.frombuffer(payload, dtype=torch.uint8)
-            return self.plan.compression.decode(message, held.part.length, held.part.dtype)
+            return packed.decode(message, length, dtype)
         except (UsageError, KeyError, ValueError) as error:
             raise Refused(f"the gradient of part {part} cannot be read: {error}") from error
 
@@ -304,6 +307,8 @@ class Server:
             out = self.shard.fill(Filled(0, part, clock, values, state, done))
         elif header.op == Op.APPLY:
             found = unpack(memoryview(about))
+            if part not in self.shard.parts or header.length != self.shard.parts[part].size_bytes:
+                raise Refused(f"an update of {header.length} bytes for part {part}, which takes another number")
             gradient = self.buffers[number, part]
             present = bytes.fromhex(found["present"])
             out = self.shard.repeat(
