@@ -451,17 +451,19 @@ class Server:
     def _facts(self) -> dict[str, Any]:
         """What `shoal servers list` says of it."""
         with self.lock:
-            held = [held for part, held in self.shard.held.items() if part in self.shard.mine]
-            return {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "parts": len(held),
-                "bytes": sum(each.part.size_bytes for each in held),
-                "clock": min((each.clock for each in held), default=0),
-            }
+            return {"pid": os.getpid(), "host": socket.gethostname(), **self._holds()}
+
+    def _holds(self) -> dict[str, int]:
+        held = [held for part, held in self.shard.held.items() if part in self.shard.mine]
+        return {
+            "parts": len(held),
+            "bytes": sum(each.part.size_bytes for each in held),
+            "clock": min((each.clock for each in held), default=0),
+        }
 
     def _figures(self) -> dict[str, Any]:
         return {
+            **self._holds(),
             "shard": self.plan.shard,
             "server": self.plan.server,
             "received_bytes": self.received_bytes,

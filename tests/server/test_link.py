@@ -36,24 +36,26 @@ def test_a_steps_order_overtakes_gradients_that_wait_to_be_sent():
         link = Link(
             1,
             0,
-            range(4),
             cast(Views, OneServer(listener)),
             key=KEY,
             job="job",
             limit_bytes=2 * PART_BYTES,
-            place=new_memory,
+            place=lambda *_: None,
             take=lambda *_: None,
+            answered=lambda *_: None,
+            moved=lambda *_: None,
             lent=memory,
             lent_at={},
             waits=lambda *_: True,
             lost=lambda _: None,
+            order=None,
         )
         connection, _ = listener.accept()
         session, _ = accept(connection, KEY, "job/7")
         server = Channel(connection, session, authenticate_payload=False, limit_bytes=2 * PART_BYTES)
         # Nobody reads yet, and the socket takes less than a part: all but the first wait.
         for part in range(4):
-            link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1"))
+            link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1"), now=True)
         link.order(0, b"{}")
         heard = [server.receive(new_memory)[0] for _ in range(5)]
         with beside(link.close):

@@ -21,7 +21,9 @@ from shoal.server.control import Control, command
 from shoal.testing import world
 
 STEPS = 80
-TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "2"))
+TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
+QUICK = 3
+"""Trials that are in `make test`; `make test-slow` has all, `make test-faults` 300."""
 
 
 def model() -> nn.Module:
@@ -110,7 +112,9 @@ def test_workers_at_different_steps_are_not_disturbed_either(tmp_path: Path, sta
         assert all(torch.equal(weights[name], value) for name, value in found[0][0].items())
 
 
-@pytest.mark.parametrize("seed", range(2 * TRIALS))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(TRIALS)]
+)
 def test_nothing_is_lost_when_someone_dies_while_parts_move(
     tmp_path: Path, seed: int, undisturbed: dict[str, Tensor]
 ) -> None:

@@ -1,9 +1,8 @@
-"""Servers that are killed or stopped in every phase of a step: real processes, real signals, seeded; nothing is lost."""
+"""Servers that are killed or stopped in every phase of a step: real processes and signals, seeded; nothing is lost."""
 
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
