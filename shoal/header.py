@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm.mesh import Mesh
+from shoal.data.loader import ShareLoader
+from shoal.strategies.base import Strategy
+
+
+def lines(
+    model: nn.Module, loader: ShareLoader | None, mesh: Mesh, accumulate: int, strategies: Iterable[Strategy]
+) -> list[str]:
+    """All of it: the global batch, who launched this, and notes on what is not as one might think."""
+    said = [] if loader is None else [spell_batch(loader.batch_size, mesh.size, accumulate)]
+    if mesh.place.launcher not in ("single", "shoal"):
+        said.append(mesh.place.describe())
+    if torch.cuda.is_available() and mesh.device.type == "cpu":
+        ranks, gpus = mesh.place.local_world, torch.cuda.device_count()
+        said.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
+    notes = [note for strategy in strategies for note in getattr(strategy, "notes", [])]
+    return said + [f"note: {note}" for note in [*differences(model, mesh.size, accumulate), *notes]]
 
 
 def spell_batch(batch_size: int, ranks: int, accumulate: int) -> str:

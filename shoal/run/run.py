@@ -1,0 +1,284 @@
+"""One training run, seen from one rank: the methods that a loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal import binding, header
+from shoal.comm.mesh import Mesh
+from shoal.comm.norm import whole
+from shoal.data.loader import ShareLoader
+from shoal.data.nest import nested
+from shoal.data.seeds import stream
+from shoal.errors import UsageError
+from shoal.evaluate import Measures, evaluate
+from shoal.in_backward import InBackward, mean_only
+from shoal.run.adding import add_gradients, take_gradients
+from shoal.run.clip import clip
+from shoal.run.refusals import (
+    refuse_another,
+    refuse_misplaced,
+    refuse_thawed,
+    refuse_unprepared,
+    refuse_with_servers,
+    refuse_without_loader,
+)
+from shoal.run.rows import weighed
+from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, tensors_of
+from shoal.run.watch import Watch
+from shoal.strategies import base
+from shoal.strategies.precision import LossScale, unscale
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+class Run:
+    """One training run, seen from one rank. Made by `shoal.init`.
+
+    Attributes:
+        rank, world: this process's number, and how many there are.
+        device: where this rank's model and batches belong.
+        totals: sums over all ranks of the last step: see `shoal.strategies.base`. None before the first.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        strategies: list[base.Strategy],
+        seed: int,
+        accumulate: int,
+        loss_scale: LossScale | None,
+        announce: Callable[[str], None],
+        step_in_backward: bool = False,
+    ) -> None:
+        self.mesh, self.rank, self.world, self.device = mesh, mesh.rank, mesh.size, mesh.device
+        self.totals: Tensor | None = None
+        self._strategies, self._seed, self._accumulate = strategies, seed, accumulate
+        self._loss_scale, self._announce = loss_scale, announce
+        self._step_in_backward = step_in_backward
+        self._early: InBackward | None = None
+        self._part: base.Part | None = None
+        self._optimizer: Optimizer | None = None
+        self._loader: ShareLoader | None = None
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._watch = Watch()
+        self._stop = False
+
+    def prepare(
+        self, model: Model, optimizer: AnyOptimizer, loader: DataLoader | None = None
+    ) -> tuple[Model, AnyOptimizer, Any]:
+        """Make model, optimizer and loader those of this rank. Collective.
+
+        The model keeps its class, its parameters' names and its `state_dict`; the optimizer is the same object, bound
+        to what this rank owns; the loader yields this rank's share of every global batch of `loader.batch_size`.
+
+        Raises:
+            UsageError: called twice; an optimizer that does not hold each trainable parameter exactly once; a loader
+                whose batches cannot be shared out.
+            StrategyRefused: the strategy cannot take this model or world.
+        """
+        if self._part is not None:
+            raise UsageError("this run has prepared a model already; call shoal.init() once for each model.")
+        refuse_misplaced(model, self.device)
+        if loader is None:
+            refuse_without_loader(self._accumulate, self._step_in_backward)
+        groups = binding.names_in(optimizer, model)
+        shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
+        for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
+            self._announce(line)
+        part = base.cut(base.whole(model), self._strategies, self.mesh)
+        binding.refuse_shards(optimizer, part.owned)
+        binding.bind(optimizer, groups, part.owned)
+        if part.remote is not None:
+            refuse_with_servers(self._loss_scale is not None, self._step_in_backward)
+            part.remote.take(optimizer)
+        self._early = InBackward(optimizer, part) if self._step_in_backward else None
+        model.register_forward_hook(self._watch)
+        optimizer.register_step_post_hook(lambda *_: part.gather())
+        # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
+        torch.manual_seed(stream(self._seed, self.rank))
+        self._part, self._optimizer, self._loader = part, optimizer, shared
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        return model, optimizer, shared
+
+    def forward_backward(
+        self, loss_fn: base.LossFunction, model: nn.Module, *batch: Any, measure: base.Measure | None = None
+    ) -> Tensor:
+        """Forward and backward of this rank's share of a global batch. Collective.
+
+        Afterwards `.grad` holds the global means; the optimizer's step comes next. With `step_in_backward` the
+        parameters are stepped by then, and there are no gradients. An error in the middle leaves some stepped.
+
+        Args:
+            loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) where samples weigh differently.
+            model: what `prepare` returned.
+            batch: the model's inputs, then the target: `loss_fn(model(*inputs), target)`.
+            measure: (output, target) -> 1-D tensor of sums over the batch, for `measured`.
+
+        Returns: the global mean loss, a detached scalar on the device: the same on every rank.
+        """
+        part = self._prepared()
+        refuse_another(model, part.module)
+        *inputs, target = batch
+        share = None if self._loader is None else self._loader.share
+        loss_fn, rows, global_rows = weighed(loss_fn, tuple(inputs), target, share)
+        if self._early is not None:
+            loss_fn = mean_only(loss_fn)
+        step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
+        earlier = take_gradients(part) if self._early is None else {}
+        with self._watch.inside(), nullcontext() if self._early is None else self._early.during():
+            loss = part.run(part.forward, step)
+            part.reduce()
+        base.settle(part, loss, global_rows)
+        if self._loss_scale is not None and not unscale(part, self._loss_scale):
+            earlier.clear()  # the whole step is skipped
+        add_gradients(earlier)
+        self.totals = loss.totals
+        count = base.nonzero_count(loss.totals) if loss.weighed else global_rows
+        return loss.totals[base.LOSS_SUM] / count
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        Returns: the norm before, a scalar tensor. Call it between `forward_backward` and `optimizer.step()`.
+        """
+        part = self._prepared()
+        self._refuse_without_gradients("clip_gradients", "clipping needs the norm of all gradients at once")
+        return clip(part, max_norm)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Every trainable parameter's gradient, whole, under its own name. Collective."""
+        self._refuse_without_gradients("gradients", "they have been used and freed")
+        part = self._prepared()
+        if part.remote is not None:
+            return part.remote.gradients()
+        return {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's `state_dict`, under its own names. Collective."""
+        self.agree()
+        return {name: whole(value) for name, value in tensors_of(self._prepared().module).items()}
+
+    def report(self) -> list[str]:
+        """Lines about what went on beside the steps, for the end of a run: staleness that servers have seen."""
+        remote = self._prepared().remote
+        return [] if remote is None else remote.report()
+
+    def announce(self, directory: Path) -> None:
+        """Let `shoal servers DIRECTORY` find this run's parameter servers, if it has any. For rank 0."""
+        remote = self._prepared().remote
+        if remote is not None:
+            remote.announce(directory)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks take each step together, so that it has global gradients."""
+        remote = self._prepared().remote
+        return remote is None or remote.together
+
+    def wait(self) -> None:
+        """Until this rank holds the weights of the last step; the model's next forward pass waits by itself.
+
+        Call it before you read parameters in another way. Only parameter servers leave anything to wait for.
+        """
+        remote = self._prepared().remote
+        if remote is not None:
+            remote.wait()
+
+    def agree(self) -> bool:
+        """Until all ranks hold the same weights, those of all steps; whether they had been apart. Collective.
+
+        They are apart between the steps of parameter servers with staleness. `evaluate`, `save` and `weights` begin
+        with it.
+        """
+        remote = self._prepared().remote
+        return remote is not None and remote.agree()
+
+    def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+        """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
+
+        Args:
+            measure: (output, target) -> name -> scalar sum over the batch, e.g. correct predictions.
+            model: prepared or not; it is put into evaluation mode and back.
+            loader: a plain DataLoader; its `batch_size` is what one rank computes at once.
+
+        Returns: the sums, and `samples`.
+        """
+        part = self._part if self._part is not None and model is self._part.module else None
+        if part is not None:
+            self.agree()
+        try:
+            return evaluate(self.mesh, measure, model, loader, self.move, part is not None and part.all_forward)
+        finally:
+            if part is not None:
+                part.release()
+
+    def move(self, batch: Any) -> Any:
+        """A nest of tensors on this rank's device."""
+        if isinstance(batch, Tensor):
+            return batch.to(self.device, non_blocking=True)
+        return nested(batch, self.move)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop; safe in a signal handler. They learn of it with the next step's gradients."""
+        self._stop = True
+
+    def stopping(self) -> bool:
+        """Whether any rank had asked to stop when the last step began: the same answer on every rank.
+
+        Waits for the device; on a GPU ask every few steps.
+        """
+        return self.totals is not None and bool(self.totals[base.STOP] > 0)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model's `state_dict`, under the user's own names, as `torch.save` does. Collective.
+
+        The file is replaced in one piece or not at all. Read it with `torch.load(path, weights_only=True)`.
+        """
+        model = self._prepared().module
+        self.agree()
+        save_model(model, self.mesh, path)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+        """Everything that the rest of the run depends on, as (tensors, info, private). Collective.
+
+        `tensors` are the same on every rank, `info` is made of JSON values, `private` is this rank's random state.
+        Given back to `load_state`, the run goes on bit for bit at the same number of ranks.
+        """
+        resumable = self._resumable()
+        self.agree()
+        return resumable.state()
+
+    def like(self) -> Callable[[str], Tensor | None]:
+        """Tells for each name in the tensors of `state` how this rank holds it, before there is any: see `Saved`."""
+        return like(self._prepared())
+
+    def load_state(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed."""
+        resumable = self._resumable()
+        refuse_incomplete(info)
+        self.wait()
+        resumable.load(tensors, info, private)
+
+    def _resumable(self) -> Resumable:
+        part = self._prepared()
+        assert self._optimizer is not None
+        return Resumable(part, self._optimizer, self._loader, self._loss_scale, self.mesh)
+
+    def _prepared(self) -> base.Part:
+        part = refuse_unprepared(self._part)
+        refuse_thawed(self._frozen)
+        return part
+
+    def _refuse_without_gradients(self, call: str, reason: str) -> None:
+        if self._early is not None:
+            raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")

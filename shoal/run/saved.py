@@ -1,0 +1,120 @@
+"""What of a run is written down: the model as a file, and all that the rest of the run depends on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal import binding
+from shoal.comm.mesh import Mesh
+from shoal.comm.norm import whole
+from shoal.data.loader import ShareLoader
+from shoal.data.seeds import load_random_state, random_state
+from shoal.errors import CheckpointError
+from shoal.strategies.base import Part
+from shoal.strategies.precision import LossScale
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Everything that steps depend on and change: see `Run.state`."""
+
+    part: Part
+    optimizer: Optimizer
+    loader: ShareLoader | None
+    loss_scale: LossScale | None
+    mesh: Mesh
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+        """(tensors, info, private). Collective; the ranks hold the same weights."""
+        part, optimizer = self.part, self.optimizer
+        if part.remote is not None:
+            part.remote.collect(optimizer)
+        self.mesh.broadcast_buffers(part.module)
+        tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
+        gathered, scalars = binding.optimizer_state(optimizer, part.owned)
+        tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
+        info: dict[str, Any] = {"optimizer": scalars, "groups": binding.group_settings(optimizer)}
+        if self.loader is not None:
+            info["data"] = self.loader.state()
+        if self.loss_scale is not None:
+            info["loss_scale"] = self.loss_scale.state()
+        private = random_state(self.mesh.device) | ({} if part.remote is None else part.remote.private())
+        return tensors, info, private
+
+    def load(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`. Collective; this rank waits for no values."""
+        part, optimizer = self.part, self.optimizer
+        part.module.load_state_dict(_below("model.", tensors))
+        binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
+        binding.load_group_settings(optimizer, info["groups"])
+        if part.remote is not None:
+            part.remote.spread(optimizer)
+        if self.loader is not None and "data" in info:
+            self.loader.restore(info["data"])
+        if self.loss_scale is not None and "loss_scale" in info:
+            self.loss_scale.load(info["loss_scale"])
+        if private:
+            load_random_state(private)
+        if private and part.remote is not None:
+            part.remote.load_private(private)
+
+
+def like(part: Part) -> Callable[[str], Tensor | None]:
+    """How this rank holds what has a name in the tensors of `Resumable.state`."""
+    held = {f"model.{name}": value for name, value in part.module.state_dict().items()}
+
+    def owner(name: str) -> Tensor | None:
+        return part.owned.get(binding.located(name.removeprefix("optimizer."), part.owned)[0])
+
+    return lambda name: held.get(name, owner(name) if name.startswith("optimizer.") else None)
+
+
+def refuse_incomplete(info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where `info` is not what `Resumable.state` gives."""
+    lacking = [name for name in ("optimizer", "groups") if name not in info]
+    if lacking:
+        raise CheckpointError(f"the checkpoint lacks {' and '.join(lacking)}: another version of Shoal wrote it.")
+
+
+def save_model(model: nn.Module, mesh: Mesh, path: str | Path) -> None:
+    """Write the whole `state_dict`, all of it or nothing. Collective; the ranks hold the same weights."""
+    mesh.broadcast_buffers(model)
+    state = {}
+    for name, value in tensors_of(model).items():
+        full = whole(value)  # one at a time: only rank 0 keeps them
+        if mesh.rank == 0:
+            state[name] = full.cpu() if full is not value else value
+    if mesh.rank == 0:
+        _write(state, Path(path))
+    mesh.barrier()
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its `state_dict` as this rank holds it. Raises CheckpointError for what is no tensor."""
+    state = module.state_dict()
+    other = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if other:
+        raise CheckpointError(f"{', '.join(other)}: extra state that is no tensor cannot be saved without pickle.")
+    return state
+
+
+def _write(state: dict[str, Tensor], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".tmp")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

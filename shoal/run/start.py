@@ -1,0 +1,95 @@
+"""How a run begins: this process's place in the world, the same seed everywhere, the strategies in their order."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+
+from shoal.comm.mesh import join
+from shoal.errors import ConfigError
+from shoal.in_backward import refuse_with
+from shoal.launch.environment import read
+from shoal.run.run import Run
+from shoal.strategies import base, parse
+from shoal.strategies.accumulate import Accumulate
+from shoal.strategies.compile import Compile
+from shoal.strategies.precision import LossScale, Precision
+
+PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+def init(
+    strategy: str = "ddp",
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    precision: PrecisionName = "fp32",
+    compile: bool = False,
+    step_in_backward: bool = False,
+    announce: Callable[[str], None] = print,
+) -> Run:
+    """Take this process's place in the world that the launcher made. Collective: every rank calls it first.
+
+    Under `shoal launch`, torchrun, srun or mpirun the place is read from their variables; a plain `python script.py` is
+    a world of one. Sets the current CUDA device where there are GPUs, and seeds torch, Python and NumPy alike on every
+    rank, so that every rank builds the same model.
+
+    Args:
+        strategy: how several ranks train one model, e.g. "ddp"; `shoal launch --strategy` overrides it.
+        seed: from which the order of samples, augmentation and dropout follow.
+        accumulate: parts that each rank's share of a batch is computed in, to save memory.
+        precision: "bf16" and "fp16" run the forward pass under autocast.
+        compile: compile the model with torch.compile.
+        step_in_backward: step each parameter inside the backward pass, as soon as its gradient is known, and free the
+            gradient. The loop stays as it is; its `optimizer.step()` has nothing left to do.
+        announce: is given what there is to say before the first step; called on rank 0 only.
+
+    Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy, or
+        step_in_backward with accumulate or fp16.
+    """
+    return begin(
+        os.environ.get("SHOAL_STRATEGY", strategy),
+        seed=seed,
+        accumulate=int(os.environ.get("SHOAL_ACCUMULATE", accumulate)),
+        precision=precision,
+        compile=compile,
+        step_in_backward=step_in_backward,
+        announce=announce,
+    )
+
+
+def begin(
+    strategy: str,
+    *,
+    seed: int = 0,
+    accumulate: int = 1,
+    precision: PrecisionName = "fp32",
+    compile: bool = False,
+    step_in_backward: bool = False,
+    announce: Callable[[str], None] = print,
+) -> Run:
+    """`init` for a job that has all its settings from elsewhere: nothing is overridden. Collective."""
+    if accumulate < 1:
+        raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
+    if step_in_backward:
+        refuse_with(accumulate, loss_scale=precision == "fp16")
+    chosen = parse(strategy)
+    mesh = join(read(os.environ), helpers=any(getattr(strategy, "helpers", False) for strategy in chosen))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    scale = LossScale() if precision == "fp16" else None
+    strategies: list[base.Strategy] = [Precision(precision, scale)]
+    strategies += [Compile()] if compile else []
+    strategies += [*chosen, Accumulate(accumulate)]
+    say = announce if mesh.rank == 0 else _silent
+    return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward)
+
+
+def _silent(_: str) -> None:
+    """What ranks other than 0 have to say."""

@@ -1,0 +1,42 @@
+"""A bare `.backward()` on a prepared model is an error that says so, never a wrong gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import UsageError
+
+
+class Watch:
+    """A forward hook: outside `forward_backward`, an output may be looked at, but not be differentiated."""
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The time of a `forward_backward`."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def __call__(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
+        if not self._inside and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_refuse_bare_backward)
+
+
+def _refuse_bare_backward(_: Tensor) -> None:
+    raise UsageError(
+        "a bare .backward() reached a prepared model: its gradients would be this rank's alone. Use "
+        "loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and loss.backward()."
+    )
