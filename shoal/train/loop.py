@@ -115,8 +115,7 @@ class Training:
                 self._epoch()
             self._finish()
         finally:
-            if self.background is not None:
-                self.background.close()
+            self._end_saving()
             self.progress.close()
             self.log.close()
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -241,6 +240,14 @@ class Training:
             self.best = self.best_saved  # the best is one that can be loaded
             return
         self.saved_step, self.best_saved = step, self.best
+
+    def _end_saving(self) -> None:
+        """Where training ends by an error, nobody has learned yet how the save beside it ended."""
+        lost = None if self.background is None else self.background.close()
+        if isinstance(lost, CheckpointError):
+            self.log.note(str(lost))
+        elif lost is not None:  # another rank is gone, say
+            self.log.note(f"the save of step {self.in_flight} did not end: {type(lost).__name__}: {lost}")
 
     def _is_save_due(self) -> bool:
         """Whether checkpoint.every_steps asks for one now."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
 
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, LaunchError
 from shoal.testing import world
 from shoal.train.checkpoint import Background, Checkpoints
 from shoal.train.loop import RUN_ME_AGAIN
@@ -140,6 +140,32 @@ def test_tensors_that_one_rank_alone_holds_are_not_left_out_silently(tmp_path: P
     for said in world.run(2, holds_what_others_do_not, tmp_path / "checkpoints"):
         assert "step 1 was not saved: ranks hold different tensors" in said
     assert not (tmp_path / "checkpoints").exists()
+
+
+class FailsBesideAFailingSave(tiny_jobs.Undrawn):
+    """A save has no room, and then a step of one rank fails."""
+
+    def _save(self, best: bool = False, must: bool = False) -> None:
+        self.checkpoints.directory.touch()  # a file, where a directory is to be made
+        super()._save(best, must)
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        if self.step == 3 and self.run.rank == 1:
+            raise ValueError("a mistake of the user's")
+        super()._step(batch, epochs)
+
+
+def fails_beside_a_failing_save(job: Any) -> None:
+    tiny_jobs.go(FailsBesideAFailingSave(job))
+
+
+def test_a_save_that_fails_while_training_ends_by_an_error_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny(tmp_path / "run", MLP, {"checkpoint.asynchronous": True, "checkpoint.every_steps": 3})
+    with pytest.raises(LaunchError, match="a mistake of the user's"):
+        world.run(2, fails_beside_a_failing_save, job)
+    assert capfd.readouterr().err.count("note: the checkpoint of step 3 was not saved") == 1
 
 
 class CannotSaveStep3(tiny_jobs.Undrawn):

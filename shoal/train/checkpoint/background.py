@@ -74,9 +74,10 @@ class Background:
         if saving is not None:
             saving.result()
 
-    def close(self) -> None:
-        """End the thread, after what it is doing."""
+    def close(self) -> BaseException | None:
+        """End the thread, after what it is doing. Returns why that failed, if it did and nobody has waited for it."""
         self._thread.shutdown()
+        return None if self._saving is None else self._saving.exception()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Into the memory of the last copy where it fits: to allocate it anew takes longer than to fill it."""
