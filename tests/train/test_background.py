@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything,
 
 from shoal.errors import CheckpointError, LaunchError
 from shoal.testing import world
-from shoal.train.checkpoint import Background, Checkpoints
+from shoal.train.checkpoint import Background, Checkpoints, tensor_files
 from shoal.train.loop import RUN_ME_AGAIN
 
 BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
@@ -140,6 +142,27 @@ def test_tensors_that_one_rank_alone_holds_are_not_left_out_silently(tmp_path: P
     for said in world.run(2, holds_what_others_do_not, tmp_path / "checkpoints"):
         assert "step 1 was not saved: ranks hold different tensors" in said
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_warning_filters_that_training_sets_while_a_save_goes_on_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, save = Event(), Event(), tensor_files.save
+
+    def waits(*what: Any, **named: Any) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        save(*what, **named)
+
+    monkeypatch.setattr(tensor_files, "save", waits)
+    saver = Background(Checkpoints(tmp_path / "checkpoints"))
+    saver.start(1, {"weight": torch.zeros(3)}, {}, {}, best=False)
+    assert writing.wait(60)
+    warnings.filterwarnings("ignore", message="what the user does not want to hear")
+    go_on.set()
+    saver.wait()
+    saver.close()
+    warnings.warn("what the user does not want to hear", stacklevel=1)  # an error, were it not for the filter
 
 
 class FailsBesideAFailingSave(tiny_jobs.Undrawn):

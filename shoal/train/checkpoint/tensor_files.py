@@ -116,10 +116,10 @@ def _dcp_errors(number: int) -> Generator[None, None, None]:
     Args:
         number: this rank in DCP's eyes.
     """
+    # For good: what catch_warnings takes back in a thread is the filters of all, with what others have changed since.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
+        yield
     except CheckpointException as error:
         mine = error.failures[number][0] if number in error.failures else None
         if isinstance(mine, Exception):
