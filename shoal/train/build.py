@@ -30,6 +30,8 @@ class Built:
     model: nn.Module
     train_loader: DataLoader
     validation_loader: DataLoader
+    notes: list[str]
+    """What was done to the weights that the job starts from, for people."""
 
 
 def build(job: Job, device: torch.device) -> Built:
@@ -39,19 +41,18 @@ def build(job: Job, device: torch.device) -> Built:
     _refuse_what_text_cannot(job, source)
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     model = models.build(job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models)
+    if job.train.precision == "fp64":
+        model = model.double()  # before it gets weights, which may be float64
+    notes = [] if job.model.weights is None else load_weights(model, job.model.weights, job.model.name)
     model = _placed(job, model, device)
-    return Built(source, task, model, _train_loader(job, source), _validation_loader(job, source))
+    return Built(source, task, model, _train_loader(job, source), _validation_loader(job, source), notes)
 
 
 def _placed(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
-    if job.model.weights is not None:
-        load_weights(model, job.model.weights, job.model.name)
     if job.model.sync_batchnorm:
         if device.type != "cuda":
             raise ConfigError(["model.sync_batchnorm: needs CUDA; on the CPU use a model with GroupNorm."])
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if job.train.precision == "fp64":
-        model = model.double()
     if job.model.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_forward_pre_hook(partial(_as_input, job))

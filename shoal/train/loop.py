@@ -74,6 +74,7 @@ class Training:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(job.train.deterministic)
         torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
+        self.weights_notes = built.notes
         self.task, self.validation = built.task, built.validation_loader
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
@@ -95,7 +96,7 @@ class Training:
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint, if there is one; open what is written and shown. Collective."""
-        notes: list[str] = []
+        notes = list(self.weights_notes)
         saved = self.checkpoints.load(notes.append, like=self._like()) if self.job.checkpoint.resume else None
         if saved is not None:
             self._load(saved, notes)

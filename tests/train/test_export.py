@@ -180,6 +180,38 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
         load_weights(model, str(tmp_path / "none.safetensors"), "linear")
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_what_a_narrower_model_rounds_is_said_and_another_kind_of_number_refused(tmp_path: Path, suffix: str) -> None:
+    model, file = torch.nn.BatchNorm1d(2), tmp_path / f"model{suffix}"
+    save = save_file if suffix == ".safetensors" else torch.save
+    wide = torch.nn.BatchNorm1d(2).double()
+    save(wide.state_dict(), file)
+    assert load_weights(model, str(file), "norm") == [
+        f"model.weights: 4 of 5 tensors are torch.float64 in {file} and were rounded to torch.float32"
+    ]
+    assert load_weights(wide, str(file), "norm") == []
+    save(torch.nn.BatchNorm1d(2).half().state_dict(), file)
+    assert load_weights(model, str(file), "norm") == []  # float32 holds all that float16 does
+    save({**model.state_dict(), "bias": torch.zeros(2, dtype=torch.int64)}, file)
+    with pytest.raises(ConfigError, match=rf"bias is torch\.int64 in {file} and torch\.float32 in norm"):
+        load_weights(model, str(file), "norm")
+
+
+def test_an_import_says_what_it_rounds_and_keeps_all_of_float64(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.pt"
+    narrow = tiny(tmp_path / "narrow", MLP, model__weights=str(file))
+    wide = tiny(tmp_path / "wide", MLP, model__weights=str(file), train__precision="fp64")
+    state = build(tiny(tmp_path / "run", MLP), torch.device("cpu")).model.double().state_dict()
+    state = {name: value + 1e-12 for name, value in state.items()}
+    torch.save(state, file)
+    found = build(wide, torch.device("cpu"))
+    assert all(torch.equal(value, state[name]) for name, value in found.model.state_dict().items())
+    tiny_jobs.trains(narrow)
+    assert "note: model.weights: 4 of 4 tensors are torch.float64" in capsys.readouterr().err
+
+
 def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
     for zipped in (True, False):
