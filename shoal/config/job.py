@@ -167,7 +167,7 @@ class Job:
     strategy: str = setting("ddp", "how ranks train one model: single, ddp, zero1, zero2, zero3, recompute")
     out: str | None = setting(None, "run directory")
     imports: tuple[str, ...] = setting(
-        (), "Python files that register models and data (their `models` and `data` dicts)"
+        (), "Python files with dicts `models` (called with num_classes and input_shape by keyword) and `data`"
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

@@ -73,10 +73,9 @@ def _build_ours(
     given = {"num_classes": num_classes, "input_shape": input_shape}
     parameters = parameters_of(builder)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    problems = problems_of(name, parameters, options, given)
     if not open_ended and not given.keys() <= parameters.keys():
         takes = ", ".join(parameters) or "nothing"
-        problems.append(f"model.name: {name} must take num_classes and input_shape by keyword; it takes {takes}")
-    if problems:
+        raise ConfigError([f"model.name: {name} must take num_classes and input_shape by keyword; it takes {takes}"])
+    if problems := problems_of(name, parameters, options, given):
         raise ConfigError(problems)
     return builder(**given, **options)

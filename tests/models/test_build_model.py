@@ -55,7 +55,6 @@ def test_a_builder_that_takes_anything_is_given_anything():
 
 def test_a_builder_that_does_not_take_what_it_is_given_is_named():
     assert problems("mine", extra={"mine": lambda classes: nn.Identity()}) == [
-        "model.options.classes: mine needs this option",
         "model.name: mine must take num_classes and input_shape by keyword; it takes classes",
     ]
 
