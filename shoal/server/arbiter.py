@@ -114,7 +114,8 @@ class Arbiter:
         """What the silence of some means."""
         # A primary's lease began when it sent its beat, which was before it was heard.
         silent = {server for server, heard in self.heard.items() if now - heard > self.lease_s}
-        return [changed for view in self.views.values() if (changed := self._without(view, silent)) is not None]
+        changed = [self._without(view, silent) for view in list(self.views.values())]
+        return [*(view for view in changed if view is not None), *self._retire()]
 
     # Shards that come and go
 
@@ -138,7 +139,7 @@ class Arbiter:
         return ""
 
     def measured(self, speeds: Mapping[int, float]) -> None:
-        """What each shard takes in, in any one unit: parts are placed by it from now on."""
+        """How fast each shard takes parts in, in bytes per second: parts are placed by it from now on."""
         self.speeds |= speeds
         self._spread()
 
@@ -170,7 +171,9 @@ class Arbiter:
     def _spread(self) -> None:
         """Begin the moves that make shards even; call off those that are for one that leaves."""
         here = [shard for shard in self._staying() if self.views[shard].epoch or self.placement.owned_by(shard)]
-        speeds = {shard: self.speeds.get(shard, 1.0) for shard in here}
+        known = [self.speeds[shard] for shard in here if shard in self.speeds]
+        usual = sum(known) / len(known) if known else 1.0
+        speeds = {shard: self.speeds.get(shard, usual) for shard in here}
         moving = dict(self.placement.moving)
         bound = [moving[part].target if part in moving else owner for part, owner in enumerate(self.placement.owners)]
         for part, target in rebalance(self.sizes, bound, speeds).items() if speeds else ():

@@ -153,8 +153,10 @@ class Arbitration:
                 "server": server,
                 "state": "leaving" if view.shard in placement.leaving else "stays",
                 "address": list(view.addresses[server]),
-                "moving": len([move for move in placement.moving.values() if move.target == view.shard]),
                 **self.facts.get(server, {}),
+                "moving": len(placement.coming_to(view.shard)),
+                "parts": len(placement.owned_by(view.shard)),
+                "bytes": sum(self.court.sizes[part] for part in placement.owned_by(view.shard)),
             }
             for view in self.arbiter.views.values()
             for server in view.members

@@ -9,8 +9,11 @@ Who answers for a part, the placement says; while a part moves, what is to be sa
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import statistics
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +32,9 @@ from shoal.server.placement import Placement
 from shoal.server.said import Order
 from shoal.server.shared import Attached, offsets
 from shoal.server.views import AGAIN_S, Views
+
+UNEVEN = 2.0
+"""Shards whose bandwidths differ by less are taken for alike: one measurement is no better than that."""
 
 
 class Client:
@@ -68,6 +74,7 @@ class Client:
         self._answers: dict[tuple[int, int], memoryview] = {}
         self._failure: ServerLost | None = None
         self._gone = threading.Event()
+        self._far = not ipaddress.ip_address(arbiter[0]).is_loopback  # servers of one machine do not differ
         self._flat, self._key, self._job, self._shares = flat, key, job, shares
         self._routes = threading.Lock()
         self._links: dict[int, Link] = {}
@@ -129,9 +136,20 @@ class Client:
 
     def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Have the servers begin at this worker's `values`, with these optimizer states, at this worker's step."""
+        taken = dict[int, list[float]]()
         for part, state in zip(self.parts, states, strict=True):
-            self._ask(Op.LOAD, {part.number: pack_part(self.values[part.number], list(state), {})})
+            owner, begun_s = self._placement.owners[part.number], time.perf_counter()
+            payload = pack_part(self.values[part.number], list(state), {})
+            self._ask(Op.LOAD, {part.number: payload})
+            taken.setdefault(owner, []).append(len(payload) / (time.perf_counter() - begun_s))
         self.begin()
+        if self._far:
+            self.measured({shard: statistics.median(rates) for shard, rates in taken.items()})
+
+    def measured(self, bytes_per_s: Mapping[int, float]) -> None:
+        """Tell the arbiter how fast each shard takes parts in, if that differs enough to place parts by it."""
+        if bytes_per_s and max(bytes_per_s.values()) > UNEVEN * min(bytes_per_s.values()):
+            self.views.post(Op.SPEEDS, json.dumps([*bytes_per_s.items()]).encode())
 
     def begin(self) -> None:
         """Take the values that are here for those of the servers."""

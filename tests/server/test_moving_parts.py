@@ -224,6 +224,21 @@ def test_a_shard_that_leaves_ends_when_its_last_part_is_elsewhere() -> None:
     assert following.views == arbiter.views
 
 
+def test_a_shard_that_leaves_with_nothing_ends_at_once_and_one_of_unknown_speed_counts_as_the_others() -> None:
+    arbiter = Arbiter([0, 0, 1, 1], [8, 8, 8, 8], 2, 2.0)
+    arbiter.join(10, 0, HERE, 0.0)
+    arbiter.join(11, 1, HERE, 0.0)
+    arbiter.measured({0: 1e9, 1: 1e9})
+    arbiter.add()
+    arbiter.join(12, 2, HERE, 0.0)
+    assert len(arbiter.placement.moving) == 1
+    arbiter.remove(2)
+    assert not arbiter.placement.moving
+    (retired,) = arbiter.tick(0.1)
+    assert retired.shard == 2
+    assert retired.retired
+
+
 def test_a_part_given_by_a_server_that_was_replaced_is_not_accepted() -> None:
     arbiter = Arbiter([0, 1], [8, 8], 2, 2.0)
     arbiter.join(10, 0, HERE, 0.0)

@@ -1,5 +1,6 @@
 """Shards that come and go while training goes on: real processes, and someone killed in the middle of it."""
 
+import json
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import UsageError
 from shoal.server.control import Control, command
+from shoal.server.messages import Op
 from shoal.testing import world
 
 STEPS = 80
@@ -74,6 +76,15 @@ def grow_and_shrink(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
         return [(first, second), grown, control.servers()]
 
 
+def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
+    """As a worker does that has found one server's link three times as fast as the other's."""
+    fleet.views.post(Op.SPEEDS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
+    with closing(Control(directory)) as control:
+        time.sleep(0.1)
+        control._settle(lambda _: True)
+        return [{s["shard"]: s["bytes"] for s in control.servers()}]
+
+
 def add_and_kill(directory: Path, fleet: Any, chance: Random) -> list[Any]:
     """While parts go to a new shard, kill a primary, a backup or the arbiter."""
     with closing(Control(directory)) as control:
@@ -100,6 +111,16 @@ def test_shards_come_and_go_and_the_bits_stay(tmp_path: Path, undisturbed: dict[
     assert [(s["shard"], s["role"]) for s in grown] == [(n, "primary") for n in range(4)]
     assert all(s["parts"] > 0 for s in grown if s["clock"] > 0)
     assert [s["shard"] for s in shrunk] == [0, 3]
+    for weights, _ in found:
+        assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
+
+
+def test_parts_are_placed_by_bandwidth_once_it_is_known_to_differ(
+    tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    found = world.run(2, trained, "server=2,part_mb=0.002", tmp_path, tell_speeds)
+    (held,) = found[0][1]
+    assert 2 < held[0] / held[1] < 4
     for weights, _ in found:
         assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
 
