@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ServerLost
+from shoal.server import blocks
 from shoal.server.arbiter import Address
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.layout import Part
 from shoal.server.link import RECOVER_S, Link, Question
-from shoal.server.messages import Op, pack_order, pack_part, unpack_part, view
+from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
 from shoal.server.peer import Payload
 from shoal.server.placement import Placement
 from shoal.server.said import Order
@@ -85,12 +86,15 @@ class Client:
         if self.views.placement(RECOVER_S) is None:
             raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
 
-    def push(self, part: int, gradient: Tensor, present: bytes) -> None:
-        """Send a part's gradient of the step that is under way; it must not change until `wait` has returned."""
+    def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
+        """Send a part's gradient of the step that is under way; it must not change until `wait` has returned.
+
+        Args: sparse: most of it is zeros, which need not be sent.
+        """
         self.wait([part])
         with self._routes:
             link, now = self._route(part)
-            link.push(part, (self.step, gradient, present), now)
+            link.push(part, (self.step, gradient, present, sparse), now)
 
     def order(self, order: Order) -> None:
         """Have the servers take the step, now that every part was pushed."""
@@ -264,9 +268,10 @@ class Client:
 
     def _place(self, shard: int, header: Header) -> memoryview | None:
         """A part's own memory, unless the part has moved and this is the last that its old owner has to say."""
-        return view(self.values[header.part]) if self._placement.owners[header.part] == shard else None
+        is_whole = not header.flags & BLOCKS
+        return view(self.values[header.part]) if is_whole and self._placement.owners[header.part] == shard else None
 
-    def _take(self, shard: int, header: Header, borrowed: Attached | None) -> None:
+    def _take(self, shard: int, header: Header, payload: memoryview, borrowed: Attached | None) -> None:
         clock, oldest = header.step, header.epoch
         if self._placement.owners[header.part] != shard:
             return
@@ -274,6 +279,9 @@ class Client:
             part = self.parts[header.part]
             lying = borrowed.tensor(self._copy_at + self._places[header.part], part.length, part.dtype)
             self.values[header.part].copy_(lying)
+        elif header.flags & BLOCKS:
+            assert clock - 1 <= self._arrived[header.part] <= clock, (clock, self._arrived[header.part])
+            blocks.unpack(payload, self.values[header.part])
         assert self.staleness is None or oldest >= clock - self.staleness, (clock, oldest, self.staleness)
         with self._news:
             self._arrived[header.part] = clock

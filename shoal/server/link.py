@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shoal.errors import ServerLost, WireError
+from shoal.server import blocks
 from shoal.server.arbiter import View
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.frame import Header
 from shoal.server.handshake import connect
-from shoal.server.messages import SHARED, Op, unpack
+from shoal.server.messages import BLOCKS, SHARED, Op, unpack
 from shoal.server.peer import Payload, Peer
 from shoal.server.shared import Attached, Memory, attach
 from shoal.server.views import AGAIN_S, Views
 
 RECOVER_S = 60.0
 """How long a shard may be without a primary."""
-Push = tuple[int, Tensor, bytes]
-"""Step, gradient, and which of its segments have one."""
+Push = tuple[int, Tensor, bytes, bool]
+"""Step, gradient, which of its segments have one, and whether most of it is zeros."""
 Question = tuple[Op, Payload, dict[str, int]]
 
 
@@ -45,7 +46,7 @@ class Link:
     Args:
         place: where a frame's payload goes.
         lent, lent_at: the memory of this worker's gradients, and where in it each part lies, in bytes.
-        take: is given every value that came, and the memory that it lies in, where that is not ours.
+        take: is given every value that came, its payload, and the memory that it lies in where that is not ours.
         answered: is given every answer to a question.
         moved: is told of a part that this shard does not answer for, or not now, and of what it was asked in vain.
         waits: whether the values of this part and step have not come yet.
@@ -63,7 +64,7 @@ class Link:
         job: str,
         limit_bytes: int,
         place: Callable[[int, Header], memoryview | None],
-        take: Callable[[int, Header, Attached | None], None],
+        take: Callable[[int, Header, memoryview, Attached | None], None],
         answered: Callable[[Header, memoryview], None],
         moved: Callable[[int, Op], None],
         lent: Memory,
@@ -155,15 +156,18 @@ class Link:
         self._post(op, payload, **fields)
 
     def _post_push(self, part: int, push: Push) -> None:
-        step, gradient, present = push
+        step, gradient, present, sparse = push
         if 0 in present:
             self._post(Op.PRESENT, present, part=part)
         at_bytes = self._lent_at.get(part) if self._lending else None
-        if at_bytes is None:
-            self._post(Op.PUSH, gradient, part=part, step=step)
-        else:
+        which = blocks.touched(gradient) if sparse and at_bytes is None else None
+        if at_bytes is not None:
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
             self._post(Op.PUSH, part=part, step=step, flags=SHARED, epoch=high, worker=low)
+        elif which is not None and blocks.are_few(which):
+            self._post(Op.PUSH, blocks.pack(gradient, which), part=part, step=step, flags=BLOCKS)
+        else:
+            self._post(Op.PUSH, gradient, part=part, step=step)
 
     def _live(self) -> None:
         """Be connected to the primary, whoever it is."""
@@ -265,7 +269,7 @@ class Link:
             case Op.VALUE:
                 with self._lock:
                     self._said.get(header.part, Said()).questions.pop(Op.PULL, None)
-                self._take(self.shard, header, self._borrowed if header.flags & SHARED else None)
+                self._take(self.shard, header, payload, self._borrowed if header.flags & SHARED else None)
             case Op.SHARE:
                 self._share(payload)
             case Op.MOVED:

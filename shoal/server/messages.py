@@ -34,8 +34,9 @@ PLACEMENT_BYTES = 2**24
 """The longest message of the arbiter: a few bytes for each part."""
 
 
-SHARED = 1
-"""Flag of a PUSH or a VALUE: the numbers lie in shared memory; a PUSH says where, in `epoch` and `worker`."""
+SHARED, BLOCKS = 1, 2
+"""Flags of a PUSH or a VALUE. SHARED: the numbers lie in shared memory; a PUSH says where, in `epoch` and `worker`.
+BLOCKS: the payload has those blocks alone that are not zero, or have changed; see `blocks.py`."""
 
 
 class Op(IntEnum):

@@ -24,6 +24,7 @@ class Value(NamedTuple):
     clock: int  # steps of this worker that they include
     oldest: int  # steps of the slowest worker that they include
     numbers: Tensor
+    changed: Tensor | None = None  # the blocks that the last step has changed, where they may be few
 
 
 class Norm(NamedTuple):

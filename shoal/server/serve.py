@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shoal.comm.compress import Compression
 from shoal.errors import ConnectionLost, UsageError, WireError
+from shoal.server import blocks
 from shoal.server.arbiter import Address, View
 from shoal.server.channel import Channel
 from shoal.server.door import Door
@@ -32,6 +33,7 @@ from shoal.server.frame import Header
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
 from shoal.server.messages import (
+    BLOCKS,
     FIRST_SERVER,
     SHARED,
     SMALL_BYTES,
@@ -42,7 +44,7 @@ from shoal.server.messages import (
     unpack_part,
     view,
 )
-from shoal.server.peer import Peer
+from shoal.server.peer import Payload, Peer
 from shoal.server.placement import Placement
 from shoal.server.recipe import Recipe
 from shoal.server.said import (
@@ -113,7 +115,7 @@ class Server:
         self.given: dict[int, tuple[int, int, float]] = {}
         self.gone: dict[int, dict[int, int]] = {}
         self.stop_at = 0
-        self.received_bytes = 0
+        self.received_bytes = self.sent_bytes = 0
         most = max((part.size_bytes for part in plan.parts), default=0)
         self.limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
         name = f"server {plan.server}"
@@ -218,7 +220,7 @@ class Server:
             return None
         part = self.shard.parts.get(header.part)
         packed = self.plan.compression if header.op == Op.PUSH else None
-        if part is None or packed is not None or header.length != part.size_bytes:
+        if part is None or packed is not None or header.flags or header.length != part.size_bytes:
             return None  # what does not fit is refused when all of it has come, so that the peer hears why
         buffer = self.buffers.get((number, header.part))
         if buffer is None:
@@ -235,7 +237,8 @@ class Server:
         match header.op:
             case Op.PUSH:
                 there = about or b"\1" * len(shard.held_part(part).part.segments)
-                return shard.push(worker, step, part, self._gradient(worker, header, payload), there)
+                sparse = bool(header.flags & BLOCKS)
+                return shard.push(worker, step, part, self._gradient(worker, header, payload), there, sparse)
             case Op.ORDER:
                 out = shard.order(worker, step, unpack_order(payload))
                 self._discard()
@@ -269,6 +272,8 @@ class Server:
             if header.flags & SHARED:
                 at_bytes = header.epoch << 32 | header.worker
                 return self.lent[worker].tensor(at_bytes, held.part.length, held.part.dtype)
+            if header.flags & BLOCKS:
+                return self._from_blocks(worker, held.part, payload)
             packed, length, dtype = self.plan.compression, held.part.length, held.part.dtype
             expected = held.part.size_bytes if packed is None else packed.size_bytes(length, dtype)
             if header.length != expected:
@@ -279,6 +284,13 @@ class Server:
             return packed.decode(message, length, dtype)
         except (UsageError, KeyError, ValueError) as error:
             raise Refused(f"the gradient of part {part} cannot be read: {error}") from error
+
+    def _from_blocks(self, worker: int, part: Part, payload: memoryview) -> Tensor:
+        buffer = self.buffers.get((worker, part.number))
+        if buffer is None:
+            buffer = self.buffers[worker, part.number] = torch.empty(part.length, dtype=part.dtype)
+        blocks.unpack(payload, buffer.zero_())
+        return buffer
 
     def _share(self, worker: int, peer: Peer, payload: memoryview) -> None:
         """A worker of this machine lends its gradients, or takes what was lent to it."""
@@ -337,16 +349,11 @@ class Server:
 
     def _answer(self, message: Out) -> None:
         match message:
-            case Value(worker, part, clock, oldest, numbers):
-                shared = worker in self.sharing
-                fields = {
-                    "part": part,
-                    "step": clock,
-                    "epoch": oldest,
-                    "worker": self.stop_at,
-                    "flags": SHARED * shared,
-                }
-                self._to(worker, Op.VALUE, b"" if shared else numbers, **fields)
+            case Value(worker, part, clock, oldest):
+                flags, payload = self._packed(message)
+                self._to(
+                    worker, Op.VALUE, payload, part=part, step=clock, epoch=oldest, worker=self.stop_at, flags=flags
+                )
             case Norm(worker, part, squared):
                 self._to(worker, Op.NORM, squared.hex().encode(), part=part)
             case Gradient(worker, part, numbers, present):
@@ -354,9 +361,18 @@ class Server:
             case Loaded(worker, part):
                 self._to(worker, Op.LOAD, b"", part=part)
 
-    def _to(self, number: int, op: Op, payload: Any, **fields: int) -> None:
+    def _packed(self, value: Value) -> tuple[int, Payload]:
+        """Values for a worker that reads them here, for one that lacks a few blocks, or whole."""
+        if value.worker in self.sharing:
+            return SHARED, b""
+        if value.changed is not None and blocks.are_few(value.changed):
+            return BLOCKS, blocks.pack(value.numbers, value.changed)
+        return 0, value.numbers
+
+    def _to(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
         peer = self.peers.get(number)
         if peer is not None:  # one that is gone asks again when it is back
+            self.sent_bytes += len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
             peer.post(op, payload, **fields)
 
     # What the arbiter and backups say
@@ -467,6 +483,7 @@ class Server:
             "shard": self.plan.shard,
             "server": self.plan.server,
             "received_bytes": self.received_bytes,
+            "sent_bytes": self.sent_bytes,
             "refused": self.door.refused,
             "staleness": dict(self.shard.seen),
         }

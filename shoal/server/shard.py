@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.server.blocks import changed
 from shoal.server.held import Held
 from shoal.server.layout import Part
 from shoal.server.recipe import Recipe
@@ -98,6 +99,7 @@ class Shard:
         self.backups: dict[int, dict[int, int]] = {}
         self.unfilled: dict[int, set[int]] = {}
         self.awaited: dict[int, deque[Awaited]] = {}
+        self.changed: dict[int, tuple[int, Tensor]] = {}
         self.seen: Counter[int] = Counter()
         self.history: list[tuple[int, int, int]] | None = None
 
@@ -122,6 +124,7 @@ class Shard:
         """Forget what was said of a part: it is at another step now."""
         self.done[part], self.sums[part], self.awaited[part] = dict(done), Sum(), deque()
         self.readers[part] = {}
+        self.changed.pop(part, None)
         self.pushed = {key: push for key, push in self.pushed.items() if key[1] != part}
         self.asked = [question for question in self.asked if question.part != part]
 
@@ -188,8 +191,10 @@ class Shard:
         self._begin(part, dict.fromkeys(self.workers, clock))
         return [*self._fill_backups(part), *self._hold(part, [Loaded(worker, part)])]
 
-    def push(self, worker: int, step: int, part: int, gradient: Tensor, present: bytes) -> list[Out]:
-        """A worker's gradient of a part. It keeps the tensor until the step is taken."""
+    def push(
+        self, worker: int, step: int, part: int, gradient: Tensor, present: bytes, sparse: bool = False
+    ) -> list[Out]:
+        """A worker's gradient of a part. It keeps the tensor until the step is taken. `sparse`: most of it is zeros."""
         held = self.held_part(part)
         if worker not in self.done[part]:
             raise Refused(f"worker {worker} is none of {self.workers}")
@@ -201,7 +206,7 @@ class Shard:
         if step < done:  # it did not hear the answer
             return self._hold(part, self._read(worker, part))
         if self.staleness == 0:
-            self.sums[part].add(worker, Push(step, gradient, present), self.workers)
+            self.sums[part].add(worker, Push(step, gradient, present, sparse), self.workers)
             return [*self._told(part), *self._step_together(part)]
         self.pushed[worker, part] = Push(step, gradient, present)
         return self._step_alone(worker, part)
@@ -293,7 +298,11 @@ class Shard:
             return []
         step, order = self.orders[self.workers[0]]
         self.sums[part] = Sum(sum_.memory)
+        before = held.values.clone() if sum_.sparse else None
         told = self._apply(part, -1, step, sum_.total(), sum_.present, order)
+        self.changed.pop(part, None)
+        if before is not None:
+            self.changed[part] = (held.clock, changed(before, held.values))
         answers = [out for worker in self.workers for out in self._read(worker, part)]
         return [*told, *self._hold(part, answers)]
 
@@ -342,7 +351,8 @@ class Shard:
         self.seen[clock - oldest] += 1
         # Nobody can change them before everyone has read them, where steps are synchronous.
         numbers = held.values if self.staleness == 0 else self._snapshot(worker, part, held.values)
-        return [Value(worker, part, clock, oldest, numbers)]
+        at, blocks = self.changed.get(part, (-1, None))
+        return [Value(worker, part, clock, oldest, numbers, blocks if at == held.clock else None)]
 
     def _told(self, part: int) -> list[Out]:
         """Answers to what was asked of the sum of a part, once it is complete."""

@@ -18,6 +18,7 @@ class Push(NamedTuple):
     step: int
     gradient: Tensor
     present: bytes
+    sparse: bool = False
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Sum:
     added: list[int] = field(default_factory=list)
     first: Tensor | None = None
     present: bytes = b""
+    sparse: bool = True
 
     def add(self, worker: int, push: Push, workers: Sequence[int]) -> None:
         """Take a push; add what is next in order."""
@@ -42,6 +44,7 @@ class Sum:
             if number not in self.waiting:
                 return
             found = self.waiting.pop(number)
+            self.sparse = self.sparse and found.sparse
             if self.first is None:
                 self.first, self.present = found.gradient, found.present
             else:

@@ -215,15 +215,16 @@ class _Engine:
 
     def _push(self, number: int) -> None:
         """Send a part, with what gradients it has; a parameter's are dropped with its last part."""
-        present = bytearray()
+        present, sparse = bytearray(), False
         for segment in self.client.parts[number].segments:
             parameter = self.flat.parameters[segment.name]
             gradient, window = parameter.grad, self.flat.gradient_windows[segment.name]
             present.append(gradient is not None)
+            sparse = sparse or (gradient is not None and gradient.is_sparse)
             if segment.start == 0:
                 window.zero_() if gradient is None else window.copy_(_dense(gradient))
         self.missing[number] = 0
-        self.client.push(number, self._message(number), bytes(present))
+        self.client.push(number, self._message(number), bytes(present), sparse and self.compression is None)
         for segment in self.client.parts[number].segments:
             parameter = self.flat.parameters[segment.name]
             if segment.start + segment.length == parameter.numel():
@@ -314,8 +315,8 @@ class _Engine:
     def report(self) -> list[str]:
         """What the servers have seen, for the end of a run. For one rank."""
         figures = self.client.figures()
-        received = sum(figure["received_bytes"] for figure in figures)
-        lines = [f"servers: {len(figures)} shards received {received / MIB:,.1f} MiB"]
+        received, sent = (sum(figure[key] for figure in figures) / MIB for key in ("received_bytes", "sent_bytes"))
+        lines = [f"servers: {len(figures)} shards received {received:,.1f} MiB and sent {sent:,.1f} MiB"]
         refused = sum(figure["refused"] for figure in figures)
         if refused:
             lines.append(f"servers refused {refused} connections or messages: their warnings say why")

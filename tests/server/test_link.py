@@ -55,7 +55,7 @@ def test_a_steps_order_overtakes_gradients_that_wait_to_be_sent():
         server = Channel(connection, session, authenticate_payload=False, limit_bytes=2 * PART_BYTES)
         # Nobody reads yet, and the socket takes less than a part: all but the first wait.
         for part in range(4):
-            link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1"), now=True)
+            link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1", False), now=True)
         link.order(0, b"{}")
         heard = [server.receive(new_memory)[0] for _ in range(5)]
         with beside(link.close):

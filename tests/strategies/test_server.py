@@ -259,6 +259,45 @@ def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
         agree(found, expected)
 
 
+def with_many_words(strategy: str, sparse: bool, momentum: float) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Weights, and bytes that the servers have received and sent."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Embedding(5000, 16, sparse=sparse), nn.Flatten(), nn.Linear(64, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    draws = torch.Generator().manual_seed(1)
+    data = [(torch.randint(5000, (4,), generator=draws), index % 3) for index in range(24)]
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    weights = run.weights()
+    part: Any = run._part
+    figures = part.remote.client.figures()
+    return weights, (sum(f["received_bytes"] for f in figures), sum(f["sent_bytes"] for f in figures))
+
+
+def test_of_a_sparse_gradient_only_rows_are_sent_and_the_bits_are_those_of_a_dense_one() -> None:
+    strategy = "server=2,part_mb=0.1,shared_memory=false"
+    dense, (dense_received, dense_sent) = world.run(2, with_many_words, strategy, False, 0.0)[0]
+    rows, (received, sent) = world.run(2, with_many_words, strategy, True, 0.0)[0]
+    assert all(torch.equal(rows[name], dense[name]) for name in dense)
+    loaded = 5000 * 16 * 8
+    assert dense_received > 12 * loaded
+    assert received < 1.2 * loaded  # the first load, and little else
+    assert sent < 0.05 * dense_sent
+
+
+def test_values_are_sent_whole_where_a_step_changes_all_of_them() -> None:
+    strategy = "server=2,part_mb=0.1,shared_memory=false"
+    dense, (_, dense_sent) = world.run(2, with_many_words, strategy, False, 0.9)[0]
+    rows, (received, sent) = world.run(2, with_many_words, strategy, True, 0.9)[0]
+    assert all(torch.equal(rows[name], dense[name]) for name in dense)
+    assert received < 1.2 * 5000 * 16 * 8
+    assert sent < dense_sent  # rows that no batch has touched yet do not move even under momentum
+
+
 def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
     """As `trained`, where each rank is told that it is alone on its machine; the servers there, whether it judges."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
