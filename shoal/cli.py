@@ -173,6 +173,7 @@ def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[s
 
 
 def _train(options: argparse.Namespace) -> int:
+    from shoal.strategies.early import refusals_of_job
     from shoal.train.directory import claim
 
     place = _place(options.processes)
@@ -181,6 +182,8 @@ def _train(options: argparse.Namespace) -> int:
     if place.rank == 0:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
+    if refused := refusals_of_job(settings.job, ranks):
+        raise ConfigError(refused)
     if place.world == 1:
         claim(settings.job).close()  # said before any process is started; rank 0 takes the lock
     return _on_ranks(place.world, ranks, "train", (settings.job,))

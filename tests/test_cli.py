@@ -47,6 +47,28 @@ def test_a_misspelt_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal(capsys, "trian", "digits") == (2, "", "shoal: there is no verb 'trian'; did you mean 'train'?\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--strategy", "zero3,hybrid=3", "-n", 4), "4 ranks do not make whole groups. Use a divisor of 4."),
+        (("--strategy", "single", "-n", 2), "strategy single trains on one rank; there are 2. Use ddp"),
+        (("--optimizer.in_backward", "true", "-n", 2), "optimizer.in_backward: ddp on several ranks keeps all"),
+        (("--optimizer.name", "Adafactor", "--strategy", "zero3", "-n", 2), "Adafactor needs whole parameters"),
+    ],
+)
+def test_what_so_many_ranks_cannot_do_is_said_without_torch_or_a_directory(
+    tmp_path: Path, words: tuple[object, ...], message: str
+) -> None:
+    program = (
+        "import sys\nfrom shoal import cli\ntry: cli.main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", program, "train", "digits", *map(str, words), "--out", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_all_bad_settings_are_named_at_once_with_file_line_and_guess(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from shoal.proof.batches import BatchFunction, loader_of
 from shoal.proof.trajectory import Experiment, Found, by_hand, with_shoal
 from shoal.strategies import parse
 from shoal.strategies.base import LossFunction
+from shoal.strategies.early import refusals
 from shoal.testing import world
 
 TOLERANCE = 1e-10
@@ -108,6 +109,8 @@ def prove(
     if ranks < 1 or accumulate < 1 or experiment.steps < 1:
         raise UsageError(f"ranks={ranks}, accumulate={accumulate}, steps={experiment.steps}: each must be at least 1.")
     parse(strategy)  # what is wrong with it is said here, once
+    if refused := refusals(strategy, ranks):
+        return Verdict(strategy, ranks, accumulate, experiment.steps, tolerance, "refused", None, [], refused)
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         reference = Path(folder, "reference.pt")
         world.run(1, by_hand, experiment, reference, timeout_s=timeout_s)

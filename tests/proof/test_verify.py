@@ -12,6 +12,7 @@ from shoal.cli import main
 from shoal.errors import ConfigError, LaunchError, UsageError
 from shoal.proof import prove
 from shoal.proof.zoo import EXPERIMENTS
+from shoal.testing import world
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,17 @@ def test_what_differs_by_design_is_told_with_its_reason_and_its_size() -> None:
 
 
 def test_a_refusal_is_a_verdict() -> None:
+    verdict = shoal.verify(model, batch, F.cross_entropy, strategy="zero3,unit=Block", ranks=2)
+    assert verdict.verdict == "refused"
+    assert "the model has no module of that class" in verdict.reasons[0]
+    assert verdict.max_relative_error is None
+
+
+def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "run", pytest.fail)
     verdict = shoal.verify(model, batch, F.cross_entropy, strategy="zero3,hybrid=3", ranks=2)
     assert verdict.verdict == "refused"
     assert "Use a divisor of 2" in verdict.reasons[0]
-    assert verdict.max_relative_error is None
 
 
 @pytest.mark.parametrize(
