@@ -154,3 +154,23 @@ def test_the_command_tells_a_refusal_by_its_status(capsys: pytest.CaptureFixture
     status, out = shoal_verify(capsys, *SMALL, "--strategy", "zero1,hybrid=4", "--steps", "1")
     assert status == 2
     assert "refused" in out
+
+
+@pytest.mark.parametrize("fails", [LaunchError("rank 1 of 2 was killed"), ZeroDivisionError("a mistake of ours")])
+def test_what_ends_without_a_verdict_has_another_status_than_what_differs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Exception
+) -> None:
+    def no_world(*_: object, **__: object) -> None:
+        raise fails
+
+    monkeypatch.setattr(world, "run", no_world)
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *SMALL])
+    assert end.value.code == 2
+    assert str(fails) in capsys.readouterr().err
+
+
+def test_the_help_says_what_each_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert "exit status: 0 exact; 1 differs" in capsys.readouterr().out
