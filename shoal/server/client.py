@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.errors import ServerLost
 from shoal.server import blocks
-from shoal.server.arbiter import Address
+from shoal.server.arbiter import Address, View
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.layout import Part
@@ -82,7 +82,15 @@ class Client:
         self._order: tuple[int, bytes] | None = None
         self._placement = Placement(0, (0,) * len(parts))
         with self._routes:  # what is placed has to wait until there are views
-            self.views = Views(worker, arbiter, key, job, placed=self._placed, answered=lambda _: self._gone.set())
+            self.views = Views(
+                worker,
+                arbiter,
+                key,
+                job,
+                changed=self._viewed,
+                placed=self._placed,
+                answered=lambda _: self._gone.set(),
+            )
         if self.views.placement(RECOVER_S) is None:
             raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
 
@@ -208,6 +216,11 @@ class Client:
                     self._news.wait()
                 found[part] = self._answers.pop((op, part))
         return found
+
+    def _viewed(self, view: View) -> None:
+        link = self._links.get(view.shard)
+        if link is not None:
+            link.follow(view)
 
     def _placed(self, placement: Placement) -> None:
         """Have links for all shards, and what was said of a part where it is now."""

@@ -86,6 +86,7 @@ class Link:
         self._order = order
         self._receiving = threading.Lock()
         self._peer: Peer | None = None
+        self._met: int | None = None
         self._closed = False
         threading.Thread(target=self._live, name=f"shard {shard}", daemon=True).start()
 
@@ -119,6 +120,13 @@ class Link:
         with self._lock:
             self._about_shard = question
             self._post_question(question)
+
+    def follow(self, view: View) -> None:
+        """Hang up on a primary when another has taken its place: one that was stopped never does so itself."""
+        with self._lock:
+            peer = self._peer if self._met != view.primary else None
+        if peer is not None:
+            peer.close()
 
     def hand_over(self, part: int) -> Said:
         """What was said of a part and has no answer: somebody else is to say it again."""
@@ -181,7 +189,7 @@ class Link:
                 return
             try:
                 peer = self._meet(view)
-                self._say_again(peer)
+                self._say_again(peer, view)
                 self._listen(peer)
             except Refusal as error:
                 self._give_up(view, str(error))
@@ -221,10 +229,10 @@ class Link:
         channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
         return Peer(channel, f"shard {self.shard}")
 
-    def _say_again(self, peer: Peer) -> None:
+    def _say_again(self, peer: Peer, view: View) -> None:
         """Everything that the last primary has not answered."""
         with self._lock:
-            self._peer = peer
+            self._peer, self._met = peer, view.primary
             self._lending, self._borrowed = False, None
             if self._lent_at:
                 self._post(Op.SHARE, json.dumps(self._lent.description).encode())
@@ -234,6 +242,8 @@ class Link:
                 self._post(Op.ORDER, self._order[1], step=self._order[0])
             if self._about_shard is not None:
                 self._post_question(self._about_shard)
+        if self.views.newest(self.shard, 0, lambda newest: newest.primary == view.primary) is None:
+            raise WireError("another server has become the primary meanwhile")
 
     def _say_part(self, part: int, said: Said) -> None:
         if said.push is not None and self._waits(part, said.push[0] + 1):

@@ -82,7 +82,7 @@ def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
     shared = chance.random() < 0.5
     trouble = Trouble(tmp_path, fault, PHASES[phase], chance.randint(1, 30))
     # It goes on before another has taken its place, or after that, or never.
-    wakes_s = chance.choice([0.3, 2.0] if "arbiter" in fault else [0.3, 2.0, None])
+    wakes_s = chance.choice([0.3, 2.0, None])
     strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(shared).lower()}"
     found = world.run(2, trained, strategy, trouble, wakes_s, timeout_s=30)
     assert trouble.mark.exists(), f"nothing happened in {phase}"
