@@ -11,7 +11,9 @@ listening socket stays here, so that the next arbiter has the same port.
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from shoal.comm.compress import Compression
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Court, arbitrate
+from shoal.server.frame import Header
 from shoal.server.key import read_key
 from shoal.server.layout import Part
-from shoal.server.messages import FIRST_KEEPER
+from shoal.server.messages import FIRST_KEEPER, Op
 from shoal.server.recipe import Recipe
 from shoal.server.serve import Plan, serve
 from shoal.server.views import Views
@@ -113,8 +116,11 @@ class Fleet:
         self.lock = threading.Lock()
         self.closing = threading.Event()
         keeper = FIRST_KEEPER + secrets.randbelow(2**20)
-        self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete)
+        self.answers = 0
+        self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
         threading.Thread(target=self._watch, name="fleet", daemon=True).start()
+        if judge is not None:
+            threading.Thread(target=self._listen_to, args=(judge,), name="arbiter", daemon=True).start()
 
     def start(self, shard: int) -> int:
         """One more server of a shard; its pid."""
@@ -169,6 +175,19 @@ class Fleet:
                     self.servers.pop(pid, None)
             for view in self.views.known():
                 self._complete(view)
+
+    def _count(self, _: Header) -> None:
+        self.answers += 1
+
+    def _listen_to(self, judge: Judge) -> None:
+        """End an arbiter that is alive and silent for two leases, as one that was stopped is: the next goes on."""
+        pid, heard, silent = 0, 0, 0
+        while not self.closing.wait(self.job.lease_s / 4):  # counted, for a machine that slept wakes up all of them
+            is_silent = judge.pid == pid and self.answers == heard
+            pid, heard, silent = judge.pid, self.answers, silent + 1 if is_silent else 0
+            self.views.post(Op.BEAT)
+            if silent > 8 and pid in self.nursery.alive:
+                os.kill(pid, signal.SIGKILL)
 
     def _has_lost(self) -> bool:
         return self.closing.is_set() or self._judge_ended() or not set(self.servers) <= self.nursery.alive
