@@ -154,7 +154,9 @@ class Network(Arbitration):
                 for end in (source, sink):
                     end.shutdown(socket.SHUT_RDWR)
             case ["truncate"]:
-                sink.shutdown(socket.SHUT_WR)
+                sink.shutdown(socket.SHUT_WR)  # its end has half a frame, the other does not know
+                while source.recv(1 << 16):
+                    pass
             case ["slow"]:
                 self.slow_until = time.monotonic() + 2
             case ["late"]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,48 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from between import PHASES, Trouble, wake
-from torch import Tensor, nn
+from between import PHASES, Trouble
+from disturbed import check, model, trained, trials
+from torch import Tensor
 
 import shoal
 from shoal.errors import LaunchError
 from shoal.testing import world
-
-STEPS = 40
-TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
-"""Of each fault; `make test-faults` sets it to 300."""
-QUICK = 2
-"""As many of them are in `make test`."""
-
-
-def trials() -> list[Any]:
-    """Seeds; the first few are quick enough for every day."""
-    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(TRIALS)]
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).double()
-
-
-def trained(
-    strategy: str, trouble: Trouble | None = None, wakes_s: float | None = None
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Weights after some steps with one trouble on the way, and what the servers have seen."""
-    torch.manual_seed(0)
-    run, net = shoal.init(strategy, announce=lambda _: None), model()
-    if trouble is not None and run.rank == 0:
-        trouble.install()
-        if wakes_s is not None:
-            threading.Thread(target=wake, args=(trouble, wakes_s), daemon=True).start()
-    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
-    for step in range(STEPS):
-        draws = torch.Generator().manual_seed(100 * step + run.rank)
-        x, y = torch.randn(8, 20, generator=draws, dtype=torch.float64), torch.randint(4, (8,), generator=draws)
-        optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, net, x, y)
-        optimizer.step()
-    part: Any = run._part
-    return run.weights(), part.remote.client.figures()
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +23,9 @@ def undisturbed() -> dict[str, Tensor]:
     return world.run(2, trained, "server=2,part_mb=0.01")[0][0]
 
 
-def check(found: list[tuple[dict[str, Tensor], list[dict[str, Any]]]], undisturbed: dict[str, Tensor]) -> None:
-    """Every worker ends at the same bits, and every part has taken every step once."""
-    for weights, figures in found:
-        assert [figure["clock"] for figure in figures] == [STEPS, STEPS]
-        for name, value in undisturbed.items():
-            assert torch.equal(weights[name], value), name
-
-
 SIGNALS = [
     "SIGKILL primary", "SIGKILL backup", "SIGKILL arbiter", "SIGSTOP primary", "SIGSTOP backup", "SIGSTOP arbiter",
+    "SIGSTOP worker",
 ]  # fmt: skip
 
 
@@ -82,7 +39,7 @@ def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
     shared = chance.random() < 0.5
     trouble = Trouble(tmp_path, fault, PHASES[phase], chance.randint(1, 30))
     # It goes on before another has taken its place, or after that, or never.
-    wakes_s = chance.choice([0.3, 2.0, None])
+    wakes_s = chance.choice([0.3, 2.0] if fault == "SIGSTOP worker" else [0.3, 2.0, None])
     strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(shared).lower()}"
     found = world.run(2, trained, strategy, trouble, wakes_s, timeout_s=30)
     assert trouble.mark.exists(), f"nothing happened in {phase}"

@@ -1,0 +1,59 @@
+"""A short training of two or three workers with servers, in which something may happen; for the tests of faults."""
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from between import Trouble, wake
+from torch import Tensor, nn
+
+import shoal
+
+STEPS = 40
+TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
+"""Of each fault; `make test-faults` sets it to 300."""
+QUICK = 2
+"""As many of them are in `make test`."""
+
+
+def trials() -> list[Any]:
+    """Seeds; the first few are quick enough for every day."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(TRIALS)]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).double()
+
+
+def trained(
+    strategy: str, trouble: Trouble | None = None, wakes_s: float | None = None
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Weights after some steps with one trouble on the way, and what the servers have seen."""
+    torch.manual_seed(0)
+    run, net = shoal.init(strategy, announce=lambda _: None), model()
+    if trouble is not None and run.rank == 0:
+        trouble.install()
+        if wakes_s is not None:
+            threading.Thread(target=wake, args=(trouble, wakes_s), daemon=True).start()
+    if trouble is not None and run.rank == 1:
+        (trouble.folder / "worker.pid").write_text(str(os.getpid()))
+    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    for step in range(STEPS):
+        draws = torch.Generator().manual_seed(100 * step + run.rank)
+        x, y = torch.randn(8, 20, generator=draws, dtype=torch.float64), torch.randint(4, (8,), generator=draws)
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, net, x, y)
+        optimizer.step()
+    part: Any = run._part
+    return run.weights(), part.remote.client.figures()
+
+
+def check(found: list[tuple[dict[str, Tensor], list[dict[str, Any]]]], undisturbed: dict[str, Tensor]) -> None:
+    """Every worker ends at the same bits, and every part has taken every step once."""
+    for weights, figures in found:
+        assert [figure["clock"] for figure in figures] == [STEPS, STEPS]
+        for name, value in undisturbed.items():
+            assert torch.equal(weights[name], value), name
