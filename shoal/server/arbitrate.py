@@ -69,6 +69,7 @@ class Arbitration:
             with self.lock:
                 self._publish(self.arbiter.tick(time.monotonic()))
         for peer in list(self.peers.values()):
+            peer.post(Op.BYE)
             peer.close(flush=True)
 
     def _attend(self, channel: Channel, number: int) -> None:

@@ -139,6 +139,10 @@ class Client:
         answers = self._ask(Op.NORM, dict.fromkeys(range(len(self.parts)), b""))
         return sum(float.fromhex(bytes(answers[part.number]).decode()) for part in self.parts)
 
+    def squared_norm_of(self, part: int) -> float:
+        """Of a part's gradient, likewise."""
+        return float.fromhex(bytes(self._ask(Op.NORM, {part: b""})[part]).decode())
+
     def gradient(self, part: int) -> tuple[Tensor, bytes]:
         """A part's gradient, summed over all workers, and which of its segments have one."""
         payload = self._ask(Op.GRADIENT, {part: b""})[part]
@@ -152,11 +156,15 @@ class Client:
         for part, state in zip(self.parts, states, strict=True):
             owner, begun_s = self._placement.owners[part.number], time.perf_counter()
             payload = pack_part(self.values[part.number], list(state), {})
-            self._ask(Op.LOAD, {part.number: payload})
+            self.load_part(part.number, payload)
             taken.setdefault(owner, []).append(len(payload) / (time.perf_counter() - begun_s))
         self.begin()
         if self._far:
             self.measured({shard: statistics.median(rates) for shard, rates in taken.items()})
+
+    def load_part(self, part: int, packed: bytes) -> None:
+        """Have the servers begin a part at what `pack_part` has packed."""
+        self._ask(Op.LOAD, {part: packed})
 
     def measured(self, bytes_per_s: Mapping[int, float]) -> None:
         """Tell the arbiter how fast each shard takes parts in, if that differs enough to place parts by it."""
@@ -170,7 +178,11 @@ class Client:
 
     def state(self, part: int) -> list[dict[str, Any]]:
         """The optimizer's state of each segment of a part."""
-        return unpack_part(self._ask(Op.STATE, {part: b""})[part])[1]
+        return unpack_part(memoryview(self.packed_state(part)))[1]
+
+    def packed_state(self, part: int) -> bytes:
+        """A part's values and state as `pack_part` packs them."""
+        return bytes(self._ask(Op.STATE, {part: b""})[part])
 
     def figures(self) -> list[dict[str, Any]]:
         """What each shard's primary tells of itself."""

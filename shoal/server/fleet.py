@@ -28,6 +28,7 @@ from shoal.server.key import read_key
 from shoal.server.layout import Part
 from shoal.server.messages import FIRST_KEEPER, Op
 from shoal.server.recipe import Recipe
+from shoal.server.relay import Behind, relay
 from shoal.server.serve import Plan, serve
 from shoal.server.views import Views
 
@@ -59,6 +60,7 @@ class Job:
     staleness: int | None
     lease_s: float
     compression: Compression | None = None
+    behind: Behind | None = None  # of a relay: the servers that it sums for
 
 
 def share(shard: int, replicas: int, machine: int, machines: int) -> int:
@@ -73,7 +75,7 @@ class Judge:
         self.nursery = nursery
         self.listener = socket.create_server((host, 0), backlog=1024)
         self.address: Address = self.listener.getsockname()[:2]
-        file = job.key_file.with_name("views.json")
+        file = job.key_file.with_name(f"views-{job.name}.json")
         sizes = tuple(part.size_bytes for part in job.parts)
         key = read_key(job.key_file)
         self.court = Court(job.owners, sizes, job.shards, job.workers, job.lease_s, job.name, key, file)
@@ -114,7 +116,7 @@ class Fleet:
         self.servers: dict[int, Plan] = {}
         self.seen: set[int] = set()
         self.lock = threading.Lock()
-        self.closing = threading.Event()
+        self.closing, self.over = threading.Event(), threading.Event()
         keeper = FIRST_KEEPER + secrets.randbelow(2**20)
         self.answers = 0
         self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
@@ -139,19 +141,25 @@ class Fleet:
             key=self.key,
         )
         with socket.create_server((self.host, 0), backlog=1024) as listener:
-            pid = self.nursery.start(serve, plan, listener=listener)
+            if self.job.behind is None:
+                pid = self.nursery.start(serve, plan, listener=listener)
+            else:
+                pid = self.nursery.start(relay, plan, self.job.behind, listener=listener)
         self.servers[pid] = plan
         return pid
 
     def close(self, limit_s: float) -> None:
-        """End all, once every worker has said that it will not come back, or `limit_s` have passed."""
-        if self.judge is not None:
-            with self.nursery.changed:
-                self.nursery.changed.wait_for(lambda: self._judge_ended(), limit_s)
-            self.judge.listener.close()
+        """Keep nothing alive any more, once every worker has said that it will not come back or `limit_s` have passed.
+
+        The processes end with the nursery.
+        """
+        self.over.wait(limit_s)
         self.closing.set()
         self.views.close()
-        self.nursery.close()
+        with self.nursery.changed:
+            self.nursery.changed.notify_all()
+        if self.judge is not None:
+            self.judge.listener.close()
 
     def pid_of(self, server: int) -> int:
         """The process of a server that is alive."""
@@ -176,8 +184,10 @@ class Fleet:
             for view in self.views.known():
                 self._complete(view)
 
-    def _count(self, _: Header) -> None:
+    def _count(self, header: Header) -> None:
         self.answers += 1
+        if header.op == Op.BYE:
+            self.over.set()
 
     def _listen_to(self, judge: Judge) -> None:
         """End an arbiter that is alive and silent for two leases, as one that was stopped is: the next goes on."""
@@ -200,7 +210,13 @@ class Fleet:
             self.seen |= set(view.members)
             for pid in given_up:
                 del self.servers[pid]
-            if view.lost or view.retired or self.closing.is_set() or (view.epoch and self.job.replicas == 1):
+            if (
+                view.lost
+                or view.retired
+                or self.over.is_set()
+                or self.closing.is_set()
+                or (view.epoch and self.job.replicas == 1)
+            ):
                 return  # what a server alone has held, no other one can have
             wanted = share(view.shard, self.job.replicas, self.machine, self.machines)
             for _ in range(wanted - len(mine) + len(given_up)):

@@ -193,7 +193,7 @@ class Membership:
         if header.op == Op.BEAT:
             self._leased_until = max(self._leased_until, self._sent.get(header.step, 0.0) + self.lease_s)
             self._leased()
-        elif header.op == Op.REFUSED:
+        elif header.op in (Op.REFUSED, Op.BYE):
             self._out()
 
     def _listen(self, backup: int, link: Peer) -> None:

@@ -491,9 +491,14 @@ class Server:
 
 def serve(listener: socket.socket, plan: Plan) -> None:
     """A server's whole life, in a process of its own."""
+    settle()
+    Server(plan, listener).run()
+
+
+def settle() -> None:
+    """Make this process one that serves: a core for each, and no life without all of its threads."""
     torch.set_num_threads(1)
     threading.excepthook = _end  # a server that has lost a thread would be waited for
-    Server(plan, listener).run()
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

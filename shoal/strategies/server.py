@@ -41,6 +41,7 @@ from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import MIB, Shape, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
+from shoal.server.relay import Behind
 from shoal.server.said import Order
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
@@ -63,6 +64,8 @@ class Server:
         part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller parts.
         lease_s: how long a server may be silent before another takes over.
         shared_memory: workers and servers of one machine read each other's memory instead of sending it.
+        aggregate: where there are several machines with several workers, those of one sum their gradients before they
+            push, and share one pull; synchronous steps without compression only.
     """
 
     value: ClassVar[str] = "servers"
@@ -74,6 +77,7 @@ class Server:
     part_mb: float = 4.0
     lease_s: float = 2.0
     shared_memory: bool = True
+    aggregate: bool = True
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run, gather and remote. Collective.
@@ -117,6 +121,15 @@ class Server:
         return None if self.staleness == "async" else int(self.staleness)
 
 
+def _told(judge: Judge | None) -> str:
+    return "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
+
+
+def _address(told: str) -> Address:
+    host, port = told.split(" ")
+    return host, int(port)
+
+
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
@@ -136,7 +149,8 @@ class _Engine:
         self.pushing = False
         self.pushed = False
         self.apart = False
-        self.fleet: Fleet | None = None
+        self.fleets: list[Fleet] = []
+        self.relayed = False
         self.folder: Path | None = None
         self.pointer: Path | None = None
         self.messages: dict[int, Tensor] = {}
@@ -261,7 +275,7 @@ class _Engine:
                 self.parts_of[segment.name].append(part.number)
         job, arbiter = self._start(parts, recipe)
         self.client = Client(
-            self.mesh.rank,
+            self.mesh.place.local_rank if self.relayed else self.mesh.rank,
             parts,
             arbiter,
             self.flat,
@@ -314,7 +328,7 @@ class _Engine:
 
     def report(self) -> list[str]:
         """What the servers have seen, for the end of a run. For one rank."""
-        figures = self.client.figures()
+        figures = [behind for figure in self.client.figures() for behind in figure.get("behind", [figure])]
         received, sent = (sum(figure[key] for figure in figures) / MIB for key in ("received_bytes", "sent_bytes"))
         lines = [f"servers: {len(figures)} shards received {received:,.1f} MiB and sent {sent:,.1f} MiB"]
         refused = sum(figure["refused"] for figure in figures)
@@ -356,7 +370,7 @@ class _Engine:
         """Servers go on from this rank's parameters and optimizer state. Collective."""
         self.mesh.barrier()
         self.flat.store()
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 or (self.relayed and self.mesh.nursery is not None):
             state: Mapping[Any, Any] = optimizer.state
             self.client.load(self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {})))
         self.client.begin()
@@ -367,8 +381,10 @@ class _Engine:
         """Hang up, and end the servers that this rank has started."""
         if hasattr(self, "client"):
             self.client.close()
-        if self.fleet is not None:
-            self.fleet.close(END_S)
+        for fleet in reversed(self.fleets):  # a relay hangs up on the servers when its workers have
+            fleet.close(END_S)
+        if self.mesh.nursery is not None:
+            self.mesh.nursery.close()
         if self.pointer is not None:
             self.pointer.unlink(missing_ok=True)
         if self.folder is not None:
@@ -377,14 +393,20 @@ class _Engine:
     # How it begins
 
     def _start(self, parts: list[Layout], recipe: Recipe) -> tuple[Job, Address]:
-        """One rank of each machine starts its share of the servers, rank 0 the arbiter as well. Collective."""
+        """One rank of each machine starts its share of the servers, rank 0 the arbiter as well. Collective.
+
+        Returns: the job that this rank is a worker of, and its arbiter: that of its machine's relay, or of all servers.
+        """
         first, told = self.mesh.rank == 0, ""
         host = self._host()
         if first:
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=os.environ.get("SHOAL_SERVER_DIRECTORY")))
             told = f"{secrets.token_hex(8)} {new_key_file(self.folder)}"
         name, file = self.mesh.broadcast_text(told).split(" ")
-        options, workers = self.options, self.mesh.size
+        nursery = self.mesh.nursery
+        machines = [rank for rank, has in enumerate(self.mesh.gather_text("x" * (nursery is not None))) if has]
+        self.relayed = self._aggregates(len(machines))
+        options = self.options
         job = Job(
             name,
             Path(file),
@@ -393,23 +415,43 @@ class _Engine:
             options.servers,
             recipe,
             options.replicas,
-            workers,
+            len(machines) if self.relayed else self.mesh.size,
             self.staleness,
             options.lease_s,
             self.compression,
         )
-        nursery = self.mesh.nursery
         judge = Judge(nursery, job, host) if first and nursery is not None else None
         if judge is not None and self.folder is not None:
             control.announce(self.folder, judge.address, name)
-        told = "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
-        address, port = self.mesh.broadcast_text(told).split(" ")
-        arbiter = (address, int(port))
-        machines = [rank for rank, has in enumerate(self.mesh.gather_text("x" * (nursery is not None))) if has]
+        arbiter = _address(self.mesh.broadcast_text(_told(judge)))
         if nursery is not None:
             machine = machines.index(self.mesh.rank)
-            self.fleet = Fleet(nursery, job, arbiter, host, judge, machine, len(machines))
-        return job, arbiter
+            self.fleets.append(Fleet(nursery, job, arbiter, host, judge, machine, len(machines)))
+        return self._relay(job, arbiter, machines) if self.relayed else (job, arbiter)
+
+    def _aggregates(self, machines: int) -> bool:
+        return self.options.aggregate and self.together and self.compression is None and 1 < machines < self.mesh.size
+
+    def _relay(self, job: Job, arbiter: Address, machines: list[int]) -> tuple[Job, Address]:
+        """Have a relay on this machine, which is then all that its workers know of servers. Collective."""
+        mesh, nursery = self.mesh, self.mesh.nursery
+        mine = max(number for number, rank in enumerate(machines) if rank <= mesh.rank)
+        workers = (machines[mine + 1] if mine + 1 < len(machines) else mesh.size) - machines[mine]
+        behind = Behind(arbiter, job.name, mine, loads=mine == 0, shares=self.options.shared_memory)
+        here = replace(
+            job,
+            name=f"{job.name}.{mine}",
+            owners=(0,) * len(job.parts),
+            shards=1,
+            replicas=1,
+            workers=workers,
+            behind=behind,
+        )
+        judge = None if nursery is None else Judge(nursery, here, "127.0.0.1")
+        told = mesh.gather_text(_told(judge))[machines[mine]]
+        if nursery is not None:
+            self.fleets.append(Fleet(nursery, here, _address(told), "127.0.0.1", judge))
+        return here, _address(told)
 
     def _host(self) -> str:
         """Where this machine's servers listen: at home, or where ranks of other machines can reach them."""
