@@ -41,14 +41,19 @@ def trained(
     if trouble is not None and run.rank == 1:
         (trouble.folder / "worker.pid").write_text(str(os.getpid()))
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    steps(run, net, optimizer)
+    part: Any = run._part
+    return run.weights(), part.remote.client.figures()
+
+
+def steps(run: shoal.Run, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """All steps of this worker, on data that only its rank decides."""
     for step in range(STEPS):
         draws = torch.Generator().manual_seed(100 * step + run.rank)
         x, y = torch.randn(8, 20, generator=draws, dtype=torch.float64), torch.randint(4, (8,), generator=draws)
         optimizer.zero_grad()
         run.forward_backward(F.cross_entropy, net, x, y)
         optimizer.step()
-    part: Any = run._part
-    return run.weights(), part.remote.client.figures()
 
 
 def check(found: list[tuple[dict[str, Tensor], list[dict[str, Any]]]], undisturbed: dict[str, Tensor]) -> None:
