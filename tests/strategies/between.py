@@ -67,6 +67,7 @@ def _serve(folder: Path, listener: socket.socket, plan: serve.Plan) -> None:
 
 
 def _arbitrate(trouble: Trouble, listener: socket.socket, court: Court) -> None:
+    (trouble.folder / "arbiter.pid").write_text(str(os.getpid()))
     Network(trouble, court, listener).run()
 
 
