@@ -68,8 +68,10 @@ class Arbitration:
             time.sleep(self.court.lease_s / 20)
             with self.lock:
                 self._publish(self.arbiter.tick(time.monotonic()))
-        for peer in list(self.peers.values()):
+        peers = list(self.peers.values())
+        for peer in peers:
             peer.post(Op.BYE)
+        for peer in peers:
             peer.close(flush=True)
 
     def _attend(self, channel: Channel, number: int) -> None:

@@ -116,7 +116,7 @@ class Fleet:
         self.servers: dict[int, Plan] = {}
         self.seen: set[int] = set()
         self.lock = threading.Lock()
-        self.closing, self.over = threading.Event(), threading.Event()
+        self.closing = threading.Event()
         keeper = FIRST_KEEPER + secrets.randbelow(2**20)
         self.answers = 0
         self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
@@ -153,7 +153,7 @@ class Fleet:
 
         The processes end with the nursery.
         """
-        self.over.wait(limit_s)
+        self.views.over.wait(limit_s)
         self.closing.set()
         self.views.close()
         with self.nursery.changed:
@@ -174,7 +174,9 @@ class Fleet:
             with self.nursery.changed:
                 self.nursery.changed.wait_for(self._has_lost)
                 dead = set(self.servers) - self.nursery.alive
-            if self.closing.is_set() or (self.judge is not None and self.judge.is_done):
+            if self.judge is not None and self.judge.is_done:
+                self.views.over.set()
+            if self.closing.is_set() or self.views.over.is_set():
                 return
             if self.judge is not None and self._judge_ended():
                 self.judge.start()
@@ -184,10 +186,8 @@ class Fleet:
             for view in self.views.known():
                 self._complete(view)
 
-    def _count(self, header: Header) -> None:
+    def _count(self, _: Header) -> None:
         self.answers += 1
-        if header.op == Op.BYE:
-            self.over.set()
 
     def _listen_to(self, judge: Judge) -> None:
         """End an arbiter that is alive and silent for two leases, as one that was stopped is: the next goes on."""
@@ -213,7 +213,7 @@ class Fleet:
             if (
                 view.lost
                 or view.retired
-                or self.over.is_set()
+                or self.views.over.is_set()
                 or self.closing.is_set()
                 or (view.epoch and self.job.replicas == 1)
             ):

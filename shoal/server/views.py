@@ -30,6 +30,9 @@ class Views:
         changed: is called with each view that is new, in a thread of this object's.
         placed: likewise with each placement that is new.
         answered: is called with any other frame.
+
+    Attributes:
+        over: is set when the arbiter has ended for good: it has said so, or nobody holds its port.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Views:
         self._news = threading.Condition()
         self._peer: Peer | None = None
         self._closed = False
+        self.over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="views", daemon=True)
         self._thread.start()
 
@@ -90,6 +94,9 @@ class Views:
         while not self._closed:
             try:
                 self._listen(self._meet())
+            except ConnectionRefusedError:
+                self.over.set()
+                time.sleep(AGAIN_S)
             except (OSError, WireError):
                 time.sleep(AGAIN_S)
 
@@ -112,6 +119,8 @@ class Views:
                 elif header.op == Op.PLACEMENT:
                     self._place(Placement.from_json(unpack(payload)))
                 else:
+                    if header.op == Op.BYE:
+                        self.over.set()
                     self._answered(header)
         finally:
             self._peer = None
