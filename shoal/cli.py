@@ -179,7 +179,7 @@ def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[s
 
 def _train(options: argparse.Namespace) -> int:
     from shoal.strategies.early import refusals_of_job
-    from shoal.train.directory import claim
+    from shoal.train.directory import refuse
 
     place = _place(options.processes)
     ranks = options.processes or place.world
@@ -190,7 +190,7 @@ def _train(options: argparse.Namespace) -> int:
     if refused := refusals_of_job(settings.job, ranks):
         raise ConfigError(refused)
     if place.world == 1:
-        claim(settings.job).close()  # said before any process is started; rank 0 takes the lock
+        refuse(settings.job)  # said before any process is started; rank 0 claims the directory
     return _on_ranks(place.world, ranks, "train", (settings.job,))
 
 

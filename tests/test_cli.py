@@ -200,3 +200,23 @@ def test_a_failing_start_leaves_no_run_behind_that_could_not_be_started_again(
     assert "cifar-10" in err
     assert "Traceback" not in err
     assert shoal(capsys, "train", "digits", "--out", out, *TINY)[0] == 0
+
+
+def test_a_refused_run_leaves_no_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "mine"
+    for words in (
+        ("--model.name", "residual_cnm"),
+        ("--data.name", "digit"),
+        ("--model.weights", tmp_path / "none.pt"),
+    ):
+        assert shoal(capsys, "train", "digits", "--out", out, *words)[0] == 2
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, _, err = shoal(capsys, "train", "digits", "--model.name", "strange", "--out", tmp_path / "file" / "run")
+    assert status == 2
+    assert (
+        f"{tmp_path / 'file/run'} cannot be written: {tmp_path / 'file'} is no directory. Choose another --out" in err
+    )

@@ -14,6 +14,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,27 +30,37 @@ WORK = ("checkpoints", "metrics.jsonl")
 """What a run that got as far as training has left; without these there is nothing to lose."""
 
 
+def refuse(job: Job) -> None:
+    """Raise ConfigError where `claim` would, as far as can be told without making anything. One process calls it."""
+    directory = Path(job.directory)
+    _refuse_what_is_there(directory, job)
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        if (directory / LOCK).exists():
+            _locked(directory).close()
+        elif not nearest.is_dir():
+            raise NotADirectoryError(ENOTDIR, f"{nearest} is no directory")
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, f"permission denied in {nearest}")
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+
+
 def claim(job: Job) -> IO[str]:
-    """Make `job`'s run directory, or take it up again. One process calls it, before any rank trains.
+    """Make `job`'s run directory, or take it up again. One process calls it, once the model and the data are there.
 
     Returns: a lock, held until it is closed or the process ends, however it ends.
     Raises: ConfigError: it holds another experiment, or files that are no run, or a run that is training right now, or
         one that shall not be resumed.
     """
     directory = Path(job.directory)
-    config = directory / CONFIG
-    if config.exists() and any((directory / name).exists() for name in WORK):
-        _refuse_another_experiment(directory, job)
-        _refuse_to_start_afresh(directory, job)
-    elif not config.exists() and (strangers := _strangers(directory)):
-        names = ", ".join(strangers[:3])
-        raise ConfigError([f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another --out."])
+    _refuse_what_is_there(directory, job)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _locked(directory)
-        _write_atomically(config, to_yaml(job))
+        _write_atomically(directory / CONFIG, to_yaml(job))
     except OSError as error:
-        raise ConfigError([f"{directory} cannot be written: {error.strerror}. Choose another --out."]) from error
+        raise _unwritable(directory, error) from error
     return lock
 
 
@@ -73,6 +84,20 @@ def job_of(directory: Path) -> Job:
     if not (directory / CONFIG).is_file():
         raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
     return read(directory / CONFIG).job
+
+
+def _refuse_what_is_there(directory: Path, job: Job) -> None:
+    if (directory / CONFIG).exists():
+        if any((directory / name).exists() for name in WORK):
+            _refuse_another_experiment(directory, job)
+            _refuse_to_start_afresh(directory, job)
+    elif strangers := _strangers(directory):
+        names = ", ".join(strangers[:3])
+        raise ConfigError([f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another --out."])
+
+
+def _unwritable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError([f"{directory} cannot be written: {error.strerror}. Choose another --out."])
 
 
 def _strangers(directory: Path) -> list[str]:
