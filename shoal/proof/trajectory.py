@@ -18,7 +18,7 @@ from shoal.data.seeds import stream
 from shoal.errors import StrategyRefused, UsageError
 from shoal.proof.differences import differences
 from shoal.run import begin
-from shoal.strategies.base import LossFunction
+from shoal.strategies.base import LossFunction, refuse_unless_scalar
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def by_hand(experiment: Experiment, file: Path) -> None:
     for *inputs, target in _steps(experiment, ShareLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)):
         optimizer.zero_grad()
         value = experiment.loss_fn(model(*inputs), target)
+        refuse_unless_scalar(value[0] if isinstance(value, tuple) else value)
         loss = value[0] / value[1] if isinstance(value, tuple) else value
         loss.backward()
         losses.append(loss.detach())

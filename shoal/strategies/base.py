@@ -193,6 +193,15 @@ def backward(forward: Forward, batch: Batch) -> Loss:
     return Loss(outcome.totals, outcome.weighed)
 
 
+def refuse_unless_scalar(loss: Tensor) -> None:
+    """Raise UsageError where a loss function gave a tensor of many numbers, such as one for each sample."""
+    if loss.dim() != 0:
+        raise UsageError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return the mean over its batch "
+            "(a scalar), or a (sum, count) pair of scalars."
+        )
+
+
 def objective(output: Any, batch: Batch) -> Outcome:
     """The loss of a micro-batch, weighed by its share of the global batch, and its totals.
 
@@ -203,11 +212,7 @@ def objective(output: Any, batch: Batch) -> Outcome:
     value = batch.loss_fn(output, batch.target)
     weighed = isinstance(value, tuple)
     total, count = value if isinstance(value, tuple) else (value, batch.rows)
-    if total.dim() != 0:
-        raise UsageError(
-            f"loss_fn returned a tensor of shape {tuple(total.shape)}; it must return the mean over its batch "
-            "(a scalar), or a (sum, count) pair of scalars."
-        )
+    refuse_unless_scalar(total)
     rows = min(batch.rows, 1) if weighed else batch.rows  # by which `total` is to be multiplied; 0 for a stand-in
     share = rows / batch.global_rows * batch.scale
     # Few operations: each takes as long as a small layer.

@@ -58,6 +58,10 @@ def failing_loss(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("no loss today")
 
 
+def a_loss_for_each_sample(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
 def norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
@@ -110,6 +114,7 @@ def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyP
             "samples in dimension 0; it gave a tuple of tensors with 3, 4",
         ),
         ((model, batch, failing_loss), LaunchError, "no loss today"),
+        ((model, batch, a_loss_for_each_sample), LaunchError, r"^loss_fn returned a tensor of shape \(8,\); it must"),
         ((lambda: model(), batch, F.cross_entropy), LaunchError, "must be a function at the top of a module"),
     ],
 )
