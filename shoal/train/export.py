@@ -67,12 +67,14 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
     Raises:
         ConfigError: `run` is no run directory.
         CheckpointError: nothing was saved, nothing verifies, or the file cannot be written.
-        UsageError: `output` is not a .safetensors file.
+        UsageError: `output` is not a .safetensors file, or its directory is not there.
     """
     if output.suffix != ".safetensors":
         raise UsageError(
             f"-o {output}: the file is written in the safetensors format; name it {output.stem}.safetensors."
         )
+    if not output.parent.is_dir():
+        raise UsageError(f"-o {output}: there is no directory {output.parent}. Make it, or give another -o.")
     job = job_of(run)
     path, step = Checkpoints(run / "checkpoints").choose(warn, which)
     if path is None:
@@ -83,7 +85,8 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
     try:
         size_bytes = _write(output, tensors, {"format": "pt", "run": job.name, "step": str(step)})
     except OSError as error:
-        raise CheckpointError(f"{output} was not written: {error}") from error
+        reason = f"{output} was not written: {error.strerror or error}"
+        raise CheckpointError(f"{reason}. Make room or permit it, or give another -o.") from error
     averaged = any(stored_name.startswith(AVERAGE) for stored_name in names.values())
     return Exported(step, len(names), size_bytes, averaged)
 

@@ -137,8 +137,12 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) 
     run = trained(tmp_path, "single", 1, MLP)
     with pytest.raises(UsageError, match=r"name it model\.safetensors"):
         export(run, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"nowhere.*was not written"):
+    with pytest.raises(UsageError, match=r"there is no directory \S*nowhere\. Make it, or give another -o"):
         export(run, tmp_path / "nowhere/model.safetensors")
+    (tmp_path / "directory.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"directory\.safetensors was not written: Is a directory\. "):
+        export(run, tmp_path / "directory.safetensors")
+    (tmp_path / "directory.safetensors").rmdir()
     for step in (9, 12):
         flip_a_bit(data_file(run / "checkpoints", step))
     for path in (run / "checkpoints").glob("step-*"):
