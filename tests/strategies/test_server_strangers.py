@@ -18,7 +18,6 @@ from shoal.server.door import HANDSHAKES
 from shoal.testing import world
 
 
-
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Tensor]:
     return world.run(2, disturbed.trained, "server=2,part_mb=0.01")[0][0]
