@@ -102,7 +102,7 @@ class Run:
             refuse_with_servers(self._loss_scale is not None, self._step_in_backward)
             part.remote.take(optimizer)
         self._early = InBackward(optimizer, part) if self._step_in_backward else None
-        model.register_forward_hook(self._watch)
+        self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
         torch.manual_seed(stream(self._seed, self.rank))

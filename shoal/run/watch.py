@@ -14,10 +14,21 @@ from shoal.errors import UsageError
 
 
 class Watch:
-    """A forward hook: outside `forward_backward`, an output may be looked at, but not be differentiated."""
+    """A forward hook: outside `forward_backward`, an output may be looked at, but not be differentiated.
+
+    Copies and pickles of the model take along a watch of nothing: they are the user's own to train or to average.
+    """
 
     def __init__(self) -> None:
-        self._inside = False
+        self._watching, self._inside = False, False
+
+    def over(self, model: nn.Module) -> None:
+        """Watch `model`."""
+        self._watching = True
+        model.register_forward_hook(self)
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        return type(self), ()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -28,8 +39,8 @@ class Watch:
         finally:
             self._inside = False
 
-    def __call__(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
-        if not self._inside and torch.is_grad_enabled():
+    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._watching and not self._inside and torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(_refuse_bare_backward)
