@@ -1,0 +1,73 @@
+"""Train the same tasks by ddp and through servers, over some seeds. `make bench-convergence`.
+
+A run that has ended is kept in result.json at once, and is not made again: interrupt it, and start it again, as you like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.cases import CASES, TASKS, WORKERS, Case, Task
+from benchmarks.page import circumstances
+
+RESULT = Path(__file__).with_name("result.json")
+AHEAD = re.compile(r"ahead of the slowest when it read: (.*)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--wrap", default="", help="a command that each run is started through")
+    options = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"circumstances": _facts(), "runs": []}
+    known = {(run["task"], run["case"], run["seed"]) for run in result["runs"]}
+    # All strategies of a seed before the next: what an interruption leaves can be compared.
+    for seed in range(options.seeds):
+        for task_name, task in TASKS.items():
+            for case_name, case in CASES.items():
+                if task_name not in case.tasks or (task_name, case_name, seed) in known:
+                    continue
+                found = train(task, case, seed, shlex.split(options.wrap))
+                result["runs"].append({"task": task_name, "case": case_name, "seed": seed, **found})
+                _keep(result)
+                print(task_name, case_name, seed, found, flush=True)
+
+
+def train(task: Task, case: Case, seed: int, wrap: list[str]) -> dict[str, Any]:
+    """One whole run: its last evaluation, its time, and how stale its reads were, in percent of them."""
+    with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
+        out = Path(folder) / "run"
+        flags = [*task.argv, *case.argv, "--strategy", case.strategy, "--seed", str(seed), "--out", str(out)]
+        argv = [*wrap, sys.executable, "-m", "shoal", "train", "-n", str(WORKERS), *flags]
+        made = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if made.returncode:
+            raise SystemExit(f"{shlex.join(argv)}\nended with {made.returncode}:\n{made.stdout}\n{made.stderr}")
+        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    # The run's own time: without its start, its evaluations, and what the wrapping command waits for.
+    found = {"loss": last["loss"], "top1": last["top1"], "train_s": last["time_s"]}
+    ahead = AHEAD.search(made.stdout + made.stderr)
+    shares = [] if ahead is None else [share.split(": ") for share in ahead[1].split(", ")]
+    return found | {"ahead_percent": {steps: float(share.removesuffix(" %")) for steps, share in shares}}
+
+
+def _facts() -> dict[str, str]:
+    return circumstances(("torch", "shoal"))
+
+
+def _keep(result: dict[str, Any]) -> None:
+    partial = RESULT.with_suffix(".tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(partial, RESULT)
+
+
+if __name__ == "__main__":
+    main()
