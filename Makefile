@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server clean
+.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server bench-convergence clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -71,6 +71,10 @@ bench-checkpoint: $(BENCH)/.done
 bench-server: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
 	$(BENCH)/bin/python -m benchmarks.server.report
+
+bench-convergence: $(BENCH)/.done
+	$(BENCH)/bin/python -m benchmarks.convergence.measure
+	$(BENCH)/bin/python -m benchmarks.convergence.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info

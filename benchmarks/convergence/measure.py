@@ -1,11 +1,13 @@
 """Train the same tasks by ddp and through servers, over some seeds. `make bench-convergence`.
 
-A run that has ended is kept in result.json at once, and is not made again: interrupt it, and start it again, as you like.
+A run that has ended is kept in result.json at once, and is not made again: interrupt it, and start it again, as you
+like; or let it make a part of them, by --tasks and --seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -25,34 +27,31 @@ AHEAD = re.compile(r"ahead of the slowest when it read: (.*)")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--wrap", default="", help="a command that each run is started through")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     options = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"circumstances": _facts(), "runs": []}
     known = {(run["task"], run["case"], run["seed"]) for run in result["runs"]}
     # All strategies of a seed before the next: what an interruption leaves can be compared.
-    for seed in range(options.seeds):
-        for task_name, task in TASKS.items():
-            for case_name, case in CASES.items():
-                if task_name not in case.tasks or (task_name, case_name, seed) in known:
-                    continue
-                found = train(task, case, seed, shlex.split(options.wrap))
-                result["runs"].append({"task": task_name, "case": case_name, "seed": seed, **found})
-                _keep(result)
-                print(task_name, case_name, seed, found, flush=True)
+    for seed, task, (name, case) in itertools.product(options.seeds, options.tasks, CASES.items()):
+        if task in case.tasks and (task, name, seed) not in known:
+            found = train(TASKS[task], case, seed)
+            result["runs"].append({"task": task, "case": name, "seed": seed, **found})
+            _keep(result)
+            print(task, name, seed, found, flush=True)
 
 
-def train(task: Task, case: Case, seed: int, wrap: list[str]) -> dict[str, Any]:
+def train(task: Task, case: Case, seed: int) -> dict[str, Any]:
     """One whole run: its last evaluation, its time, and how stale its reads were, in percent of them."""
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
         out = Path(folder) / "run"
         flags = [*task.argv, *case.argv, "--strategy", case.strategy, "--seed", str(seed), "--out", str(out)]
-        argv = [*wrap, sys.executable, "-m", "shoal", "train", "-n", str(WORKERS), *flags]
+        argv = [sys.executable, "-m", "shoal", "train", "-n", str(WORKERS), *flags]
         made = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if made.returncode:
             raise SystemExit(f"{shlex.join(argv)}\nended with {made.returncode}:\n{made.stdout}\n{made.stderr}")
         last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    # The run's own time: without its start, its evaluations, and what the wrapping command waits for.
+    # The run's own time: without its start and its evaluations.
     found = {"loss": last["loss"], "top1": last["top1"], "train_s": last["time_s"]}
     ahead = AHEAD.search(made.stdout + made.stderr)
     shares = [] if ahead is None else [share.split(": ") for share in ahead[1].split(", ")]
