@@ -1,4 +1,4 @@
-"""SIGKILL at twenty points of a run, half of them within a save: the same command again ends bit-equal."""
+"""SIGKILL at some points of a run, half of them within a save: the same command again ends bit-equal."""
 
 import random
 import signal
@@ -20,6 +20,7 @@ SCENES: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated": (2, CNN),
     "one rank": (1, EVERYTHING),
     "three ranks": (3, GPT),
+    "servers": (2, {**GPT, "strategy": "server=2,part_mb=0.001"}),
 }
 # From the seeds follow the rank and the call at which it is killed, once while training and once while saving.
 SEEDS = {
@@ -30,6 +31,7 @@ SEEDS = {
     "accumulated": (7,),
     "one rank": (8,),
     "three ranks": (9, 10),
+    "servers": (11, 12),
 }
 POINTS = [(scene, part, seed) for scene in SCENES for part in ("training", "saving") for seed in SEEDS[scene]]
 
@@ -52,8 +54,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return of
 
 
-def test_there_are_twenty_points() -> None:
-    assert len(set(POINTS)) == 20
+def test_there_are_at_least_twenty_points() -> None:
+    assert len(set(POINTS)) >= 20
 
 
 def test_the_loss_scale_of_fp16_has_something_to_remember(undisturbed: Undisturbed) -> None:
