@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, isinf
+from math import inf
 
 from shoal.launch.failure import Failure, from_exit_code
 from shoal.launch.rank import RUN_AGAIN, Returned
 from shoal.launch.ranks import Ended, News, Ranks
+from shoal.launch.stopped import LOOK_S, Stopped
 
 ECHO_S = 1.0  # how long a lost connection waits for the failure that it is the consequence of
 REPEAT_S = 1.0  # `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second wish
@@ -40,12 +41,15 @@ class Supervision:
     ended_s: float = field(default=inf, init=False)  # since when what ranks report is our own doing
     end_at_s: float = field(default=inf, init=False)
     kill_at_s: float = field(default=inf, init=False)
+    stopped: Stopped = field(default_factory=Stopped, init=False)
 
     def step(self, timeout_s: float = inf, also: Sequence[object] = ()) -> None:
         """Wait for news, for one of `also` or until something is due, and act on it."""
-        wait_s = min(timeout_s, min(self.end_at_s, self.kill_at_s) - time.monotonic())
-        for news in self.ranks.watch(None if isinf(wait_s) else max(0.0, wait_s), also):
+        wait_s = min(timeout_s, LOOK_S, min(self.end_at_s, self.kill_at_s) - time.monotonic())
+        for news in self.ranks.watch(max(0.0, wait_s), also):
             self._take(news)
+        for failure in self.stopped.look(self.ranks.alive):
+            self._judge(failure)
         if time.monotonic() >= self.kill_at_s:
             self.ranks.kill()
         elif time.monotonic() >= self.end_at_s:

@@ -19,9 +19,9 @@ QUICK = 2
 """As many of them are in `make test`."""
 
 
-def trials() -> list[Any]:
+def trials(quick: int = QUICK) -> list[Any]:
     """Seeds; the first few are quick enough for every day."""
-    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(TRIALS)]
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= quick else []) for seed in range(TRIALS)]
 
 
 def model() -> nn.Module:

@@ -23,22 +23,44 @@ def alive(folder: Path) -> list[str]:
     return [name for name, pid in pids.items() if Path("/proc", pid).exists()]
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+def ends(folder: Path, signal_name: str, seed: int) -> tuple[int, int]:
+    """The exit code of a job in which one worker was sent a signal, and its pid; afterwards nobody of it lives."""
+    chance = Random(f"worker {seed}")
+    phase = list(PHASES)[seed % len(PHASES)]
+    trouble = Trouble(folder, f"{signal_name} worker", PHASES[phase], chance.randint(1, 60))
+    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(chance.random() < 0.5).lower()}"
+    code = local.run(noted, (strategy, trouble), 2)
+    assert trouble.mark.exists(), f"nothing happened in {phase}"
+    assert len(list(folder.glob("*.pid"))) >= 7  # two ranks, four servers, their arbiter
+    deadline_s = time.monotonic() + 20
+    while alive(folder):
+        assert time.monotonic() < deadline_s, alive(folder)
+        time.sleep(0.01)
+    return code, int((folder / "rank 1.pid").read_text())
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+
+
+@needs_proc
 @pytest.mark.parametrize("seed", trials())
 def test_a_killed_worker_ends_the_job_which_says_so(
     seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    chance = Random(f"worker {seed}")
-    phase = list(PHASES)[seed % len(PHASES)]
-    trouble = Trouble(tmp_path, "SIGKILL worker", PHASES[phase], chance.randint(1, 60))
-    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(chance.random() < 0.5).lower()}"
-    assert local.run(noted, (strategy, trouble), 2) == 128 + signal.SIGKILL
-    assert trouble.mark.exists(), f"nothing happened in {phase}"
+    assert ends(tmp_path, "SIGKILL", seed)[0] == 128 + signal.SIGKILL
     said = capfd.readouterr().err
     assert said.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
     assert "Traceback" not in said
-    assert len(list(tmp_path.glob("*.pid"))) >= 7  # two ranks, four servers, their arbiter
-    deadline_s = time.monotonic() + 20
-    while alive(tmp_path):
-        assert time.monotonic() < deadline_s, alive(tmp_path)
-        time.sleep(0.01)
+
+
+@needs_proc
+@pytest.mark.parametrize("seed", trials(quick=1))
+def test_a_worker_that_is_stopped_for_good_ends_the_job_which_says_so(
+    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, pid = ends(tmp_path, "SIGSTOP", seed)
+    assert code == 128 + signal.SIGSTOP
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 8 s" in said
+    assert f"`kill -CONT {pid}`" in said
+    assert "Traceback" not in said

@@ -1,0 +1,50 @@
+"""Ranks that were stopped by a signal and do not go on: others wait for them, and would for ever."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.launch.failure import Failure
+from shoal.launch.ranks import Rank
+
+LOOK_S = 1.0
+STOPPED_LOOKS = 8
+"""How often in a row a rank is found stopped before it is given up. Counted, for a launcher may be stopped itself."""
+
+
+class Stopped:
+    """Looks at ranks once a second, where the system tells of their state (Linux)."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, int] = {}
+        self._last_s = time.monotonic()
+
+    def look(self, ranks: Sequence[Rank]) -> list[Failure]:
+        """Those that have been stopped for too long while another was not. A debugger's stop is none."""
+        now = time.monotonic()
+        if now < self._last_s + LOOK_S:
+            return []
+        self._last_s = now
+        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
+        self._looks = {rank.number: self._looks.get(rank.number, 0) + 1 for rank in stopped}
+        if len(stopped) == len(ranks):  # nobody waits for them
+            return []
+        return [_failure(rank) for rank in stopped if self._looks[rank.number] == STOPPED_LOOKS]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def _failure(rank: Rank) -> Failure:
+    headline = (
+        f"was stopped by a signal (SIGSTOP), and was not let go on for {STOPPED_LOOKS * LOOK_S:g} s, while others "
+        f"waited for it. Within that time `kill -CONT {rank.pid}` would have; without it, start the same command again"
+    )
+    return Failure(rank.number, time.monotonic(), headline, "", is_echo=False, code=128 + signal.SIGSTOP)
