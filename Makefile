@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server bench-convergence clean
+.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server bench-convergence clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -16,6 +16,14 @@ test: $(VENV)/.test lint
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# Each fault of the parameter servers 300 times: hours. Fewer: make test-faults TRIALS=20
+TRIALS ?= 300
+FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_network.py \
+  tests/strategies/test_server_workers.py tests/strategies/test_server_strangers.py tests/strategies/test_server_elastic.py
+
+test-faults: $(VENV)/.test
+	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
