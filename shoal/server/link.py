@@ -88,7 +88,7 @@ class Link:
         self._peer: Peer | None = None
         self._met: int | None = None
         self._closed = False
-        threading.Thread(target=self._live, name=f"shard {shard}", daemon=True).start()
+        threading.Thread(target=self._live_or_say, name=f"shard {shard}", daemon=True).start()
 
     def push(self, part: int, push: Push, now: bool) -> None:
         """Send a gradient; it must not change before the values of the next step have come."""
@@ -176,6 +176,13 @@ class Link:
             self._post(Op.PUSH, blocks.pack(gradient, which), part=part, step=step, flags=BLOCKS)
         else:
             self._post(Op.PUSH, gradient, part=part, step=step)
+
+    def _live_or_say(self) -> None:
+        try:
+            self._live()
+        except BaseException as error:  # a value that is too stale, say: all would wait for ever
+            self._give_up(None, f"what its server said cannot be right ({error!r}), and what follows is not believed")
+            raise
 
     def _live(self) -> None:
         """Be connected to the primary, whoever it is."""

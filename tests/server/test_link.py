@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
+import pytest
 import torch
 from shaken import KEY, beside, new_memory
 
+from shoal.errors import ServerLost
 from shoal.server.arbiter import View
 from shoal.server.channel import Channel
+from shoal.server.frame import Header
 from shoal.server.handshake import accept
 from shoal.server.link import Link
 from shoal.server.messages import Op
@@ -30,29 +34,37 @@ class OneServer:
         return self.view
 
 
+def linked(listener: socket.socket, memory: Memory, **given: Any) -> tuple[Link, Channel]:
+    """A worker's link, and the other end of its connection."""
+    link = Link(
+        1,
+        0,
+        cast(Views, OneServer(listener)),
+        key=KEY,
+        job="job",
+        limit_bytes=2 * PART_BYTES,
+        **{
+            "place": lambda *_: None,
+            "take": lambda *_: None,
+            "answered": lambda *_: None,
+            "moved": lambda *_: None,
+            "lent": memory,
+            "lent_at": {},
+            "waits": lambda *_: True,
+            "lost": lambda _: None,
+            "order": None,
+            **given,
+        },
+    )
+    connection, _ = listener.accept()
+    session, _ = accept(connection, KEY, "job/7")
+    return link, Channel(connection, session, authenticate_payload=False, limit_bytes=2 * PART_BYTES)
+
+
 def test_a_steps_order_overtakes_gradients_that_wait_to_be_sent():
     memory = Memory(64)
     with socket.create_server(("127.0.0.1", 0)) as listener, closing(memory):
-        link = Link(
-            1,
-            0,
-            cast(Views, OneServer(listener)),
-            key=KEY,
-            job="job",
-            limit_bytes=2 * PART_BYTES,
-            place=lambda *_: None,
-            take=lambda *_: None,
-            answered=lambda *_: None,
-            moved=lambda *_: None,
-            lent=memory,
-            lent_at={},
-            waits=lambda *_: True,
-            lost=lambda _: None,
-            order=None,
-        )
-        connection, _ = listener.accept()
-        session, _ = accept(connection, KEY, "job/7")
-        server = Channel(connection, session, authenticate_payload=False, limit_bytes=2 * PART_BYTES)
+        link, server = linked(listener, memory)
         # Nobody reads yet, and the socket takes less than a part: all but the first wait.
         for part in range(4):
             link.push(part, (0, torch.zeros(PART_BYTES // 4), b"\1", False), now=True)
@@ -62,3 +74,17 @@ def test_a_steps_order_overtakes_gradients_that_wait_to_be_sent():
             server.close()
     assert [header.part for header in heard if header.op == Op.PUSH] == [0, 1, 2, 3]
     assert Op.ORDER in [header.op for header in heard[:3]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_value_that_cannot_be_right_ends_the_wait_for_it():
+    def take(*_: object) -> None:
+        raise AssertionError("stale")
+
+    memory, lost = Memory(64), queue.SimpleQueue[ServerLost]()
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(memory):
+        link, server = linked(listener, memory, take=take, lost=lost.put)
+        server.send(Header(Op.VALUE))
+        assert "what its server said cannot be right (AssertionError('stale'))" in str(lost.get())
+        with beside(link.close):
+            server.close()
