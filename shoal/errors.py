@@ -9,6 +9,7 @@
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
     │   └── TidyingFailed    one that was saved; `latest`, `best` or what is superfluous is not as it should be
+    ├── RecordError          a record that cannot be replayed: it has a gap, or was made by another program
     ├── ServerLost           a parameter server is gone, and nobody holds what it held
     └── WireError            a peer on a socket that is not to be believed: wrong key, damaged or repeated frame
         └── ConnectionLost   a peer on a socket that has gone
@@ -69,6 +70,10 @@ class CheckpointError(ShoalError):
 
 class TidyingFailed(CheckpointError):
     """A checkpoint is saved and whole, but what belongs to it was not done: its hints, or the removal of older ones."""
+
+
+class RecordError(ShoalError):
+    """A record of a run that cannot be replayed as it is."""
 
 
 class ServerLost(ShoalError):

@@ -25,6 +25,7 @@ from shoal.server import blocks
 from shoal.server.arbiter import Address, View
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
+from shoal.server.history import Event
 from shoal.server.layout import Part
 from shoal.server.link import RECOVER_S, Link, Question
 from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
@@ -80,6 +81,8 @@ class Client:
         self._routes = threading.Lock()
         self._links: dict[int, Link] = {}
         self._order: tuple[int, bytes] | None = None
+        self._recording = False
+        self._collected: dict[int, dict[str, int]] = {}
         self._placement = Placement(0, (0,) * len(parts))
         with self._routes:  # what is placed has to wait until there are views
             self.views = Views(
@@ -192,6 +195,42 @@ class Client:
                 self._links[shard].ask_shard((Op.FIGURES, b"", {"part": shard}))
         return [json.loads(bytes(answer)) for answer in self._await_answers(Op.FIGURES, shards).values()]
 
+    def record(self) -> None:
+        """Have all shards, later ones too, note what they apply and give out. For every worker, before it pushes."""
+        with self._routes:
+            self._recording = True
+            for link in self._links.values():
+                link.record()
+
+    def history(self, limit_s: float = RECOVER_S) -> list[Event]:
+        """What shards have noted since the last call. Always the same worker calls it.
+
+        A shard that leaves, or is replaced, takes with it what was not asked for: its notes are missing here.
+        """
+        with self._routes:
+            shards = sorted(set(self._placement.owners))
+        found: list[Event] = []
+        while shards:
+            with self._routes:
+                for shard in shards:
+                    known = self._collected.setdefault(shard, {"server": -1, "first": 0})
+                    self._links[shard].ask_shard((Op.HISTORY, json.dumps(known).encode(), {"part": shard}))
+            shards = [shard for shard in shards if self._collect(shard, found, limit_s)]
+        return found
+
+    def _collect(self, shard: int, found: list[Event], limit_s: float) -> bool:
+        """Add a piece of a shard's notes; whether there are more."""
+        key = (Op.HISTORY, shard)
+        with self._news:
+            if not self._news.wait_for(lambda: key in self._answers or self._failure is not None, limit_s):
+                return False
+            if self._failure is not None:
+                raise self._failure
+            answer = json.loads(bytes(self._answers.pop(key)))
+        found += [Event(*event) for event in answer["events"]]
+        self._collected[shard] = {"server": answer["server"], "first": answer["first"] + len(answer["events"])}
+        return bool(answer["more"])
+
     def close(self, limit_s: float = 5.0) -> None:
         """Hang up, for good: the arbiter is told."""
         self.views.post(Op.BYE)
@@ -241,6 +280,8 @@ class Client:
             for shard in {0, *placement.owners, *(move.target for move in placement.moving.values())}:
                 if shard not in self._links:
                     self._links[shard] = self._link(shard)
+                    if self._recording:
+                        self._links[shard].record()
             for part, owner in enumerate(before.owners):
                 now, then = placement.route(part), before.route(part)
                 if before.version and now != then:

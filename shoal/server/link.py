@@ -84,6 +84,7 @@ class Link:
         self._said: dict[int, Said] = {}
         self._about_shard: Question | None = None
         self._order = order
+        self._recording = False
         self._receiving = threading.Lock()
         self._peer: Peer | None = None
         self._met: int | None = None
@@ -121,12 +122,11 @@ class Link:
             self._about_shard = question
             self._post_question(question)
 
-    def follow(self, view: View) -> None:
-        """Hang up on a primary when another has taken its place: one that was stopped never does so itself."""
+    def record(self) -> None:
+        """Have the shard note what it does, whoever is its primary; before anything else is said on a connection."""
         with self._lock:
-            peer = self._peer if self._met != view.primary else None
-        if peer is not None:
-            peer.close()
+            self._recording = True
+            self._post(Op.RECORD)
 
     def hand_over(self, part: int) -> Said:
         """What was said of a part and has no answer: somebody else is to say it again."""
@@ -241,6 +241,8 @@ class Link:
         with self._lock:
             self._peer, self._met = peer, view.primary
             self._lending, self._borrowed = False, None
+            if self._recording:
+                self._post(Op.RECORD)
             if self._lent_at:
                 self._post(Op.SHARE, json.dumps(self._lent.description).encode())
             for part, said in self._said.items():
@@ -296,7 +298,7 @@ class Link:
                 if "is not the primary" not in said:
                     raise Refusal(said)
                 raise WireError(said)
-            case Op.FIGURES:
+            case Op.FIGURES | Op.HISTORY:
                 with self._lock:
                     self._about_shard = None
                 self._answered(header, payload)

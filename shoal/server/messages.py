@@ -1,6 +1,6 @@
 """What workers, servers and replicas say to each other, and how it stands in a frame.
 
-    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP, SHARE
+    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP, SHARE, RECORD, HISTORY
     server -> worker     VALUE, MOVED, and the answers to questions under the question's own number
     primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE;  primary -> another shard's  GIVE
     server -> arbiter    JOIN, BEAT, IN_SYNC, HELD;  worker -> arbiter  BYE, SPEEDS;  arbiter -> all  VIEW, PLACEMENT
@@ -72,6 +72,8 @@ class Op(IntEnum):
     REMOVE = 28
     LIST = 29
     SPEEDS = 30
+    RECORD = 31
+    HISTORY = 32
 
 
 def view(tensor: Tensor) -> memoryview:

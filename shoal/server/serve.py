@@ -261,6 +261,10 @@ class Server:
                 peer.post(Op.STATE, state_bytes, part=part, step=held.clock)
             case Op.FIGURES:
                 peer.post(Op.FIGURES, json.dumps(self._figures()).encode(), part=part)
+            case Op.RECORD:
+                shard.record()
+            case Op.HISTORY:
+                peer.post(Op.HISTORY, json.dumps(self._history(unpack(payload))).encode(), part=part)
             case _:
                 raise Refused(f"message {header.op}, which is not known")
         return []
@@ -487,6 +491,13 @@ class Server:
             "refused": self.door.refused,
             "staleness": dict(self.shard.seen),
         }
+
+    def _history(self, known: dict[str, Any]) -> dict[str, Any]:
+        """A piece of what the shard has noted, after what the worker has; all, if that came from another server."""
+        first = int(known["first"]) if known.get("server") == self.plan.server else 0
+        history = self.shard.history
+        number, events, more = (0, [], False) if history is None else history.piece(first)
+        return {"server": self.plan.server, "first": number, "events": events, "more": more}
 
 
 def serve(listener: socket.socket, plan: Plan) -> None:

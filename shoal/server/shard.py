@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.server.blocks import changed
 from shoal.server.held import Held
+from shoal.server.history import Event, History
 from shoal.server.layout import Part
 from shoal.server.recipe import Recipe
 from shoal.server.said import (
@@ -70,6 +71,7 @@ class Shard:
         mine: for which it answers, once they are held and unless they are away.
         away: which are on their way to another shard.
         coming: which are on their way here, and since when; any other that is given is of a move that is over.
+        history: what was applied and read since `record`; None before.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Shard:
         self.awaited: dict[int, deque[Awaited]] = {}
         self.changed: dict[int, tuple[int, Tensor]] = {}
         self.seen: Counter[int] = Counter()
-        self.history: list[tuple[int, int, int]] | None = None
+        self.history: History | None = None
 
     def held_part(self, part: int) -> Held:
         """A part for which this shard answers. Raises Elsewhere, or Refused where there is no such part."""
@@ -133,6 +135,14 @@ class Shard:
         held = self.held[part]
         self.unfilled[backup].add(part)
         return Filled(backup, part, held.clock, held.values.clone(), _copied(held.state()), dict(self.done[part]))
+
+    def record(self) -> None:
+        """Note from now on what is applied and read, where it is not yet noted."""
+        self.history = self.history or History()
+
+    def _note(self, event: Event) -> None:
+        if self.history is not None:
+            self.history.add(event)
 
     # Parts that come and go
 
@@ -234,6 +244,7 @@ class Shard:
     def pull(self, worker: int, part: int) -> list[Out]:
         """Asks for the newest values, as they are: the workers have agreed on a moment when nobody pushes."""
         held, done = self.held_part(part), self.done[part]
+        self._note(Event("p", part, held.clock, worker, done[worker]))
         numbers = self._snapshot(worker, part, held.values)
         return self._hold(part, [Value(worker, part, done[worker], min(done.values()), numbers)])
 
@@ -324,8 +335,7 @@ class Shard:
         clock = held.clock
         held.apply(gradient, present, settings)
         self._count(part, worker, step)
-        if self.history is not None:
-            self.history.append((part, worker, step))
+        self._note(Event("a", part, clock, worker, step))
         return [Applied(b, part, clock, worker, step, gradient, present, settings) for b in self.backups]
 
     def _count(self, part: int, worker: int, step: int) -> None:
@@ -349,6 +359,7 @@ class Shard:
             return []
         self.readers[part].pop(worker, None)
         self.seen[clock - oldest] += 1
+        self._note(Event("r", part, held.clock, worker, clock))
         # Nobody can change them before everyone has read them, where steps are synchronous.
         numbers = held.values if self.staleness == 0 else self._snapshot(worker, part, held.values)
         at, blocks = self.changed.get(part, (-1, None))

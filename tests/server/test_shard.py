@@ -123,14 +123,16 @@ def test_every_schedule_of_synchronous_steps_gives_the_same_bits(seed: int, coun
 def test_no_read_is_staler_than_allowed_and_each_push_is_applied_once(seed: int, staleness: int | None) -> None:
     chance = Random(seed)
     to, workers = shard(3, staleness), [Worker(number, steps=4) for number in range(3)]
-    to.history = []
+    to.record()
     while any(worker.step < worker.steps or worker.choices() for worker in workers):
         worker = chance.choice([w for w in workers if w.choices()])
         what, part = chance.choice(worker.choices())
         for value in deliver(worker.act(what, part, to), workers):
             assert value.oldest == min(to.done[value.part].values())
             assert staleness is None or value.oldest >= value.clock - staleness
-    assert sorted(to.history) == sorted((p.number, w, s) for p in PARTS for w in range(3) for s in range(4))
+    assert to.history is not None
+    applied = [(e.part, e.worker, e.step) for e in to.history.piece(0)[1] if e.kind == "a"]
+    assert sorted(applied) == sorted((p.number, w, s) for p in PARTS for w in range(3) for s in range(4))
 
 
 class Replica:
