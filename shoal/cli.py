@@ -76,9 +76,15 @@ def _parser() -> Parser:
 
     train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
     _job_arguments(train)
+    _record_argument(train)
     start = verb("import", "train an experiment from the weights in a file: .safetensors, or a state dict of torch's")
     start.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
     _job_arguments(start)
+    _record_argument(start)
+    replay = verb("replay", "do a recorded run of parameter servers again in one process, and compare bit for bit")
+    replay.add_argument("run", type=Path, help="run directory, trained with --record")
+    replay.add_argument("-o", "--output", type=Path, help="write the model as it is in the end to a .safetensors file")
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
     export = verb("export", "write a run's whole model to one safetensors file, whatever strategy has trained it")
     export.add_argument("run", type=Path, help="run directory")
     export.add_argument("-o", "--output", type=Path, default=Path("model.safetensors"), help="(default: %(default)s)")
@@ -139,9 +145,15 @@ def _job_arguments(parser: argparse.ArgumentParser, processes: str = "processes 
     )
 
 
+def _record_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", action="store_true", help="with stale parameter servers: keep the order of pushes, for shoal replay"
+    )
+
+
 def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
-    own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance"}
+    own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance", "--record"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)
@@ -178,12 +190,16 @@ def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[s
 
 
 def _train(options: argparse.Namespace) -> int:
+    from shoal.strategies import refuse_to_record
     from shoal.strategies.early import refusals_of_job
     from shoal.train.directory import refuse
 
     place = _place(options.processes)
     ranks = options.processes or place.world
+    options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
     settings, notes = _settings(options, ranks)
+    if settings.job.train.record:
+        refuse_to_record(settings.job.strategy)
     if place.rank == 0:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -303,6 +319,18 @@ def _launch(options: argparse.Namespace) -> int:
     return run_script(options.script, options.arguments, options.processes, environment, options.output)
 
 
+def _replay(options: argparse.Namespace) -> int:
+    """Exit status: 0 the same bits, 1 others."""
+    from shoal.train.directory import job_of
+
+    job_of(options.run)  # a wrong directory is said at once
+    from shoal.train.replay import replay
+
+    found = replay(options.run, options.output)
+    print(json.dumps(found.to_json()) if options.json else found)
+    return 1 if found.differing else 0
+
+
 def _servers(options: argparse.Namespace) -> int:
     if options.what == "remove" and not options.numbers:
         raise UsageError(f"remove: say which shard, as in `shoal servers {options.run} remove 1`.")
@@ -334,6 +362,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "plot": _plot,
     "launch": _launch,
+    "replay": _replay,
     "servers": _servers,
     "doctor": _doctor,
 }

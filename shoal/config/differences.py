@@ -21,6 +21,7 @@ CIRCUMSTANCES = (
     "data.workers",
     "data.pin_memory",
     "train.accumulate",
+    "train.record",
     "train.cudnn_benchmark",
     "train.deterministic",
     "evaluation.every",

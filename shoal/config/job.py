@@ -89,6 +89,9 @@ class Train:
         0.0, "alpha of cutmix; 0 is off; with mixup, each sample takes one of the two", NOT_NEGATIVE
     )
     ema: float = setting(0.0, "decay of the moving average of the weights that is evaluated; 0 is off", BELOW_ONE)
+    record: bool = setting(
+        False, "parameter servers with staleness: keep in what order pushes are applied, for `shoal replay`"
+    )
     deterministic: bool = setting(
         False, "only kernels that give the same bits in every run, even if slower (CUDA only)"
     )

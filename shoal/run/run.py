@@ -180,6 +180,11 @@ class Run:
             remote.announce(directory)
 
     @property
+    def remote(self) -> base.Remote | None:
+        """Who really owns the parameters, where those are other processes: parameter servers."""
+        return self._prepared().remote
+
+    @property
     def in_step(self) -> bool:
         """Whether all ranks take each step together, so that it has global gradients."""
         remote = self._prepared().remote

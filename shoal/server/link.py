@@ -122,6 +122,13 @@ class Link:
             self._about_shard = question
             self._post_question(question)
 
+    def follow(self, view: View) -> None:
+        """Hang up on a primary when another has taken its place: one that was stopped never does so itself."""
+        with self._lock:
+            peer = self._peer if self._met != view.primary else None
+        if peer is not None:
+            peer.close()
+
     def record(self) -> None:
         """Have the shard note what it does, whoever is its primary; before anything else is said on a connection."""
         with self._lock:

@@ -54,7 +54,7 @@ class Replayed(Client):
         self._pushed, self._told = {}, None
         return stepped
 
-    def push(self, part: int, gradient: Tensor, present: bytes) -> None:
+    def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
         if self._compression is not None:
             gradient = self._compression.decode(gradient, self.parts[part].length, self.parts[part].dtype)
         self._pushed[part] = gradient, present

@@ -32,6 +32,18 @@ DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server")
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
 
+SYNCHRONOUS = (
+    "train.record: with staleness=0 every run of the same job gives the same bits; to look at one again, run it again. "
+    "What can be recorded is --strategy server=N,staleness=async, or another number than 0."
+)
+
+
+NO_SERVERS = (
+    "train.record: there are no parameter servers whose order of pushes could be recorded. Without them every run of "
+    "the same job takes the same steps; to look at one again, run it again"
+)
+
+
 class Named(NamedTuple):
     """One strategy of a line: `name=value` and the options that follow it, as text."""
 
@@ -71,6 +83,15 @@ def parse(line: str) -> list[Strategy]:
     if problems:
         raise ConfigError([f"strategy '{line}': {problem}" for problem in problems])
     return made
+
+
+def refuse_to_record(line: str) -> None:
+    """Raises ConfigError where runs of these strategies are the same every time; one's own strategy is asked later."""
+    chosen = {strategy.name: dict(strategy.options) for strategy in named(line)}
+    if "server" in chosen and chosen["server"].get("staleness", "0").strip("0") == "":
+        raise ConfigError([SYNCHRONOUS])
+    if "server" not in chosen and not any(":" in name for name in chosen):
+        raise ConfigError([f"{NO_SERVERS}; the strategy is {line}."])
 
 
 def _made(strategy: Named, problems: list[str]) -> Any:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
 from shoal.errors import UsageError
+from shoal.server.history import Event
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
@@ -105,6 +106,14 @@ class Remote(Protocol):
 
     def announce(self, directory: Path) -> None:
         """Let a command find it by the run's directory. For one rank."""
+        ...
+
+    def record(self) -> None:
+        """Have the owners note from now on in what order they apply what comes. Raises StrategyRefused."""
+        ...
+
+    def history(self) -> list[Event]:
+        """What they have noted since the last call. For one rank, always the same."""
         ...
 
     def report(self) -> list[str]:

@@ -37,12 +37,14 @@ from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.server.fleet import Fleet, Job, Judge
+from shoal.server.history import Event
 from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import MIB, Shape, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.relay import Behind
 from shoal.server.said import Order
+from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
 
@@ -88,12 +90,14 @@ class Server:
         """
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
-        bound = self._bound()
-        compression = parse(self.compress)
         mesh.broadcast(part.module)
-        engine = _Engine(self, bound, compression, part, mesh)
+        engine = self.engine(part, mesh)
         close_before_leaving(engine)
         return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+
+    def engine(self, part: Part, mesh: Mesh) -> Engine:
+        """What takes this rank's steps. Raises ConfigError."""
+        return Engine(self, self._bound(), parse(self.compress), part, mesh)
 
     @property
     def notes(self) -> list[str]:
@@ -134,7 +138,7 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-class _Engine:
+class Engine:
     """One worker's steps through the servers."""
 
     def __init__(
@@ -273,8 +277,14 @@ class _Engine:
         for part in parts:
             for segment in part.segments:
                 self.parts_of[segment.name].append(part.number)
+        self.client = self.connect(parts, recipe)
+        self.spread(optimizer)
+        self._hook(owned)
+
+    def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
+        """Start the servers of a model that is cut so, and talk to them. Collective."""
         job, arbiter = self._start(parts, recipe)
-        self.client = Client(
+        return Client(
             self.mesh.place.local_rank if self.relayed else self.mesh.rank,
             parts,
             arbiter,
@@ -284,8 +294,6 @@ class _Engine:
             staleness=self.staleness,
             shares=self.options.shared_memory and self.compression is None,
         )
-        self.spread(optimizer)
-        self._hook(owned)
 
     def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:
         """Small models are cut into smaller parts, so that every server has some."""
@@ -341,6 +349,14 @@ class _Engine:
             shares = (f"{gap}: {100 * seen[gap] / seen.total():.1f} %" for gap in sorted(seen))
             lines.append(f"steps that a worker was ahead of the slowest when it read: {', '.join(shares)}")
         return lines
+
+    def record(self) -> None:
+        if self.together:
+            raise StrategyRefused(SYNCHRONOUS)
+        self.client.record()
+
+    def history(self) -> list[Event]:
+        return self.client.history()
 
     def announce(self, directory: Path) -> None:
         if self.folder is not None:

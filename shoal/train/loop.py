@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CheckpointError, ConfigError, ShoalError, TidyingFailed
+from shoal.errors import CheckpointError, ConfigError, RecordError, ShoalError, TidyingFailed
 from shoal.plot import plot
 from shoal.run import begin
 from shoal.strategies.base import SLOTS
@@ -34,6 +34,7 @@ from shoal.train.directory import claim_for_all
 from shoal.train.ema import Ema
 from shoal.train.log import Log
 from shoal.train.progress import Progress
+from shoal.train.record import Record
 from shoal.train.schedule import factor, set_learning_rate
 from shoal.train.stopwatch import Stopwatch
 
@@ -86,6 +87,7 @@ class Training:
         self.background = Background(self.checkpoints) if beside else None
         self.in_flight = -1
         self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
+        self.record: Record | None = None
         self.final: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
         self.best_saved: dict[str, Any] | None = None
@@ -101,6 +103,8 @@ class Training:
         if saved is not None:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
+        if self.job.train.record:
+            self.record = Record(self.job, self.run, self.step)
         self._open(notes)
         self.unlogged_samples, self.logged_s = 0, self.watch.seconds
 
@@ -206,6 +210,7 @@ class Training:
         self._settle_save()
         self._agree()
         tensors, info, private = self.run.state()
+        self._save_record()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {"step": self.step, "time_s": self.watch.seconds, "final": self.final, "best": self.best}
         if self.background is not None and not must:
@@ -214,6 +219,13 @@ class Training:
             self.in_flight = self.step
             return
         self._learn(self.step, lambda: self.checkpoints.save(self.step, tensors, info, private, best), must)
+
+    def _save_record(self) -> None:
+        try:
+            if self.record is not None:
+                self.record.save(self.step)
+        except RecordError as error:
+            self.log.note(f"{error}; training goes on")
 
     def _agree(self) -> None:
         """Where ranks have been at different weights, all go on from the same, and from rank 0's average of them."""

@@ -1,0 +1,155 @@
+"""One worker of a recorded run, taken a step at a time: its own model, data and random numbers, and nobody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.config.job import Job
+from shoal.data.seeds import load_random_state, random_state, seed_all
+from shoal.launch.environment import read as read_place
+from shoal.run import Run
+from shoal.server.client import Client
+from shoal.server.course import Stepped
+from shoal.server.held import Held
+from shoal.server.layout import Part as Layout
+from shoal.server.recipe import Recipe
+from shoal.server.replayed import Replayed
+from shoal.strategies import parse
+from shoal.strategies.accumulate import Accumulate
+from shoal.strategies.base import Part, Strategy
+from shoal.strategies.compile import Compile
+from shoal.strategies.precision import Precision
+from shoal.strategies.server import Engine, Server
+from shoal.train import optimizer as optimizers
+from shoal.train.build import build
+from shoal.train.record import Start
+from shoal.train.schedule import factor, set_learning_rate
+
+
+class Worker:
+    """Rank `rank` of a recorded run, as it was before its first step.
+
+    Args: held: the parts of all servers, shared by all workers; rank 0 comes first, and fills them.
+    """
+
+    def __init__(self, start: Start, rank: int, held: list[Held]) -> None:
+        job = self.job = replace(start.job, data=replace(start.job.data, workers=0))  # they change no sample
+        mesh = _Alone(rank, len(start.private), torch.device(start.info["device"]), read_place(os.environ))
+        seed_all(job.seed)
+        built = build(job, mesh.device)
+        self.run = Run(mesh, _strategies(job, held), job.seed, job.train.accumulate, None, _silent)
+        optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
+        self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
+        self.run.load_state(start.tensors, start.info, start.private[rank])
+        self.task, self.held = built.task, held
+        self.random = random_state(mesh.device)
+        self._taken = start.step
+        self._steps = self._all_steps()
+
+    def take(self, part: int, values: Tensor) -> None:
+        """Begin the next step with these values of a part."""
+        self._client.take(part, values)
+
+    def step(self) -> Stepped:
+        """The next step of this worker: what it pushed there."""
+        load_random_state(self.random)
+        next(self._steps)
+        self.random = random_state(self.run.device)
+        return self._client.stepped()
+
+    def buffers(self) -> list[Tensor]:
+        """Copies."""
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    def load_buffers(self, buffers: list[Tensor]) -> None:
+        """The inverse."""
+        for own, other in zip(self.model.buffers(), buffers, strict=True):
+            own.copy_(other)
+
+    @property
+    def _client(self) -> Replayed:
+        engine = self.run.remote
+        assert isinstance(engine, _Engine)
+        assert isinstance(engine.client, Replayed)
+        return engine.client
+
+    def _all_steps(self) -> Iterator[None]:
+        """As `shoal.train.loop.Training` takes them, without all that changes no weight."""
+        job = self.job
+        epoch_steps = [self.loader.batches_in(epoch) for epoch in range(job.train.epochs)]
+        total = min(sum(epoch_steps), job.train.max_steps or sum(epoch_steps))
+        while self._taken < total:
+            epoch = self.loader.epoch
+            first = self._taken - sum(epoch_steps[:epoch])
+            for index, batch in enumerate(self.loader, start=first):
+                inputs, target = self.run.move(batch)
+                epochs = epoch + index / epoch_steps[epoch]
+                set_learning_rate(self.optimizer, factor(job.schedule, epochs, self._taken / total))
+                self.optimizer.zero_grad()
+                self.run.forward_backward(self.task.loss, self.model, inputs, target, measure=self.task.hits)
+                self.optimizer.step()
+                self._taken += 1
+                yield
+
+
+def _strategies(job: Job, held: list[Held]) -> list[Strategy]:
+    """As `shoal.run.begin` puts them together, with a stand-in for the servers."""
+    chosen = [_Servers(s, held) if isinstance(s, Server) else s for s in parse(job.strategy)]
+    compiled: list[Strategy] = [Compile()] if job.model.compile else []
+    return [Precision(job.train.precision, None), *compiled, *chosen, Accumulate(job.train.accumulate)]
+
+
+class _Servers:
+    """Cuts as `Server` with the same options does."""
+
+    def __init__(self, options: Server, held: list[Held]) -> None:
+        self.options, self.held = options, held
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        made = self.options.engine(part, mesh)
+        engine = _Engine(self.options, made.staleness, made.compression, part, mesh)
+        engine.held = self.held
+        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+
+
+class _Engine(Engine):
+    """A worker's steps, without servers."""
+
+    held: list[Held]
+
+    def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
+        return Replayed(self.mesh.rank, parts, recipe, self.flat, self.held, self.compression)
+
+
+@dataclass(frozen=True)
+class _Alone(Mesh):
+    """One rank of several, whose others are elsewhere in this process: what is collective has been said."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast_text(self, text: str) -> str:
+        return text
+
+    def gather_text(self, text: str) -> list[str]:
+        return [text] * self.size
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        return None
+
+    def barrier(self) -> None:
+        pass
+
+
+def _silent(_: str) -> None:
+    """The run itself has said what there is to say."""
