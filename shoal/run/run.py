@@ -173,12 +173,6 @@ class Run:
         remote = self._prepared().remote
         return [] if remote is None else remote.report()
 
-    def announce(self, directory: Path) -> None:
-        """Let `shoal servers DIRECTORY` find this run's parameter servers, if it has any. For rank 0."""
-        remote = self._prepared().remote
-        if remote is not None:
-            remote.announce(directory)
-
     @property
     def remote(self) -> base.Remote | None:
         """Who really owns the parameters, where those are other processes: parameter servers."""

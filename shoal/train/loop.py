@@ -285,8 +285,8 @@ class Training:
         first = self.run.rank == 0
         self.log = Log(self.directory, active=first, tensorboard=self.job.log.tensorboard, resume_step=self.step)
         self.log.header(self.lines)
-        if first:
-            self.run.announce(self.directory)
+        if first and self.run.remote is not None:
+            self.run.remote.announce(self.directory)
         for note in notes:
             self.log.note(note)
         self.progress = Progress(

@@ -59,7 +59,7 @@ def trained(strategy: str, directory: Path, happening: Happening | None = None, 
 def happen(run: Any, directory: Path, happening: Happening | None, chance: Random, said: list[Any]) -> None:
     if happening is None or run.rank > 0:
         return
-    run.announce(directory)
+    run.remote.announce(directory)
     time.sleep(chance.random() * 0.2)
     try:
         said += happening(directory, run._part.remote.fleets[0], chance)
