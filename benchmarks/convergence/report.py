@@ -35,7 +35,8 @@ def task_table(name: str, runs: Sequence[Run]) -> str:
 def row(case: str, found: dict[int, Run], yardstick: dict[int, Run]) -> list[str]:
     """Of one way to train."""
     shared = sorted(found.keys() & yardstick.keys())
-    cells = [f"`{case}`"]
+    strategy, *change = case.split(", ")
+    cells = [", ".join([f"`{strategy}`", *change])]
     for what, digits in (("top1", 2), ("loss", 4)):
         cells.append(spread([found[seed][what] for seed in shared], f".{digits}f"))
         differences = [found[seed][what] - yardstick[seed][what] for seed in shared]
