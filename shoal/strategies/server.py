@@ -13,11 +13,6 @@ Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded 
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import socket
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,25 +27,21 @@ from torch.optim import Optimizer
 from shoal.comm.compress import Compression, parse
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import ConfigError, StrategyRefused, UsageError
-from shoal.server import control
-from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.flat import Flat
-from shoal.server.fleet import Fleet, Job, Judge
+from shoal.server.fleet import Job
 from shoal.server.history import Event
-from shoal.server.key import new_key_file, read_key
+from shoal.server.key import read_key
 from shoal.server.layout import MIB, Shape, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
-from shoal.server.relay import Behind
 from shoal.server.said import Order
+from shoal.server.staff import Staff
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
 
 PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
-END_S = 30.0
-"""How long other workers may take to hang up once this one has."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +116,6 @@ class Server:
         return None if self.staleness == "async" else int(self.staleness)
 
 
-def _told(judge: Judge | None) -> str:
-    return "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
-
-
-def _address(told: str) -> Address:
-    host, port = told.split(" ")
-    return host, int(port)
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
@@ -153,10 +135,8 @@ class Engine:
         self.pushing = False
         self.pushed = False
         self.apart = False
-        self.fleets: list[Fleet] = []
-        self.relayed = False
-        self.folder: Path | None = None
-        self.pointer: Path | None = None
+        aggregates = options.aggregate and self.together and compression is None
+        self.staff = Staff(mesh, aggregates, options.shared_memory)
         self.messages: dict[int, Tensor] = {}
         self.left_out: dict[int, Tensor] = {}
         self.client: Client
@@ -283,9 +263,26 @@ class Engine:
 
     def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
         """Start the servers of a model that is cut so, and talk to them. Collective."""
-        job, arbiter = self._start(parts, recipe)
+        options, owners = self.options, tuple(place(parts, self.options.servers))
+
+        def make(name: str, key_file: Path, workers: int) -> Job:
+            return Job(
+                name,
+                key_file,
+                tuple(parts),
+                owners,
+                options.servers,
+                recipe,
+                options.replicas,
+                workers,
+                self.staleness,
+                options.lease_s,
+                self.compression,
+            )
+
+        job, arbiter = self.staff.start(make)
         return Client(
-            self.mesh.place.local_rank if self.relayed else self.mesh.rank,
+            self.staff.worker,
             parts,
             arbiter,
             self.flat,
@@ -359,9 +356,7 @@ class Engine:
         return self.client.history()
 
     def announce(self, directory: Path) -> None:
-        if self.folder is not None:
-            self.pointer = directory / control.POINTER
-            control.point(self.pointer, self.folder)
+        self.staff.announce(directory)
 
     def private(self) -> dict[str, Tensor]:
         """What compression has left out so far, of each part."""
@@ -386,7 +381,7 @@ class Engine:
         """Servers go on from this rank's parameters and optimizer state. Collective."""
         self.mesh.barrier()
         self.flat.store()
-        if self.mesh.rank == 0 or (self.relayed and self.mesh.nursery is not None):
+        if self.mesh.rank == 0 or (self.staff.relayed and self.staff.starts):
             state: Mapping[Any, Any] = optimizer.state
             self.client.load(self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {})))
         self.client.begin()
@@ -397,86 +392,7 @@ class Engine:
         """Hang up, and end the servers that this rank has started."""
         if hasattr(self, "client"):
             self.client.close()
-        for fleet in reversed(self.fleets):  # a relay hangs up on the servers when its workers have
-            fleet.close(END_S)
-        if self.mesh.nursery is not None:
-            self.mesh.nursery.close()
-        if self.pointer is not None:
-            self.pointer.unlink(missing_ok=True)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    # How it begins
-
-    def _start(self, parts: list[Layout], recipe: Recipe) -> tuple[Job, Address]:
-        """One rank of each machine starts its share of the servers, rank 0 the arbiter as well. Collective.
-
-        Returns: the job that this rank is a worker of, and its arbiter: that of its machine's relay, or of all servers.
-        """
-        first, told = self.mesh.rank == 0, ""
-        host = self._host()
-        if first:
-            self.folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=os.environ.get("SHOAL_SERVER_DIRECTORY")))
-            told = f"{secrets.token_hex(8)} {new_key_file(self.folder)}"
-        name, file = self.mesh.broadcast_text(told).split(" ")
-        nursery = self.mesh.nursery
-        machines = [rank for rank, has in enumerate(self.mesh.gather_text("x" * (nursery is not None))) if has]
-        self.relayed = self._aggregates(len(machines))
-        options = self.options
-        job = Job(
-            name,
-            Path(file),
-            tuple(parts),
-            tuple(place(parts, options.servers)),
-            options.servers,
-            recipe,
-            options.replicas,
-            len(machines) if self.relayed else self.mesh.size,
-            self.staleness,
-            options.lease_s,
-            self.compression,
-        )
-        judge = Judge(nursery, job, host) if first and nursery is not None else None
-        if judge is not None and self.folder is not None:
-            control.announce(self.folder, judge.address, name)
-        arbiter = _address(self.mesh.broadcast_text(_told(judge)))
-        if nursery is not None:
-            machine = machines.index(self.mesh.rank)
-            self.fleets.append(Fleet(nursery, job, arbiter, host, judge, machine, len(machines)))
-        return self._relay(job, arbiter, machines) if self.relayed else (job, arbiter)
-
-    def _aggregates(self, machines: int) -> bool:
-        return self.options.aggregate and self.together and self.compression is None and 1 < machines < self.mesh.size
-
-    def _relay(self, job: Job, arbiter: Address, machines: list[int]) -> tuple[Job, Address]:
-        """Have a relay on this machine, which is then all that its workers know of servers. Collective."""
-        mesh, nursery = self.mesh, self.mesh.nursery
-        mine = max(number for number, rank in enumerate(machines) if rank <= mesh.rank)
-        workers = (machines[mine + 1] if mine + 1 < len(machines) else mesh.size) - machines[mine]
-        behind = Behind(arbiter, job.name, mine, loads=mine == 0, shares=self.options.shared_memory)
-        here = replace(
-            job,
-            name=f"{job.name}.{mine}",
-            owners=(0,) * len(job.parts),
-            shards=1,
-            replicas=1,
-            workers=workers,
-            behind=behind,
-        )
-        judge = None if nursery is None else Judge(nursery, here, "127.0.0.1")
-        told = mesh.gather_text(_told(judge))[machines[mine]]
-        if nursery is not None:
-            self.fleets.append(Fleet(nursery, here, _address(told), "127.0.0.1", judge))
-        return here, _address(told)
-
-    def _host(self) -> str:
-        """Where this machine's servers listen: at home, or where ranks of other machines can reach them."""
-        place = self.mesh.place
-        if place.local_world == place.world or place.master_address is None:
-            return "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place.master_address, 9))  # sends nothing; picks the way out
-            return str(probe.getsockname()[0])
+        self.staff.close()
 
     def _hook(self, owned: Mapping[str, nn.Parameter]) -> None:
         names = {id(parameter): name for name, parameter in owned.items()}

@@ -311,7 +311,7 @@ def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool
         optimizer.step()
     assert run._part is not None
     engine: Any = run._part.remote
-    return run.weights(), len(engine.fleets[0].servers), engine.fleets[0].judge is not None
+    return run.weights(), len(engine.staff.fleets[0].servers), engine.staff.fleets[0].judge is not None
 
 
 def test_each_machine_starts_its_share_of_the_servers() -> None:

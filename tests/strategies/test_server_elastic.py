@@ -62,7 +62,7 @@ def happen(run: Any, directory: Path, happening: Happening | None, chance: Rando
     run.remote.announce(directory)
     time.sleep(chance.random() * 0.2)
     try:
-        said += happening(directory, run._part.remote.fleets[0], chance)
+        said += happening(directory, run._part.remote.staff.fleets[0], chance)
     except Exception as error:  # noqa: BLE001 - it is the test that is to hear of it
         said.append(error)
 

@@ -45,7 +45,7 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     remote = part.remote
     figures = [] if remote is None else [b for f in remote.client.figures() for b in f.get("behind", [f])]
     moved = sum(f["received_bytes"] for f in figures), sum(f["sent_bytes"] for f in figures)
-    return run.weights(), moved, [] if remote is None else [len(fleet.servers) for fleet in remote.fleets]
+    return run.weights(), moved, [] if remote is None else [len(fleet.servers) for fleet in remote.staff.fleets]
 
 
 def test_relays_give_the_numbers_of_one_device_and_halve_the_bytes_between_machines() -> None:
