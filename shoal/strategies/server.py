@@ -329,6 +329,7 @@ class Engine:
             self.mesh.barrier()
             self.client.pull()
             self.wait()
+            self.mesh.barrier()  # or the first to go on would push into what others are still to pull
         return apart
 
     def report(self) -> list[str]:
@@ -376,6 +377,8 @@ class Engine:
             found = self.flat.gather(name, kept)
             if found:
                 optimizer.state[parameter] = found
+        if not self.together:
+            self.mesh.barrier()  # or the first to go on would push into what others are still to collect
 
     def spread(self, optimizer: Optimizer) -> None:
         """Servers go on from this rank's parameters and optimizer state. Collective."""

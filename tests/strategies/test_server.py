@@ -320,3 +320,36 @@ def test_each_machine_starts_its_share_of_the_servers() -> None:
     assert [(servers, judges) for _, servers, judges in found] == [(3, True), (3, False)]
     for weights, _, _ in found:
         agree(weights, expected)
+
+
+def goes_on_at_once() -> list[Tensor]:
+    """All agree, and save; rank 0 goes on with its next step while the others are still at it."""
+    run = shoal.init("server=2,staleness=async,part_mb=0.0005", announce=lambda _: None)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    model, optimizer, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if run.rank:
+        engine: Any = run._prepared().remote
+        state, pull = engine.client.state, engine.client.pull
+        engine.client.state = lambda part: time.sleep(0.05) or state(part)
+        engine.client.pull = lambda: time.sleep(0.2) or pull()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run.forward_backward(F.mse_loss, model, torch.ones(2, 16), torch.zeros(2, 16))
+        optimizer.step()
+
+    step()
+    tensors, _, _ = run.state()
+    found = [tensors[name].clone() for name in sorted(tensors)]
+    step()
+    weights = run.weights()
+    found += [weights[name].clone() for name in sorted(weights)]
+    step()
+    run.agree()
+    return found
+
+
+def test_what_is_saved_is_the_same_on_all_workers_when_one_of_them_goes_on_at_once() -> None:
+    first, *others = world.run(3, goes_on_at_once)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
