@@ -84,6 +84,7 @@ def _parser() -> Parser:
     replay = verb("replay", "do a recorded run of parameter servers again in one process, and compare bit for bit")
     replay.add_argument("run", type=Path, help="run directory, trained with --record")
     replay.add_argument("-o", "--output", type=Path, help="write the model as it is in the end to a .safetensors file")
+    replay.add_argument("--step", type=int, metavar="N", help="go as far as the checkpoint of step N, not the newest")
     replay.add_argument("--json", action="store_true", help="print one JSON object")
     export = verb("export", "write a run's whole model to one safetensors file, whatever strategy has trained it")
     export.add_argument("run", type=Path, help="run directory")
@@ -326,7 +327,7 @@ def _replay(options: argparse.Namespace) -> int:
     job_of(options.run)  # a wrong directory is said at once
     from shoal.train.replay import replay
 
-    found = replay(options.run, options.output)
+    found = replay(options.run, options.output, options.step)
     print(json.dumps(found.to_json()) if options.json else found)
     return 1 if found.differing else 0
 

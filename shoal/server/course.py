@@ -21,7 +21,10 @@ from shoal.server.held import Held
 from shoal.server.history import Event
 from shoal.server.said import Order
 
-CURE = "The parameter server that noted it was replaced or removed, or the file is damaged; replay an earlier record."
+CURE = (
+    "The parameter server that noted it was replaced or removed, or the file is damaged. What was saved before can be "
+    "replayed: `shoal replay RUN --step N` goes as far as the checkpoint of step N."
+)
 
 
 class Course:

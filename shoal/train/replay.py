@@ -70,13 +70,15 @@ class Replay:
         return f"{done}: not {self.checkpoint}: {name} differs by up to {difference:.3g},{others}{told}"
 
 
-def replay(directory: Path, output: Path | None = None) -> Replay:
+def replay(directory: Path, output: Path | None = None, step: int | None = None) -> Replay:
     """Do again what the newest record of a run tells of, as far as there is a checkpoint, and compare. One process.
 
-    Args: output: a .safetensors file for the model as it is in the end.
+    Args:
+        output: a .safetensors file for the model as it is in the end.
+        step: go as far as the checkpoint of this step; None for the newest.
 
     Raises:
-        RecordError: there is no record, or it has a gap.
+        RecordError: there is no record, or it has a gap, or no such checkpoint.
         CheckpointError: what the record begins or ends with cannot be read.
         UsageError: `output` is not a .safetensors file.
     """
@@ -84,7 +86,7 @@ def replay(directory: Path, output: Path | None = None) -> Replay:
         raise UsageError(f"-o {output}: the file is in the safetensors format; name it {output.stem}.safetensors.")
     begun_s = time.monotonic()
     start = newest_start(directory)
-    target = _newest_saved(start, Checkpoints(directory / "checkpoints"))
+    target = _newest_saved(start, Checkpoints(directory / "checkpoints"), step)
     with _as_it_was(start):
         crew = _Crew(start, target.step)
         tensors = crew.follow()
@@ -122,10 +124,12 @@ class _Crew:
         return stepped
 
 
-def _newest_saved(start: Start, checkpoints: Checkpoints) -> Saved:
-    """The newest checkpoint up to which the record goes."""
+def _newest_saved(start: Start, checkpoints: Checkpoints, wanted: int | None) -> Saved:
+    """The newest checkpoint up to which the record goes, or the one of step `wanted`."""
     steps = saved_steps(start)
     for step in reversed(steps):
+        if wanted not in (None, step):
+            continue
         try:
             saved = checkpoints.load(_silent, step=step)
         except CheckpointError:  # pruned, or its save failed and training went on
@@ -133,9 +137,10 @@ def _newest_saved(start: Start, checkpoints: Checkpoints) -> Saved:
         if saved is not None:
             return saved
     recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}" if steps else "nothing was saved since"
+    of_step = "" if wanted is None else f" of step {wanted}"
     raise RecordError(
-        f"{start.path} leads to no checkpoint that is still in {checkpoints.directory}: {recorded}. A record is as "
-        "good as its last save; see checkpoint.every_steps and checkpoint.keep."
+        f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: {recorded}. A record "
+        "is as good as its last save; see checkpoint.every_steps and checkpoint.keep."
     )
 
 

@@ -113,6 +113,18 @@ def test_a_lost_note_is_missed(copy: Path) -> None:
         replay(copy)
 
 
+def test_what_was_saved_before_a_gap_is_done_again(copy: Path) -> None:
+    lines = events(copy).read_text().splitlines(keepends=True)
+    index = next(i for i, line in enumerate(lines) if line[:2] == "[" + '"' and json.loads(line)[4] == 10)
+    events(copy).write_text("".join(lines[:index] + lines[index + 1 :]))
+    with pytest.raises(RecordError, match="--step N"):
+        replay(copy)
+    found = replay(copy, step=9)
+    assert (found.differing, found.last, found.pushes) == ([], 9, 18)
+    with pytest.raises(RecordError, match="no checkpoint of step 10"):
+        replay(copy, step=10)
+
+
 def test_a_line_that_is_no_note_is_named(copy: Path) -> None:
     events(copy).write_text("[1]\n" + events(copy).read_text())
     with pytest.raises(RecordError, match="line 1: '\\[1\\]' is no note"):
