@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.compress import Compression
-from shoal.errors import ConnectionLost, UsageError, WireError
+from shoal.errors import ConnectionLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import Address, View
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
+from shoal.server.inbox import Inbox
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
 from shoal.server.messages import (
@@ -63,7 +64,7 @@ from shoal.server.said import (
     Value,
 )
 from shoal.server.shard import Shard
-from shoal.server.shared import Attached, Memory, attach, offsets
+from shoal.server.shared import Memory, offsets
 
 log = logging.getLogger("shoal.server")
 
@@ -104,12 +105,11 @@ class Server:
             memory=lambda part: self._slot(0, part),
             snapshot=self._snapshot,
         )
-        self.lent: dict[int, Attached] = {}
+        self.inbox = Inbox(self.shard.parts, plan.compression)
         self.sharing: set[int] = set()
         self.lock = threading.Lock()
         self.roles = threading.Condition(self.lock)
         self.peers: dict[int, Peer] = {}
-        self.buffers: dict[tuple[int, int], Tensor] = {}
         self.unsaid: list[Out] = []
         self.placement: Placement | None = None
         self.given: dict[int, tuple[int, int, float]] = {}
@@ -197,7 +197,7 @@ class Server:
     def _converse(self, number: int, peer: Peer) -> None:
         before: dict[int, bytes] = {}  # what was said of a payload that comes next
         while True:
-            header, payload = peer.receive(lambda header: self._place(number, header))
+            header, payload = peer.receive(lambda header: self.inbox.place(number, header))
             if header.op in (Op.PRESENT, Op.ABOUT):
                 before[header.part] = bytes(payload)
                 continue
@@ -214,19 +214,6 @@ class Server:
                 else:
                     self._repeat(number, peer, header, payload, about)
 
-    def _place(self, number: int, header: Header) -> memoryview | None:
-        """Where a payload goes: a gradient to the memory that it is summed in."""
-        if header.op not in (Op.PUSH, Op.APPLY):
-            return None
-        part = self.shard.parts.get(header.part)
-        packed = self.plan.compression if header.op == Op.PUSH else None
-        if part is None or packed is not None or header.flags or header.length != part.size_bytes:
-            return None  # what does not fit is refused when all of it has come, so that the peer hears why
-        buffer = self.buffers.get((number, header.part))
-        if buffer is None:
-            buffer = self.buffers[number, header.part] = torch.empty(part.length, dtype=part.dtype)
-        return view(buffer)
-
     def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
         """What a worker says."""
         shard, step, part = self.shard, header.step, header.part
@@ -236,9 +223,10 @@ class Server:
             raise Refused(f"worker {worker} is none of {shard.workers}")
         match header.op:
             case Op.PUSH:
-                there = about or b"\1" * len(shard.held_part(part).part.segments)
-                sparse = bool(header.flags & BLOCKS)
-                return shard.push(worker, step, part, self._gradient(worker, header, payload), there, sparse)
+                segments = shard.held_part(part).part.segments
+                there = about or b"\1" * len(segments)
+                gradient = self.inbox.pushed(worker, header, payload)
+                return shard.push(worker, step, part, gradient, there, sparse=bool(header.flags & BLOCKS))
             case Op.ORDER:
                 out = shard.order(worker, step, unpack_order(payload))
                 self._discard()
@@ -269,43 +257,14 @@ class Server:
                 raise Refused(f"message {header.op}, which is not known")
         return []
 
-    def _gradient(self, worker: int, header: Header, payload: memoryview) -> Tensor:
-        """A pushed gradient: where it lies, or unpacked."""
-        held, part = self.shard.held_part(header.part), header.part
-        try:
-            if header.flags & SHARED:
-                at_bytes = header.epoch << 32 | header.worker
-                return self.lent[worker].tensor(at_bytes, held.part.length, held.part.dtype)
-            if header.flags & BLOCKS:
-                return self._from_blocks(worker, held.part, payload)
-            packed, length, dtype = self.plan.compression, held.part.length, held.part.dtype
-            expected = held.part.size_bytes if packed is None else packed.size_bytes(length, dtype)
-            if header.length != expected:
-                raise Refused(f"a gradient of {header.length} bytes for part {part}, which takes {expected}")
-            if packed is None:
-                return self.buffers[worker, part]
-            message = torch.frombuffer(payload, dtype=torch.uint8)
-            return packed.decode(message, length, dtype)
-        except (UsageError, KeyError, ValueError) as error:
-            raise Refused(f"the gradient of part {part} cannot be read: {error}") from error
-
-    def _from_blocks(self, worker: int, part: Part, payload: memoryview) -> Tensor:
-        buffer = self.buffers.get((worker, part.number))
-        if buffer is None:
-            buffer = self.buffers[worker, part.number] = torch.empty(part.length, dtype=part.dtype)
-        blocks.unpack(payload, buffer.zero_())
-        return buffer
-
     def _share(self, worker: int, peer: Peer, payload: memoryview) -> None:
         """A worker of this machine lends its gradients, or takes what was lent to it."""
         description = unpack(payload)
         if not description:
             self.sharing.add(worker)
             return
-        found = attach(description)
-        if found is not None:
-            self.lent[worker] = found
-        peer.post(Op.SHARE, json.dumps(self.memory.description if found is not None else {}).encode())
+        can_read = self.inbox.lend(worker, description)
+        peer.post(Op.SHARE, json.dumps(self.memory.description if can_read else {}).encode())
 
     def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
         """What a primary says; one that was replaced is refused."""
@@ -323,9 +282,7 @@ class Server:
             out = self.shard.fill(Filled(0, part, clock, values, state, done))
         elif header.op == Op.APPLY:
             found = unpack(memoryview(about))
-            if part not in self.shard.parts or header.length != self.shard.parts[part].size_bytes:
-                raise Refused(f"an update of {header.length} bytes for part {part}, which takes another number")
-            gradient = self.buffers[number, part]
+            gradient = self.inbox.update(number, header)
             present = bytes.fromhex(found["present"])
             out = self.shard.repeat(
                 Applied(0, part, clock, found["worker"], found["step"], gradient, present, found["settings"])
@@ -414,7 +371,7 @@ class Server:
             elif not self.membership.is_primary or self.shard.has_read(done):
                 del self.gone[number]
                 part = self.shard.parts[number]
-                self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[1] != number}
+                self.inbox.forget(number)
                 for slot in range(self.slots):
                     self.memory.discard(slot * self.slot_bytes + self.offsets[number], part.size_bytes)
 
