@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from shoal.errors import ShoalError
+from shoal.errors import ServerLost, ShoalError
 
 # Modules that only lead to the user's code; their frames say nothing about the failure.
 PATH_TO_THE_TARGET = ("shoal.launch.rank", "shoal.testing.world", "runpy")
 SIGNS_OF_A_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "connection was closed")
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by which somebody asks a process to end
 HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (shared memory full?)"}
 
 
@@ -29,6 +30,7 @@ class Failure:
         text: the whole traceback, or the message of a ShoalError; empty where there is only an exit code.
         is_echo: it looks like the consequence of another rank's end (a connection was lost).
         code: what the launcher exits with because of it, 1 to 255.
+        is_loss: a process is gone that nobody asked to end; nothing says that the program is wrong.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Failure:
     text: str
     is_echo: bool
     code: int
+    is_loss: bool = False
 
     def describe(self, world: int) -> str:
         """What a user reads; the traceback stands last and whole."""
@@ -45,12 +48,18 @@ class Failure:
             return self.text if world == 1 else f"{who}: {self.text}"
         return "\n\n".join(part for part in (f"{who} {self.headline}", self.text) if part)
 
+    def in_brief(self, world: int) -> str:
+        """What happened, in one sentence without a full stop."""
+        if self.headline:
+            return f"rank {self.rank} of {world} {self.headline}"
+        return self.text.splitlines()[0].partition(". ")[0].rstrip(".")
+
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """The failure that `error` is; must be called in the rank, where its frames still exist."""
     time_s, is_echo = time.monotonic(), _looks_like_a_lost_peer(error)
     if isinstance(error, ShoalError):
-        return Failure(rank, time_s, "", str(error), is_echo, code=1)
+        return Failure(rank, time_s, "", str(error), is_echo, code=1, is_loss=isinstance(error, ServerLost))
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_echo, code=1)
@@ -65,7 +74,8 @@ def from_exit_code(rank: int, code: int) -> Failure:
     except ValueError:
         name = f"signal {-code}"
     headline = f"was killed by {name}{HINTS.get(signal.Signals(-code), '') if name.startswith('SIG') else ''}"
-    return Failure(rank, time.monotonic(), headline, "", is_echo=False, code=128 - code)
+    is_loss = -code not in ENDINGS
+    return Failure(rank, time.monotonic(), headline, "", is_echo=False, code=128 - code, is_loss=is_loss)
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

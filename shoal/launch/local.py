@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
-from shoal.launch.failure import first_cause
+from shoal.launch.signals import arrived, caught
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision
 
@@ -57,13 +55,13 @@ def run(
     """
     try:
         modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
-        with start(target, args, processes, environment, output, preload=modules) as ranks, _signals() as signals:
+        with start(target, args, processes, environment, output, preload=modules) as ranks, caught() as signals:
             supervision = Supervision(ranks, grace_s)
             while ranks.alive:
                 supervision.step(also=[signals])
-                for number in _arrived(signals):
+                for number in arrived(signals):
                     supervision.forward(number)
-            return _verdict(supervision)
+            return verdict(supervision)
     except KeyboardInterrupt:  # between the start and the time when signals are caught
         return rank.INTERRUPTED
 
@@ -91,41 +89,16 @@ def run_script(
     return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
 
 
-def _verdict(supervision: Supervision) -> int:
-    codes = supervision.codes.values()
+def verdict(supervision: Supervision) -> int:
+    """The exit code for a world that has ended; says its first failure, last and whole."""
     if supervision.asked == signal.SIGINT:
         return rank.INTERRUPTED
-    failures = [failure for failure in supervision.failures if not (supervision.asked and failure.is_echo)]
-    if failures:
-        cause = first_cause(failures)
+    cause = supervision.cause
+    if cause is not None:
         print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)
         return cause.code
+    codes = supervision.codes.values()
     stopped_well = len(codes) == len(supervision.ranks.all) and set(codes) <= {0, rank.RUN_AGAIN}
     if supervision.asked is not None and not stopped_well:
         return 128 + supervision.asked
     return rank.RUN_AGAIN if rank.RUN_AGAIN in codes else 0
-
-
-@contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Signals to this process, as bytes that can be read. Those that it was started to ignore stay ignored."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP) if signal.getsignal(n) != signal.SIG_IGN]
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        reader.setblocking(False)
-        writer.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        descriptor = signal.set_wakeup_fd(writer.fileno())
-        try:
-            yield reader
-        finally:
-            signal.set_wakeup_fd(descriptor)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _arrived(signals: socket.socket) -> bytes:
-    try:
-        return signals.recv(64)
-    except BlockingIOError:
-        return b""

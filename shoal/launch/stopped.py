@@ -47,4 +47,4 @@ def _failure(rank: Rank) -> Failure:
         f"was stopped by a signal (SIGSTOP), and was not let go on for {STOPPED_LOOKS * LOOK_S:g} s, while others "
         f"waited for it. Within that time `kill -CONT {rank.pid}` would have; without it, start the same command again"
     )
-    return Failure(rank.number, time.monotonic(), headline, "", is_echo=False, code=128 + signal.SIGSTOP)
+    return Failure(rank.number, time.monotonic(), headline, "", is_echo=False, code=128 + signal.SIGSTOP, is_loss=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from shoal.launch.failure import Failure, from_exit_code
+from shoal.launch.failure import Failure, first_cause, from_exit_code
 from shoal.launch.rank import RUN_AGAIN, Returned
 from shoal.launch.ranks import Ended, News, Ranks
 from shoal.launch.stopped import LOOK_S, Stopped
@@ -38,6 +38,7 @@ class Supervision:
     failures: list[Failure] = field(default_factory=list, init=False)
     asked: int | None = field(default=None, init=False)  # the first signal from outside
     asked_s: float = field(default=inf, init=False)
+    stopping: bool = field(default=False, init=False)  # we have told them ourselves
     ended_s: float = field(default=inf, init=False)  # since when what ranks report is our own doing
     end_at_s: float = field(default=inf, init=False)
     kill_at_s: float = field(default=inf, init=False)
@@ -62,10 +63,29 @@ class Supervision:
         elif self.asked is None:
             self.asked, self.asked_s = number, time.monotonic()
             self.kill_at_s = self.asked_s + (KILL_S if number == signal.SIGINT else self.grace_s)
+            if self.stopping and number == signal.SIGTERM:
+                return  # they know; a second signal could meet a rank that has saved and is ending
             for rank in self.ranks.alive:
                 rank.signal(number)
         elif time.monotonic() > self.asked_s + REPEAT_S:
             self.kill_at_s = -inf
+
+    def stop(self) -> None:
+        """Have ranks save and end with RUN_AGAIN, however long that takes."""
+        self.stopping = True
+        for rank in self.ranks.alive:
+            rank.signal(signal.SIGTERM)
+
+    @property
+    def cause(self) -> Failure | None:
+        """What began the end, if that was a failure; ranks that are told to stop may lose each other."""
+        failures = [failure for failure in self.failures if not (self._told and failure.is_echo)]
+        return first_cause(failures) if failures else None
+
+    @property
+    def _told(self) -> set[int]:
+        """The signals that ranks have from us because they are to stop."""
+        return {*([] if self.asked is None else [self.asked]), *([signal.SIGTERM] if self.stopping else [])}
 
     def _take(self, news: News) -> None:
         match news:
@@ -78,7 +98,7 @@ class Supervision:
                 self._judge(news)
 
     def _judge_end(self, rank: int, code: int) -> None:
-        is_ours = self.asked is not None and code in (-self.asked, 128 + self.asked)
+        is_ours = any(code in (-number, 128 + number) for number in self._told)
         if code == RUN_AGAIN:
             self.kill_at_s = min(self.kill_at_s, time.monotonic() + self.grace_s)
         elif code != 0 and not is_ours and all(failure.rank != rank for failure in self.failures):
