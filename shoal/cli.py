@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from shoal.errors import ConfigError, EnvironmentConflict, ShoalError, UsageError, did_you_mean
+from shoal.errors import ConfigError, EnvironmentConflict, LaunchError, ShoalError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from shoal.config import Settings
@@ -24,6 +24,7 @@ Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epo
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own
   shoal launch -n 4 train.py                    your own script
+  shoal scale runs/digits 4                     four processes from now on, while it trains
 """
 
 
@@ -77,15 +78,20 @@ def _parser() -> Parser:
     train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
     _job_arguments(train)
     _record_argument(train)
+    _restarts_argument(train)
     start = verb("import", "train an experiment from the weights in a file: .safetensors, or a state dict of torch's")
     start.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
     _job_arguments(start)
     _record_argument(start)
+    _restarts_argument(start)
     replay = verb("replay", "do a recorded run of parameter servers again in one process, and compare bit for bit")
     replay.add_argument("run", type=Path, help="run directory, trained with --record")
     replay.add_argument("-o", "--output", type=Path, help="write the model as it is in the end to a .safetensors file")
     replay.add_argument("--step", type=int, metavar="N", help="go as far as the checkpoint of step N, not the newest")
     replay.add_argument("--json", action="store_true", help="print one JSON object")
+    scale = verb("scale", "change the number of processes of a run while it trains, under any strategy")
+    scale.add_argument("run", type=Path, help="directory of a run that `shoal train ... -n` has started here")
+    scale.add_argument("processes", type=int, metavar="N", help="processes from now on")
     export = verb("export", "write a run's whole model to one safetensors file, whatever strategy has trained it")
     export.add_argument("run", type=Path, help="run directory")
     export.add_argument("-o", "--output", type=Path, default=Path("model.safetensors"), help="(default: %(default)s)")
@@ -152,9 +158,16 @@ def _record_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _restarts_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts", type=int, help="with -n: how often a run goes on by itself when a process was killed (default: 3)"
+    )
+
+
 def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
     own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance", "--record"}
+    own |= {"--restarts"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)
@@ -197,6 +210,7 @@ def _train(options: argparse.Namespace) -> int:
 
     place = _place(options.processes)
     ranks = options.processes or place.world
+    restarts = _restarts(options, place)
     options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
     settings, notes = _settings(options, ranks)
     if settings.job.train.record:
@@ -208,7 +222,41 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(refused)
     if place.world == 1:
         refuse(settings.job)  # said before any process is started; rank 0 claims the directory
+    if restarts is not None:
+        from shoal.train.lasting import train
+
+        return train(settings.job, ranks, restarts)
     return _on_ranks(place.world, ranks, "train", (settings.job,))
+
+
+def _restarts(options: argparse.Namespace, place: Place) -> int | None:
+    """How often ranks are started again that this command starts; None where it starts none."""
+    given = options.restarts
+    if given is not None and given < 0:
+        raise UsageError(f"--restarts {given}: must not be negative")
+    if place.world == 1 and options.processes is not None:
+        from shoal.train.lasting import RESTARTS
+
+        return RESTARTS if given is None else given
+    if given is not None:
+        cure = "Give -n 1 as well" if place.world == 1 else "Use what that launcher has, or leave --restarts out"
+        raise UsageError(f"--restarts {given}: this command starts no process ({place.reason}). {cure}.")
+    return None
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from shoal.launch.call import call
+    from shoal.train.directory import job_of
+
+    job_of(options.run)
+    for answer in call(options.run, scale=options.processes):
+        if "stopping" in answer:
+            print(f"{options.run}: {answer['stopping']} processes stop and save", flush=True)
+        else:
+            begin = "from the beginning" if answer["step"] is None else f"from the checkpoint of step {answer['step']}"
+            print(f"{options.run}: {answer['processes']} go on, {begin}")
+            return 0
+    raise LaunchError(f"{options.run}: its launcher has ended before it had answered.")
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -357,6 +405,7 @@ def _doctor(options: argparse.Namespace) -> int:
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "import": _import,
+    "scale": _scale,
     "export": _export,
     "eval": _evaluate,
     "config": _config,

@@ -29,7 +29,7 @@ TINY = (
 def test_help_and_config_import_no_torch() -> None:
     program = (
         "import sys\nfrom shoal import cli\n"
-        "for words in (['--help'], ['train', '--help'], ['config', 'digits', '--explain']):\n"
+        "for words in (['--help'], ['train', '--help'], ['scale', '--help'], ['config', 'digits', '--explain']):\n"
         "    try: cli.main(words)\n"
         "    except SystemExit as stop: assert stop.code == 0\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -107,6 +107,32 @@ def test_a_world_of_another_size_than_asked_for_is_refused(
     status, _, err = shoal(capsys, "train", "digits", "-n", 4, "--out", tmp_path / "run")
     assert status == 2
     assert "4 processes were asked for, but this is a world of 2" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-n", 2, "--restarts", -1), "--restarts -1: must not be negative"),
+        (("--restarts", 3), "starts no process (no launcher's variables are set). Give -n 1 as well"),
+    ],
+)
+def test_restarts_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[object, ...], said: str
+) -> None:
+    status, _, err = shoal(capsys, "train", "digits", "--out", tmp_path / "run", *words)
+    assert status == 2
+    assert said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_restarts_belong_to_who_starts_the_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    status, _, err = shoal(capsys, "train", "digits", "--restarts", 3, "--out", tmp_path / "run")
+    assert status == 2
+    assert "Use what that launcher has, or leave --restarts out" in err
 
 
 def test_config_prints_what_reproduces_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def job_of(directory: Path) -> Job:
     return read(directory / CONFIG).job
 
 
+def last_saved(directory: Path) -> int | None:
+    """The step of a run's newest checkpoint; None without any. Only its name is read: ranks verify what they load."""
+    names = [path.name.removeprefix("step-") for path in (directory / "checkpoints").glob("step-*")]
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def _refuse_what_is_there(directory: Path, job: Job) -> None:
     if (directory / CONFIG).exists():
         if any((directory / name).exists() for name in WORK):

@@ -113,6 +113,14 @@ def load_patient(config: Data, seed: int) -> Source:
     return Source(dataset, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
 
 
+def load_seen(config: Data, seed: int) -> Source:
+    """Recorded in the file `seen` of a directory, and patient on rank 0, so that no other rank goes ahead."""
+    folder = Path(config.path)
+    recorded = Recorded(images(config.samples, seed), folder / "seen")
+    train = Patient(recorded, folder) if os.environ.get("RANK", "0") == "0" else recorded
+    return Source(train, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
+
+
 def load_bright(config: Data, seed: int) -> Source:
     pixels, labels = images(config.samples, seed).tensors
     validation = images(VALIDATION_SAMPLES, seed + 1)
@@ -128,5 +136,6 @@ data = {
     "noisy": load_noisy,
     "patient": load_patient,
     "recorded": load_recorded,
+    "seen": load_seen,
     "tokens": load_tokens,
 }

@@ -1,0 +1,42 @@
+"""`shoal train -n N`: a job on ranks of this machine, which goes on when a rank is lost and when it is scaled."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from shoal.config.job import Job
+from shoal.launch.control import Control
+from shoal.launch.keeper import keep
+from shoal.launch.preload import TRAINING
+from shoal.launch.work import Work
+from shoal.strategies.early import refusals_of_job
+from shoal.train import entry
+from shoal.train.directory import CONFIG, last_saved
+
+RESTARTS = 3
+PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
+
+
+def train(job: Job, processes: int, restarts: int = RESTARTS) -> int:
+    """Train `job` on `processes` ranks of this machine. Main thread only.
+
+    Returns: the exit code, as `shoal.launch.local.run`.
+    """
+    directory = Path(job.directory)
+    # What this very command has saved belongs to it, whatever it was told about older runs.
+    again = replace(job, checkpoint=replace(job.checkpoint, resume=True))
+    objections, saved_step = partial(refusals_of_job, job), partial(last_saved, directory)
+    with Control(directory, CONFIG) as control, _server_directory() as folder:
+        environment = {"SHOAL_SERVER_DIRECTORY": folder}
+        work = Work(entry.train, (job,), (again,), objections, saved_step, environment, PRELOAD)
+        return keep(work, processes, control, restarts)
+
+
+def _server_directory() -> tempfile.TemporaryDirectory[str]:
+    """Where servers keep their key: a rank that is killed cannot remove it."""
+    around = os.environ.get("SHOAL_SERVER_DIRECTORY")
+    return tempfile.TemporaryDirectory(prefix="shoal-run-", dir=around, ignore_cleanup_errors=True)
