@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-server bench-convergence clean
+.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-convergence clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -75,6 +75,10 @@ bench-zero: $(BENCH)/.done
 bench-checkpoint: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
 	$(BENCH)/bin/python -m benchmarks.checkpoint.report
+
+bench-restart: $(BENCH)/.done
+	$(BENCH)/bin/python -m benchmarks.restart.measure
+	$(BENCH)/bin/python -m benchmarks.restart.report
 
 bench-server: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
