@@ -23,6 +23,7 @@ from shoal.evaluate import Measures, evaluate
 from shoal.in_backward import InBackward, mean_only
 from shoal.run.adding import add_gradients, take_gradients
 from shoal.run.clip import clip
+from shoal.run.overflow import Overflow
 from shoal.run.refusals import (
     refuse_another,
     refuse_misplaced,
@@ -35,7 +36,7 @@ from shoal.run.rows import weighed
 from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, tensors_of
 from shoal.run.watch import Watch
 from shoal.strategies import base
-from shoal.strategies.precision import LossScale, unscale
+from shoal.strategies.precision import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -66,6 +67,7 @@ class Run:
         self._loss_scale, self._announce = loss_scale, announce
         self._step_in_backward = step_in_backward
         self._early: InBackward | None = None
+        self._overflow: Overflow | None = None
         self._part: base.Part | None = None
         self._optimizer: Optimizer | None = None
         self._loader: ShareLoader | None = None
@@ -102,6 +104,7 @@ class Run:
             refuse_with_servers(self._loss_scale is not None, self._step_in_backward)
             part.remote.take(optimizer)
         self._early = InBackward(optimizer, part) if self._step_in_backward else None
+        self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
         self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
@@ -115,8 +118,9 @@ class Run:
     ) -> Tensor:
         """Forward and backward of this rank's share of a global batch. Collective.
 
-        Afterwards `.grad` holds the global means; the optimizer's step comes next. With `step_in_backward` the
-        parameters are stepped by then, and there are no gradients. An error in the middle leaves some stepped.
+        Afterwards `.grad` holds the global means; the optimizer's step comes next. Calls before one step add up. Where
+        fp16 overflows, `.grad` is NaN until that step, which is skipped. With `step_in_backward` the parameters are
+        stepped by then, and there are no gradients. An error in the middle leaves some stepped.
 
         Args:
             loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) where samples weigh differently.
@@ -139,8 +143,8 @@ class Run:
             loss = part.run(part.forward, step)
             part.reduce()
         base.settle(part, loss, global_rows)
-        if self._loss_scale is not None and not unscale(part, self._loss_scale):
-            earlier.clear()  # the whole step is skipped
+        if self._overflow is not None:
+            self._overflow.unscale(earlier)
         add_gradients(earlier)
         self.totals = loss.totals
         count = base.nonzero_count(loss.totals) if loss.weighed else global_rows

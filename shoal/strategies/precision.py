@@ -2,7 +2,8 @@
 
 fp16 gradients below 6e-8 become zero, so the objective is multiplied by a large scale and the gradients are divided by
 it before the optimizer sees them. When they overflow, on whatever rank, every rank sees it after the reduction: the
-step is skipped on all of them alike and the scale halved (Micikevicius et al., ICLR 2018).
+step is skipped on all of them alike and the scale halved (Micikevicius et al., ICLR 2018). Who skips it is
+`shoal.run.overflow`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Precision:
 
 
 def unscale(part: Part, loss_scale: LossScale) -> bool:
-    """Divide owned gradients by the scale; drop them all when one is not finite, which makes the step a no-op.
+    """Divide owned gradients by the scale; make them all NaN when one is not finite, for the step is to be skipped.
 
     Returns: whether they were finite.
     """
@@ -81,7 +82,7 @@ def unscale(part: Part, loss_scale: LossScale) -> bool:
     torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / loss_scale.scale)
     finite = bool(torch.isfinite(global_norm(gradients)))
     if not finite:
-        for parameter in part.owned.values():
-            parameter.grad = None
+        for gradient in gradients:
+            local(gradient).fill_(torch.nan)
     loss_scale.update(finite)
     return finite
