@@ -7,6 +7,7 @@
     ├── DataError            a data set that is not where it should be, or not what it should be
     ├── StrategyRefused      a model or a world that a strategy cannot take
     ├── UsageError           a call that would have given a wrong gradient or lost something
+    ├── TrainingDiverged     numbers that are no longer finite, and that further steps do not mend
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
     │   └── TidyingFailed    one that was saved; `latest`, `best` or what is superfluous is not as it should be
     ├── RecordError          a record that cannot be replayed: it has a gap, or was made by another program
@@ -62,6 +63,10 @@ class StrategyRefused(ShoalError):
 
 class UsageError(ShoalError):
     """A call that would have been silently wrong."""
+
+
+class TrainingDiverged(ShoalError):
+    """The numbers of a run are no longer finite, and further steps do not mend them."""
 
 
 class CheckpointError(ShoalError):

@@ -15,9 +15,12 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import global_norm, local
+from shoal.errors import TrainingDiverged
 from shoal.strategies.base import Batch, Outcome, Part
 
 GROWTH_INTERVAL = 2000
+SMALLEST_SCALE = 2.0**-20
+"""About 1e-6: gradients that overflow even then are no matter of precision."""
 
 
 class LossScale:
@@ -27,9 +30,18 @@ class LossScale:
         self.scale, self.good_steps, self.skipped = scale, 0, 0
 
     def update(self, finite: bool) -> None:
-        """Halve after an overflow; double after GROWTH_INTERVAL good steps."""
+        """Halve after an overflow; double after GROWTH_INTERVAL good steps.
+
+        Raises: TrainingDiverged: below SMALLEST_SCALE.
+        """
         if not finite:
             self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
+            if self.scale < SMALLEST_SCALE:
+                raise TrainingDiverged(
+                    f"fp16: gradients still overflow at a loss scale of {self.scale:.1e}, after {self.skipped} skipped "
+                    "steps in all, so the loss itself is not finite or far too large. Look at the loss and the data, "
+                    "lower the learning rate, or use bf16, which needs no loss scale."
+                )
         elif self.good_steps + 1 == GROWTH_INTERVAL:
             self.scale, self.good_steps = self.scale * 2, 0
         else:

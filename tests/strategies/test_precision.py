@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from shoal.errors import TrainingDiverged
 from shoal.strategies.base import whole
 from shoal.strategies.precision import GROWTH_INTERVAL, LossScale, unscale
 
@@ -12,6 +13,14 @@ def test_the_scale_doubles_after_enough_good_steps_and_halves_after_an_overflow(
     assert scale.scale == 16.0
     scale.update(finite=False)
     assert (scale.scale, scale.skipped) == (8.0, 1)
+
+
+def test_a_scale_that_no_gradient_fits_under_ends_the_run() -> None:
+    scale = LossScale()
+    for _ in range(36):
+        scale.update(finite=False)
+    with pytest.raises(TrainingDiverged, match=r"at a loss scale of 4\.8e-07, after 37 skipped steps.*use bf16"):
+        scale.update(finite=False)
 
 
 def test_the_scale_comes_back_from_its_state() -> None:
