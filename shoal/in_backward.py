@@ -32,7 +32,7 @@ class InBackward:
     def __init__(self, optimizer: Optimizer, part: Part) -> None:
         if part.late_gradients:
             raise StrategyRefused(f"step_in_backward: {part.late_gradients}")
-        self._optimizer, self._owned = optimizer, part.owned
+        self._optimizer, self._owned, self._uncertain = optimizer, part.owned, part.uncertain
         self._names = {id(parameter): name for name, parameter in part.owned.items()}
         # Without the hooks of a step: they run once, in the step() of the user's loop.
         step: Any = type(optimizer).step
@@ -70,7 +70,7 @@ class InBackward:
             self._groups = {}
 
     def _has_gradient(self, parameter: Tensor) -> None:
-        if not self._groups or parameter.grad is None:
+        if not self._groups or parameter.grad is None or self._names[id(parameter)] in self._uncertain:
             return
         if id(parameter) in self._stepped:
             raise UsageError(

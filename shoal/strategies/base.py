@@ -11,7 +11,7 @@ that they are given. A strategy says which of the fields it replaces and never l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -159,6 +159,8 @@ class Part:
     """A forward pass is collective: every rank must make as many as the others."""
     late_gradients: str = ""
     """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the global mean by then."""
+    uncertain: Set[str] = frozenset()
+    """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as they get it."""
     remote: Remote | None = None
     """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
-from shoal.strategies.units import units
+from shoal.strategies.units import innermost, units
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Recompute:
                 f"recompute={self.every},budget_mb={self.budget_mb:g}: every k-th unit with k from 1 on, and a budget "
                 "that is not negative."
             )
-        chosen = _innermost(units(part.module, self.unit))[:: self.every]
+        # Without units inside: a unit's activations are all there at once when it is computed again.
+        chosen = [*innermost(units(part.module, self.unit)).values()][:: self.every]
         if not chosen:
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in it. Name the class of "
@@ -61,11 +62,6 @@ class Recompute:
         for index, module in enumerate(chosen):
             module.forward = _recomputed(module, index, budget)
         return part
-
-
-def _innermost(found: dict[str, nn.Module]) -> list[nn.Module]:
-    """Units without units inside: a unit's activations are all there at once when it is computed again."""
-    return [m for name, m in found.items() if not any(other.startswith(f"{name}.") for other in found)]
 
 
 def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callable[..., Any]:

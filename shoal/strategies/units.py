@@ -47,6 +47,11 @@ def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
     return {} if total == 0 else dict(_below(model, "", total, tied))
 
 
+def innermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of `units` without units inside."""
+    return {name: m for name, m in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+
+
 def _below(module: nn.Module, prefix: str, total: int, tied: set[int]) -> Iterator[tuple[str, nn.Module]]:
     repeats = isinstance(module, CONTAINERS)
     alike = Counter(type(child) for child in module.children() if type(child) not in CONTAINERS)

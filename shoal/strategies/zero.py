@@ -11,11 +11,13 @@
 
 The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023); ZeRO is Rajbhandari et al., SC 2020. With gradient
 accumulation, zero1 adds up whole gradients and communicates once, with the last part; zero2 and zero3 scatter each
-part's, and hold shards only. The totals of a step are summed beside the backward pass.
+part's, and hold shards only. The totals of a step are summed beside the backward pass. All ranks gather and reduce the
+same units, whichever they use (`lockstep.py`).
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,7 +31,8 @@ from torch.utils._pytree import tree_map
 from shoal.comm.mesh import Mesh, ensure_group
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
-from shoal.strategies.units import units
+from shoal.strategies.lockstep import Lockstep
+from shoal.strategies.units import innermost, units
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Zero1:
             reduce=engine.reduce,
             release=engine.release,
             all_forward=True,
+            uncertain=engine.lockstep.lacking if engine.lockstep else frozenset(),
         )
 
     def _shape(self, mesh: Mesh) -> tuple[int, int]:
@@ -109,6 +113,8 @@ class _Engine:
         # fully_shard takes no scalars; they stay whole, and what the optimizer steps shares their memory.
         self.scalars = {name: p for name, p in part.owned.items() if p.dim() == 0}
         self.shadows: dict[str, nn.Parameter] = {}
+        self.sharded: dict[str, nn.Parameter] = {}
+        self.lockstep: Lockstep | None = None
 
     def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
         """Cut the module's parameters, the innermost units first."""
@@ -116,19 +122,26 @@ class _Engine:
         scalars = {p for p in self.part.module.parameters() if p.dim() == 0}
         arguments: dict[str, Any] = {"mesh": shared, "offload_policy": policy, "ignored_params": scalars}
         root = self.part.module
-        for module in [*reversed(units(root, unit).values()), root]:
+        found = innermost(units(root, unit))  # one after the other, so that all ranks can have one order
+        if self.mesh.size > 1:
+            self.lockstep = Lockstep(self.mesh, root, found, [*self.part.owned])
+        for module in [*found.values(), root]:
             module.register_forward_hook(_no_views)
-            fully_shard(module, reshard_after_forward=self.stage == 3 and module is not root, **arguments)
+            with self.lockstep.around(module) if self.lockstep else nullcontext():
+                fully_shard(module, reshard_after_forward=self.stage == 3 and module is not root, **arguments)
         for name, scalar in self.scalars.items():
             self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), shared))
 
     def owned(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps: its shard of every trainable parameter."""
         parameters = dict(self.part.module.named_parameters())
-        return {name: self.shadows.get(name, parameters[name]) for name in self.part.owned}
+        self.sharded = {name: self.shadows.get(name, parameters[name]) for name in self.part.owned}
+        return self.sharded
 
     def forward(self, batch: Batch) -> Outcome:
         outcome = self.part.forward(batch)
+        if self.lockstep is not None:
+            outcome = outcome._replace(objective=self.lockstep.tied(outcome.objective))
         if batch.last:
             self.totals = outcome.totals
             self.summed = dist.all_reduce(self.totals, async_op=True) if self.mesh.size > 1 else None
@@ -139,6 +152,8 @@ class _Engine:
         module = self.part.module
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(batch.last or self.stage > 1)
+        if self.lockstep is not None:
+            self.lockstep.reduces = batch.last or self.stage > 1
         module.set_reshard_after_backward(batch.last or self.stage == 3)
         loss = self.part.run(forward, batch._replace(scale=batch.scale * self.mesh.size))
         if not batch.last:
@@ -149,8 +164,10 @@ class _Engine:
         return Loss(self.totals / self.mesh.size, loss.weighed)
 
     def reduce(self) -> None:
-        """Scalars' gradients become means; all others are already."""
+        """Scalars' gradients become means; all others are already. What no rank has used has none."""
         self.part.reduce()
+        for name in [] if self.lockstep is None else self.lockstep.unused(set()):
+            self.sharded[name].grad = None
         for name, scalar in self.scalars.items():
             if scalar.grad is not None:
                 mean = self.mesh.sum(scalar.grad).div_(self.mesh.size)
