@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -166,14 +167,22 @@ class _Engine:
     def reduce(self) -> None:
         """Scalars' gradients become means; all others are already. What no rank has used has none."""
         self.part.reduce()
-        for name in [] if self.lockstep is None else self.lockstep.unused(set()):
+        lacking = {name for name, scalar in self.scalars.items() if scalar.grad is None}
+        unused = lacking if self.lockstep is None else set(self.lockstep.unused(lacking))
+        if used := {name: scalar for name, scalar in self.scalars.items() if name not in unused}:
+            self._reduce_scalars(used)
+        for name in unused - self.scalars.keys():
             self.sharded[name].grad = None
-        for name, scalar in self.scalars.items():
-            if scalar.grad is not None:
-                mean = self.mesh.sum(scalar.grad).div_(self.mesh.size)
-                shadow = self.shadows[name]
-                assert isinstance(shadow, DTensor)
-                shadow.grad, scalar.grad = _replicated(mean, shadow.device_mesh), None
+
+    def _reduce_scalars(self, used: dict[str, nn.Parameter]) -> None:
+        """All of them in one message: every rank sends as many, used there or not."""
+        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
+        dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
+        means = self.mesh.sum(torch.stack([gradient.to(dtype) for gradient in gradients])).div_(self.mesh.size)
+        for (name, scalar), mean in zip(used.items(), means.unbind(), strict=True):
+            shadow = self.shadows[name]
+            assert isinstance(shadow, DTensor)
+            shadow.grad, scalar.grad = _replicated(mean.to(scalar.dtype), shadow.device_mesh), None
 
     def release(self) -> None:
         """Free what a forward pass without a backward pass has gathered."""

@@ -23,12 +23,12 @@ ROWS = 24
 
 
 class Experts(nn.Module):
-    """A block in which each row needs one expert only, and a scale of that expert."""
+    """A block in which each row needs one expert only, and a scalar of that expert."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
-        self.scales = nn.ParameterList([nn.Parameter(torch.tensor([1.0 + index])) for index in range(3)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(1.0 + index)) for index in range(3)])
         self.unused = nn.Parameter(torch.ones(5))
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ class Routed(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(5, 5), wide, nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)])
         self.blocks[4].requires_grad_(False)
         self.routers, self.head = nn.ModuleList([Experts(), Experts()]), nn.Linear(5, 4)
-        self.never, self.scale = nn.Linear(5, 5), nn.Parameter(torch.tensor([1.5]))
-        self.rare = nn.Parameter(torch.tensor([0.5]))
+        self.never, self.scale = nn.Linear(5, 5), nn.Parameter(torch.tensor(1.5))
+        self.rare = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         kind, x = x[:, 0].long(), x[:, 1:]
