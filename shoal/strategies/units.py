@@ -36,15 +36,17 @@ def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
 
     Raises: StrategyRefused: the model has no module of that class.
     """
-    tied = _tied(model)
+    paths = _Paths(model)
     if kind:
         found = {name: m for name, m in model.named_modules() if type(m).__name__ == kind and m is not model}
         if not found:
             classes = sorted({type(m).__name__ for m in model.modules()})
             raise StrategyRefused(f"unit={kind}: the model has no module of that class; {did_you_mean(kind, classes)}")
-        return {name: module for name, module in found.items() if not _shares_outside(module, tied)}
+        return {name: module for name, module in found.items() if paths.only_through(module)}
     total = _size(model)
-    return {} if total == 0 else dict(_below(model, "", total, tied))
+    found = {} if total == 0 else dict(_below(model, "", total, paths))
+    first = {id(module): name for name, module in reversed(found.items())}
+    return {name: module for name, module in found.items() if first[id(module)] == name}
 
 
 def innermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -52,30 +54,40 @@ def innermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: m for name, m in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 
-def _below(module: nn.Module, prefix: str, total: int, tied: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _below(module: nn.Module, prefix: str, total: int, paths: _Paths) -> Iterator[tuple[str, nn.Module]]:
     repeats = isinstance(module, CONTAINERS)
     alike = Counter(type(child) for child in module.children() if type(child) not in CONTAINERS)
     for name, child in module.named_children():
         path, share = f"{prefix}{name}", _size(child) / total
         is_block = repeats and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         alone = is_block or isinstance(child, RECURRENT)
-        unit = alone and share >= SMALLEST and not _shares_outside(child, tied)
+        unit = alone and share >= SMALLEST and paths.only_through(child)
         if unit:
             yield path, child
         if not unit or (share > LARGEST and alike[type(child)] < 2):
-            yield from _below(child, f"{path}.", total, tied)
+            yield from _below(child, f"{path}.", total, paths)
 
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tied(model: nn.Module) -> set[int]:
-    """Ids of the parameters that several modules hold."""
-    holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    return {key for key, count in holders.items() if count > 1}
+class _Paths:
+    """By how many paths the modules and parameters of a model are reached from it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.to_modules = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+        self.to_parameters = _paths_to_parameters(model)
+        self.holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+    def only_through(self, module: nn.Module) -> bool:
+        """Whether `module` holds no parameter that another module holds too, or that can be reached without it: such
+        a parameter stays where all can reach it."""
+        times = self.to_modules[id(module)]
+        inside = _paths_to_parameters(module)
+        return all(self.holders[p] == 1 and self.to_parameters[p] == times * count for p, count in inside.items())
 
 
-def _shares_outside(module: nn.Module, tied: set[int]) -> bool:
-    """Whether `module` holds a parameter that another module may hold too: it stays where both can reach it."""
-    return any(id(parameter) in tied for parameter in module.parameters())
+def _paths_to_parameters(module: nn.Module) -> Counter[int]:
+    modules = module.named_modules(remove_duplicate=False)
+    return Counter(id(p) for _, m in modules for p in m.parameters(recurse=False))

@@ -48,6 +48,33 @@ def test_what_shares_a_parameter_with_another_module_is_no_unit() -> None:
     assert list(units(Tied(), "Linear")) == ["layers.1"]
 
 
+class Block(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own, self.again = shared, nn.Linear(4, 4), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.own(self.shared(x))
+        return output
+
+
+def test_blocks_that_hold_the_same_module_are_no_units() -> None:
+    shared = nn.Linear(4, 4)
+    blocks = nn.ModuleList([Block(shared), Block(shared), Block(nn.Linear(4, 4))])
+    assert list(units(blocks)) == ["2"]
+    assert list(units(blocks, "Block")) == ["2"]
+    assert list(units(blocks, "Linear")) == ["0.shared", "0.own", "1.own", "2.shared", "2.own"]
+
+
+def test_a_unit_that_stands_in_two_places_is_one() -> None:
+    block, other = Block(nn.Linear(4, 4)), nn.Linear(4, 4)
+    assert list(units(nn.ModuleList([block, block, other]))) == ["0", "2"]
+    assert list(units(nn.ModuleDict({"a": nn.ModuleList([block, other]), "b": nn.ModuleList([block])}))) == [
+        "a.0",
+        "a.1",
+    ]
+
+
 @pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.ReLU(), nn.Sequential()])
 def test_a_model_without_blocks_has_no_unit(model: nn.Module) -> None:
     assert units(model) == {}

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Subset
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused
-from shoal.proof.zoo import images
+from shoal.proof import Experiment
+from shoal.proof.zoo import image_loader, images
 from shoal.testing import world
+from shoal.testing.check_strategy import check_strategy
 
 
 class Scaled(nn.Module):
@@ -149,6 +151,27 @@ def test_a_model_may_write_into_what_a_unit_gives() -> None:
     for found in world.run(2, trained_on_views, "zero3"):
         for name, value in expected.items():
             assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max()
+
+
+class Sharing(nn.Module):
+    """Two blocks with the same module inside, and one block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared, twice = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), shared, nn.Tanh()) for _ in range(2)])
+        self.layers.extend([twice, twice, nn.Linear(64, 10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "recompute,zero3", "zero3,unit=Linear"])
+def test_modules_may_be_shared(strategy: str) -> None:
+    check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
 
 
 def refused(strategy: str, trainable: bool) -> str:
