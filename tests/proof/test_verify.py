@@ -66,6 +66,18 @@ def norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
+class WithNothing(nn.Module):
+    """Has a parameter without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.nothing = nn.Linear(6, 3), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.nothing.sum()
+        return output
+
+
 def frozen() -> nn.Module:
     return model().requires_grad_(False)
 
@@ -76,6 +88,10 @@ def test_a_users_own_functions_are_verified_in_float64_whatever_they_give() -> N
     assert verdict.max_relative_error is not None
     assert 0 <= verdict.max_relative_error <= 1e-12
     assert str(verdict).splitlines()[-1].startswith("zero3, 3 ranks, 5 steps: exact: largest relative error ")
+
+
+def test_a_parameter_without_entries_is_no_obstacle() -> None:
+    assert shoal.verify(WithNothing, batch, F.cross_entropy, steps=2).verdict == "exact"
 
 
 def test_what_differs_by_design_is_told_with_its_reason_and_its_size() -> None:
