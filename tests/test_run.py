@@ -388,14 +388,6 @@ def test_a_distributed_sampler_is_refused_with_the_cure() -> None:
         quiet().prepare(model, optimizer, DataLoader(data(), batch_size=2, sampler=sampler))
 
 
-def test_a_batch_that_is_not_the_last_one_of_the_loader_is_refused() -> None:
-    run = quiet()
-    model, _, loader = run.prepare(*parts(batch_size=7))
-    (x, y), _ = list(loader)
-    with pytest.raises(UsageError, match=r"shape \(7, 4\); the loader's last share has 3 samples"):
-        run.forward_backward(F.cross_entropy, model, x, y)
-
-
 def test_a_parameter_unfrozen_after_prepare_is_named() -> None:
     run = quiet()
     model, optimizer, loader = parts()

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from shoal.data.seeds import borrowed, seed_all, stream
 from shoal.data.shares import Share, shares
 from shoal.data.source import Batched
+from shoal.data.yielded import Yielded
 from shoal.errors import UsageError
 
 
@@ -32,6 +33,7 @@ class ShareLoader:
         share: the share that was yielded last.
         epoch: of the batches that come next; counted from 0.
         position: samples of this epoch that were yielded, over all ranks: a global sample index.
+        yielded: which batch came with which share.
     """
 
     def __init__(self, loader: DataLoader, rank: int, ranks: int, seed: int) -> None:
@@ -41,6 +43,7 @@ class ShareLoader:
         self.rank, self.ranks, self.seed, self.sampler = rank, ranks, seed, loader.sampler
         self.epoch, self.position = 0, 0
         self.share: Share | None = None
+        self.yielded = Yielded()
         self._fetch = _Fetch(loader.dataset, loader.collate_fn, seed)
         # One for all epochs, so that persistent workers persist.
         self._fetched = _worker_loader(self._fetch, _Remaining(self), loader)
@@ -71,6 +74,7 @@ class ShareLoader:
             batches = map(self._fetch.__getitem__, coming) if self._fetched is None else self._fetched
             for self.share, batch in zip(coming, batches, strict=True):
                 self.position = self.share.stop
+                self.yielded.remember(batch, self.share)
                 yield batch
         finally:
             # A loop that is left early has ended its epoch too, as with any DataLoader.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 
 def nested(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -14,3 +16,12 @@ def nested(value: Any, function: Callable[[Any], Any]) -> Any:
         items = [function(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)

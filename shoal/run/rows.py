@@ -1,4 +1,9 @@
-"""How many samples a batch has, on this rank and in all: what its loss is weighed by."""
+"""How many samples a batch has, on this rank and in all: what its loss is weighed by.
+
+The loader knows which share it yielded with which tensors. A batch that was made anew from what it yielded, say by
+`x.cuda()`, is taken for the last one yielded, if its shape agrees: where shares differ in size, as the last one of an
+epoch may, samples must lie in it as they did before.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +12,67 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.data.loader import ShareLoader
+from shoal.data.nest import tensors_in
 from shoal.data.shares import Share
 from shoal.errors import UsageError
 from shoal.strategies.base import LossFunction
 
-
-def weighed(
-    loss_fn: LossFunction, inputs: tuple[Any, ...], target: Any, share: Share | None
-) -> tuple[LossFunction, int, int]:
-    """The loss function to differentiate, this rank's rows and the global ones; `share` is the loader's last."""
-    if share is None:
-        # Nobody knows the other ranks' rows: the loss counts for itself, and the counts ride with the gradients.
-        return _counted(loss_fn, _length(target)), 1, 1
-    _check_rows((*inputs, target), share.rows)
-    return loss_fn, share.rows, share.global_rows
+Layouts = set[tuple[int, int]]
+"""Ways for samples to lie in a tensor: (dimension, entries of it for each sample)."""
+ONE_EACH: Layouts = {(0, 1)}
 
 
-def _check_rows(batch: tuple[Any, ...], rows: int) -> None:
-    """Refuse a batch that is clearly not the one that the loader yielded last.
+class Rows:
+    """Finds the rows of each batch of one loop.
 
-    Samples may stand in the second dimension, or a batch may be flattened to so many rows each.
+    Args: loader: of this rank's shares; None where batches are the user's own.
     """
-    tensors = [item for item in batch if isinstance(item, Tensor) and item.dim()]
-    wrong = [t for t in tensors if t.shape[0] % max(rows, 1) and (t.dim() < 2 or t.shape[1] != rows)]
-    if wrong and len(wrong) == len(tensors):
-        raise UsageError(
-            f"forward_backward was given a batch of shape {tuple(wrong[0].shape)}; the loader's last share has "
-            f"{max(rows, 1)} samples. Call it on each batch before the next one is fetched, or prepare without the "
-            "loader for batches of your own."
-        )
+
+    def __init__(self, loader: ShareLoader | None) -> None:
+        self._loader = loader
+        self._layouts: dict[int, list[Layouts]] = {}  # of the tensors of a batch, by their number
+
+    def weigh(self, loss_fn: LossFunction, batch: tuple[Any, ...]) -> tuple[LossFunction, int, int]:
+        """The loss function to differentiate, this rank's rows and the global ones.
+
+        Raises: UsageError: the batch is not one that the loader has yielded, or cannot be told from another.
+        """
+        if self._loader is None or self._loader.share is None:
+            # Nobody knows the other ranks' rows: the loss counts for itself, and the counts ride with the gradients.
+            return _counted(loss_fn, _length(batch[-1])), 1, 1
+        share = self._share(batch, self._loader, self._loader.share)
+        return loss_fn, share.rows, share.global_rows
+
+    def _share(self, batch: tuple[Any, ...], loader: ShareLoader, last: Share) -> Share:
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+        known = loader.yielded.shares_of(tensors)
+        if len(known) > 1:
+            sizes = " and ".join(str(share.rows) for share in known)
+            raise UsageError(f"forward_backward was given tensors of batches of {sizes} samples at once. Give it one.")
+        share = known[0] if known else last
+        found = [_layouts(tensor, max(share.rows, 1)) for tensor in tensors]
+        alone = bool(known) or len(loader.yielded.sizes) == 1  # no other share can be meant
+        before = self._layouts.get(len(tensors), found if alone else [ONE_EACH] * len(tensors))
+        both = [now & then for now, then in zip(found, before, strict=True)]
+        if tensors and not any(found if alone else both):
+            _refuse(tensors[0], max(share.rows, 1))
+        self._layouts[len(tensors)] = [now or then for now, then in zip(both, before, strict=True)]
+        return share
+
+
+def _layouts(tensor: Tensor, rows: int) -> Layouts:
+    """Samples may stand in the second dimension, or a batch may be flattened to so many entries each."""
+    found = {(0, tensor.shape[0] // rows)} if tensor.shape[0] % rows == 0 else set()
+    return found | ({(1, 1)} if tensor.dim() > 1 and tensor.shape[1] == rows else set())
+
+
+def _refuse(tensor: Tensor, rows: int) -> None:
+    raise UsageError(
+        f"forward_backward was given a batch of shape {tuple(tensor.shape)}; the loader's last share has {rows} "
+        "samples. Give it what the loader yields or run.move makes of that, call it on each batch before the next one "
+        "is fetched, or prepare without the loader for batches of your own."
+    )
 
 
 def _counted(loss_fn: LossFunction, rows: int) -> LossFunction:

@@ -32,7 +32,7 @@ from shoal.run.refusals import (
     refuse_with_servers,
     refuse_without_loader,
 )
-from shoal.run.rows import weighed
+from shoal.run.rows import Rows
 from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, tensors_of
 from shoal.run.watch import Watch
 from shoal.strategies import base
@@ -72,6 +72,7 @@ class Run:
         self._optimizer: Optimizer | None = None
         self._loader: ShareLoader | None = None
         self._frozen: dict[str, nn.Parameter] = {}
+        self._rows = Rows(None)
         self._watch = Watch()
         self._stop = False
 
@@ -109,7 +110,7 @@ class Run:
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
         torch.manual_seed(stream(self._seed, self.rank))
-        self._part, self._optimizer, self._loader = part, optimizer, shared
+        self._part, self._optimizer, self._loader, self._rows = part, optimizer, shared, Rows(shared)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return model, optimizer, shared
 
@@ -125,7 +126,8 @@ class Run:
         Args:
             loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) where samples weigh differently.
             model: what `prepare` returned.
-            batch: the model's inputs, then the target: `loss_fn(model(*inputs), target)`.
+            batch: the model's inputs, then the target: `loss_fn(model(*inputs), target)`; what the loader yielded, in
+                any order.
             measure: (output, target) -> 1-D tensor of sums over the batch, for `measured`.
 
         Returns: the global mean loss, a detached scalar on the device: the same on every rank.
@@ -133,8 +135,7 @@ class Run:
         part = self._prepared()
         refuse_another(model, part.module)
         *inputs, target = batch
-        share = None if self._loader is None else self._loader.share
-        loss_fn, rows, global_rows = weighed(loss_fn, tuple(inputs), target, share)
+        loss_fn, rows, global_rows = self._rows.weigh(loss_fn, batch)
         if self._early is not None:
             loss_fn = mean_only(loss_fn)
         step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
@@ -226,10 +227,13 @@ class Run:
                 part.release()
 
     def move(self, batch: Any) -> Any:
-        """A nest of tensors on this rank's device."""
-        if isinstance(batch, Tensor):
-            return batch.to(self.device, non_blocking=True)
-        return nested(batch, self.move)
+        """A nest of tensors on this rank's device; the loader knows them there too."""
+        if not isinstance(batch, Tensor):
+            return nested(batch, self.move)
+        moved = batch.to(self.device, non_blocking=True)
+        if self._loader is not None:
+            self._loader.yielded.follow(batch, moved)
+        return moved
 
     def request_stop(self) -> None:
         """Ask all ranks to stop; safe in a signal handler. They learn of it with the next step's gradients."""

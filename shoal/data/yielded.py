@@ -1,0 +1,57 @@
+"""Which share a batch came with, so that a loop may fetch the next batches before it computes on this one.
+
+      loader   yields batch 1 (share 1), batch 2 (share 2), ...     each share by the tensors of its batch
+      loop     computes on batch 1                                  share 1, though share 2 was yielded last
+
+A tensor is known as itself, as a view of itself, and after `Run.move`; never by its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shoal.data.nest import tensors_in
+from shoal.data.shares import Share
+
+
+class Yielded:
+    """Remembers shares for as long as the tensors of their batches live.
+
+    Attributes:
+        sizes: (rows, global rows) of every share so far.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: set[tuple[int, int]] = set()
+        self._shares = WeakTensorKeyDictionary()
+
+    def remember(self, batch: Any, share: Share) -> None:
+        """`batch` was yielded with `share`."""
+        self.sizes.add(_size(share))
+        for tensor in tensors_in(batch):
+            before = self._shares.get(tensor, share)
+            # A tensor that comes with every batch tells nothing.
+            self._shares[tensor] = share if before is not None and _size(before) == _size(share) else None
+
+    def follow(self, tensor: Tensor, moved: Tensor) -> None:
+        """`moved` is `tensor` on another device."""
+        share = self._share_of(tensor)
+        if share is not None and moved is not tensor:
+            self._shares[moved] = share
+
+    def shares_of(self, tensors: Iterable[Tensor]) -> list[Share]:
+        """Shares of different size that these tensors came with: one for a batch, none for what is not known."""
+        found = [share for share in map(self._share_of, tensors) if share is not None]
+        return list({_size(share): share for share in found}.values())
+
+    def _share_of(self, tensor: Tensor) -> Share | None:
+        share: Share | None = self._shares.get(tensor)
+        return self._shares.get(tensor._base) if share is None and tensor._base is not None else share
+
+
+def _size(share: Share) -> tuple[int, int]:
+    return share.rows, share.global_rows
