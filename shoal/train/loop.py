@@ -245,7 +245,7 @@ class Training:
             with self._pause("saving"):
                 ending()
         except TidyingFailed as error:
-            self.log.note(f"{error}; the next save makes up for it, or the same command")
+            self.log.note(f"{error}; the next save, or the same command again, makes up for it")
         except CheckpointError as error:
             if must:
                 raise
