@@ -43,5 +43,4 @@ CASES = {
     "server=2,staleness=async": Case("server=2,staleness=async"),
     f"{YARDSTICK}, twice the learning rate": Case("ddp", LONGER, ("lstm",)),
     "server=2,staleness=3, twice the learning rate": Case("server=2,staleness=3", LONGER, ("lstm",)),
-    "server=2,staleness=async, twice the learning rate": Case("server=2,staleness=async", LONGER, ("lstm",)),
 }
