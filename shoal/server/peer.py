@@ -1,9 +1,16 @@
-"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, orders first."""
+"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, in a wise order.
+
+worker   ORDER, then gradients as they came      A server that knows the order steps a part as soon as it is there,
+                                                 and sends its values back while the next part comes in.
+server   values, the first part's first          The last part that a backward pass is done with is the first that
+                                                 the next forward pass waits for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -30,17 +37,17 @@ class Peer:
 
     def __init__(self, channel: Channel, name: str) -> None:
         self.channel, self.name = channel, name
-        self._queue: queue.PriorityQueue[tuple[bool, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[float, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
         self._number = itertools.count()
         self.heard = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
         self._thread.start()
 
     def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
-        """Queue a frame. A step's order overtakes the gradients that wait: a server that has it steps a part as soon as
-        the part is there, and sends the values back while the next part comes in."""
+        """Queue a frame."""
         length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
-        self._queue.put((op != Op.ORDER, next(self._number), (Header(op, length, **fields), payload)))
+        header = Header(op, length, **fields)
+        self._queue.put((_turn(header), next(self._number), (header, payload)))
 
     def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
         """The next frame; one reader only. Raises WireError."""
@@ -48,7 +55,7 @@ class Peer:
 
     def close(self, flush: bool = False) -> None:
         """Hang up; what is queued is sent first if `flush`."""
-        self._queue.put((True, next(self._number), None))
+        self._queue.put((math.inf, next(self._number), None))
         if flush:
             self._thread.join(timeout=5)
         self.channel.close()
@@ -64,3 +71,10 @@ class Peer:
                 with contextlib.suppress(OSError):
                     self.channel.close()  # the reader of this connection learns of it
                 return
+
+
+def _turn(header: Header) -> float:
+    """Of those that wait, the frame with the smallest goes first; among equals, the one that came first."""
+    if header.op == Op.ORDER:
+        return -1
+    return header.part if header.op == Op.VALUE else 0

@@ -18,6 +18,8 @@ from types import TracebackType
 from shoal.errors import ConnectionLost
 
 PEER_SILENT_S = 30
+NOT_SENT_BYTES = 256 * 1024
+"""How much the system may take ahead of the link: what it has taken, nothing can overtake."""
 # A peer that has gone must not end this process by a signal, whatever the user's program does with SIGPIPE.
 _SEND_FLAGS: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _RECEIVE_FLAGS = socket.MSG_WAITALL
@@ -31,8 +33,9 @@ def tune(sock: socket.socket) -> None:
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # Not every system has the last four. The very last also ends a send to a peer that lives but reads nothing.
+    # Not every system has these. TCP_USER_TIMEOUT also ends a send to a peer that lives but reads nothing.
     options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": PEER_SILENT_S * 1000}
+    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
