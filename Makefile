@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-convergence clean
+.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -87,6 +87,11 @@ bench-server: $(BENCH)/.done
 bench-convergence: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.convergence.measure
 	$(BENCH)/bin/python -m benchmarks.convergence.report
+
+# As root: it makes network namespaces, and removes them.
+bench-servers-needed: $(BENCH)/.done
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.servers-needed.measure
+	$(BENCH)/bin/python -m benchmarks.servers-needed.report
 
 clean:
 	rm -rf $(VENV) build *.egg-info

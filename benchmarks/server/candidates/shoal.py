@@ -25,7 +25,7 @@ from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import Shape, cut, place
 from shoal.server.recipe import recipe_of
-from shoal.server.shard import Order
+from shoal.server.said import Order
 
 
 class Replace(torch.optim.Optimizer):
@@ -61,13 +61,10 @@ class Pusher(Worker):
         parameters = {"weight": nn.Parameter(torch.zeros_like(gradient))}
         self.parts = cut({"weight": Shape(len(gradient), torch.float32, 0)})
         self.flat = Flat(parameters, self.parts)
-        owners = place(self.parts, self.place.servers)
-        job, file, host, port = self._fleet(owners)
+        job, file, host, port = self._fleet()
         self.client = Client(
             self.place.index,
             self.parts,
-            owners,
-            self.place.servers,
             (host, port),
             self.flat,
             key=read_key(Path(file)),
@@ -96,22 +93,24 @@ class Pusher(Worker):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
-        if self.fleet is not None:
+        if self.fleet is not None and self.nursery is not None:
             self.fleet.close(30.0)
-        self.client = self.fleet = None
+            self.nursery.close()
+        self.client = self.fleet = self.nursery = None
 
-    def _fleet(self, owners: Sequence[int]) -> tuple[str, str, str, int]:
+    def _fleet(self) -> tuple[str, str, str, int]:
         """The first worker starts the servers; the others find them by a file."""
         folder = Path(self.place.folder) / f"fleet-{self.times}"
         told = folder / "told"
         if self.place.index == 0:
             folder.mkdir()
-            shards = tuple(tuple(p for p in self.parts if owners[p.number] == n) for n in range(self.place.servers))
             recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
-            job = Job(str(self.times), new_key_file(folder), shards, recipe, 1, self.place.workers, 0, lease_s=10.0)
-            nursery = Nursery()
-            judge = Judge(nursery, job, "127.0.0.1")
-            self.fleet = Fleet(nursery, job, range(len(shards)), judge.address, "127.0.0.1", judge)
+            owners, key_file = tuple(place(self.parts, self.place.servers)), new_key_file(folder)
+            workers, parts = self.place.workers, tuple(self.parts)
+            job = Job(str(self.times), key_file, parts, owners, self.place.servers, recipe, 1, workers, 0, lease_s=10.0)
+            self.nursery = Nursery()
+            judge = Judge(self.nursery, job, "127.0.0.1")
+            self.fleet = Fleet(self.nursery, job, judge.address, "127.0.0.1", judge)
             told.with_suffix(".tmp").write_text(json.dumps(judge.address))
             told.with_suffix(".tmp").rename(told)
         _await(told)

@@ -1,0 +1,225 @@
+"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, by Shoal's own sum in the order of ranks.
+
+Each host holds the same parameters; the gradient of rank r is r + 1 everywhere and the learning rate 1, so that the
+right values are known after any number of steps, and are checked.
+
+Time to compute is slept, a third of it forward: nothing else is to be waited for than the links.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.comm.ordered import ordered_mean
+from shoal.launch.nursery import Nursery
+from shoal.server.arbiter import Address
+from shoal.server.client import Client
+from shoal.server.flat import Flat
+from shoal.server.fleet import Fleet, Job, Judge
+from shoal.server.key import read_key
+from shoal.server.layout import MIB, Part, Shape, cut, place
+from shoal.server.recipe import Recipe, recipe_of, settings_of
+from shoal.server.said import Order
+
+from .cast import answer, await_end
+from .closed_form import FORWARD
+from .network import address
+
+LIMIT = timedelta(seconds=120)
+RENDEZVOUS_PORT = 29500
+LEASE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured.
+
+    Args:
+        size_mib, part_mib: of the parameters, and of a part or bucket of them.
+        steps: that are timed; one more comes before.
+        compute_s: that a step's forward and backward pass take.
+    """
+
+    size_mib: int
+    part_mib: float
+    steps: int
+    compute_s: float = 0.0
+
+    @property
+    def numbers(self) -> int:
+        return self.size_mib * MIB // 4
+
+    @property
+    def parts(self) -> list[Part]:
+        return cut({"weight": Shape(self.numbers, torch.float32, 0)}, int(self.part_mib * MIB))
+
+    def model(self) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(torch.zeros(self.numbers))
+        return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def new_job(work: Work, key_file: Path, workers: int, servers: int) -> Job:
+    """What servers and workers of one measurement have to know."""
+    parts, recipe = work.parts, recipe_of(work.model()[1])
+    owners = tuple(place(parts, servers))
+    return Job(key_file.parent.name, key_file, tuple(parts), owners, servers, Recipe(*recipe), 1, workers, 0, LEASE_S)
+
+
+def judge(pipe: Connection, job: Job, host: int) -> None:
+    """Be the arbiter's keeper; tells its address."""
+    nursery = Nursery()
+    found = Judge(nursery, job, address(host))
+    answer(pipe, found.address)
+    await_end(pipe)
+    found.listener.close()
+    nursery.close()
+
+
+def server(pipe: Connection, job: Job, shard: int, arbiter: Address, host: int) -> None:
+    """Hold one shard."""
+    nursery = Nursery()
+    fleet = Fleet(nursery, job, arbiter, address(host), machine=shard, machines=job.shards)
+    await_end(pipe)
+    fleet.close(0)
+    nursery.close()
+
+
+def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) -> dict[str, float]:
+    """Step through the servers; seconds of a step, and what else was seen."""
+    _gather(rank, job.workers)
+    weight, optimizer = work.model()
+    parts = work.parts
+    flat = Flat({"weight": weight}, parts)
+    client = Client(rank, parts, arbiter, flat, key=read_key(job.key_file), job=job.name, shares=False)
+    if rank == 0:
+        client.load([[{}] for _ in parts])
+    client.begin()
+    _barrier()
+    for gradient in flat.gradients:
+        gradient.fill_(rank + 1)
+    order = Order([settings_of(group) for group in optimizer.param_groups])
+
+    def step() -> None:
+        for part in parts:
+            client.wait([part.number])
+            _compute(work, FORWARD)
+        for part in reversed(parts):
+            _compute(work, 1 - FORWARD)
+            client.push(part.number, flat.gradients[part.number], b"\1")
+        client.order(order)
+
+    found = _timed(step, lambda: client.wait(range(len(parts))), work.steps)
+    _check(weight, job.workers, work.steps)
+    client.close()
+    _part(job.workers)
+    return found
+
+
+def ring(pipe: Connection, work: Work, workers: int, rank: int) -> dict[str, float]:
+    """Step by Gloo's all-reduce of each bucket, beside the backward pass."""
+    return _reduced(work, workers, rank, lambda bucket: dist.all_reduce(bucket, async_op=True))
+
+
+def ordered(pipe: Connection, work: Work, workers: int, rank: int) -> dict[str, float]:
+    """Step by Shoal's sum in the order of ranks, one bucket after the other."""
+    return _reduced(work, workers, rank, lambda bucket: ordered_mean(bucket).mul_(workers))
+
+
+def link(pipe: Connection, size_bytes: int, rank: int) -> dict[str, float]:
+    """Bytes a second from rank 1 to rank 0, by one connection; counted by rank 0, from the first byte on."""
+    _gather(rank, 2)
+    block = torch.zeros(size_bytes // 4)
+    found = {}
+    for name in ("warm-up", "bytes_per_s"):
+        dist.barrier()
+        started_s = time.perf_counter()
+        dist.send(block, 0) if rank == 1 else dist.recv(block, 1)
+        found[name] = size_bytes / (time.perf_counter() - started_s)
+    _part(2)
+    return found
+
+
+def _reduced(work: Work, workers: int, rank: int, reduce: Callable[[Tensor], Any]) -> dict[str, float]:
+    _gather(rank, workers)
+    weight, optimizer = work.model()
+    gradient = torch.zeros_like(weight)
+    buckets = [gradient[p.segments[0].start : p.segments[0].start + p.length] for p in work.parts]
+
+    def step() -> None:
+        for _ in buckets:
+            _compute(work, FORWARD)
+        under_way = []
+        for bucket in reversed(buckets):
+            _compute(work, 1 - FORWARD)
+            under_way.append(reduce(bucket.fill_(rank + 1)))
+        for done in under_way:
+            if isinstance(done, dist.Work):
+                done.wait()
+        weight.grad = gradient
+        optimizer.step()
+
+    found = _timed(step, lambda: None, work.steps)
+    _check(weight, workers, work.steps)
+    _part(workers)
+    return found
+
+
+def _compute(work: Work, share: float) -> None:
+    """One part's share of a pass."""
+    if work.compute_s:
+        time.sleep(work.compute_s * share / len(work.parts))
+
+
+def _timed(step: Callable[[], None], finish: Callable[[], None], steps: int) -> dict[str, float]:
+    step()
+    finish()
+    _barrier()
+    busy, started_s = _busy_s(), time.perf_counter()
+    for _ in range(steps):
+        step()
+    finish()
+    passed_s = time.perf_counter() - started_s
+    spent = [after - before for before, after in zip(busy, _busy_s(), strict=True)]
+    return {"step_s": passed_s / steps, "busy": spent[0] / sum(spent)}
+
+
+def _busy_s() -> list[int]:
+    """Ticks in which this machine's cores worked, and in which they were idle."""
+    ticks = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return [sum(ticks) - idle, idle]
+
+
+def _check(weight: Tensor, workers: int, steps: int) -> None:
+    expected = -(steps + 1) * workers * (workers + 1) / 2
+    assert bool((weight == expected).all()), (weight.min(), weight.max(), expected)
+
+
+def _gather(rank: int, workers: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    if workers > 1:
+        meeting = f"tcp://{address(1)}:{RENDEZVOUS_PORT}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _part(workers: int) -> None:
+    _barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Seconds of a step over m workers and n servers, each on a host of its own, and of a ring on the same links.
+Needs Linux and root. Run it by `make bench-servers-needed`.
+
+    round    a link by itself │ every cell once, in an order that chance makes
+    cell     hosts' processes start ── one step ── barrier ── steps, timed ── weights checked ── they end
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.page import circumstances
+from shoal.errors import ShoalError
+from shoal.server.key import new_key_file
+
+from . import exchange, network, training
+from .cast import Cast
+from .exchange import Work
+
+RESULT = Path(__file__).with_name("result.json")
+RATE_MBIT, SIZE_MIB, PART_MIB, STEPS = 400, 24, 1, 3
+WORKERS, SERVERS, COMPUTE_S = (1, 2, 3, 4), (1, 2, 3, 4, 6), (0.75, 1.5)
+LIMIT_S = 120.0
+
+
+class Cell(NamedTuple):
+    """One thing to measure; `by` is servers, ring or ordered, and `servers` 0 where there are none."""
+
+    by: str
+    workers: int
+    servers: int
+    compute_s: float
+
+
+def cells() -> list[Cell]:
+    """Those of a round."""
+    found = [Cell("servers", m, n, 0) for m in WORKERS for n in SERVERS]
+    found += [Cell(by, m, 0, 0) for by in ("ring", "ordered") for m in WORKERS if m > 1]
+    for compute_s in COMPUTE_S:
+        found += [Cell("servers", max(WORKERS), n, compute_s) for n in SERVERS]
+        found += [Cell("ring", max(WORKERS), 0, compute_s)]
+    return found
+
+
+def measured(cell: Cell) -> dict[str, float]:
+    """The slowest worker's seconds of a step, and the share of the cores' time that was used."""
+    work = Work(SIZE_MIB, PART_MIB, STEPS, cell.compute_s)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
+        if cell.by == "servers":
+            job = exchange.new_job(work, new_key_file(Path(folder)), cell.workers, cell.servers)
+            arbiter = cast.hear(cast.start(1, exchange.judge, job, 1), LIMIT_S)
+            for shard in range(cell.servers):
+                host = len(WORKERS) + 1 + shard
+                cast.start(host, exchange.server, job, shard, arbiter, host)
+            actors = [cast.start(r + 1, exchange.worker, work, job, arbiter, r) for r in range(cell.workers)]
+        else:
+            play = {"ring": exchange.ring, "ordered": exchange.ordered}[cell.by]
+            actors = [cast.start(r + 1, play, work, cell.workers, r) for r in range(cell.workers)]
+        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+
+def link() -> float:
+    """Bytes a second that one link carries."""
+    with Cast() as cast:
+        actors = [cast.start(rank + 1, exchange.link, SIZE_MIB * 2**20, rank) for rank in (0, 1)]
+        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
+    return float(answers[0]["bytes_per_s"])
+
+
+def measure_round(result: dict[str, Any], number: int) -> None:
+    """Add a round to what there is."""
+    result["link_bytes_per_s"].append(link())
+    for cell in random.Random(number).sample(cells(), len(cells())):
+        found = measured(cell)
+        print(*cell, {name: round(value, 3) for name, value in found.items()}, flush=True)
+        known = [kept for kept in result["cells"] if {**kept, **cell._asdict()} == kept]
+        if not known:
+            known = [{**cell._asdict(), "step_s": [], "busy": []}]
+            result["cells"] += known
+        for name, value in found.items():
+            known[0][name].append(value)
+
+
+def _write(result: dict[str, Any]) -> None:
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    setting = {"rate_mbit": RATE_MBIT, "size_mib": SIZE_MIB, "part_mib": PART_MIB, "steps": STEPS}
+    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting}
+    result |= {"link_bytes_per_s": [], "cells": []}
+    if options.more:
+        result = json.loads(RESULT.read_text())
+    try:
+        with network.hosts(len(WORKERS) + max(SERVERS), RATE_MBIT):
+            if "training" not in result:
+                result["training"] = training.compared()
+                _write(result)
+            for _ in range(options.rounds):
+                measure_round(result, len(result["link_bytes_per_s"]))
+                _write(result)
+    except ShoalError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Turns result.json into the tables and the picture of README.md. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.page import fill, table, told
+
+from . import picture
+from .closed_form import ring_is_beaten_by, saturation
+from .fit import Point, deviation, efficiency, enough, points
+
+HERE = Path(__file__).parent
+BUSY = 0.85
+
+
+def main() -> None:
+    result = json.loads((HERE / "result.json").read_text())
+    plain = points(result)
+    factor = efficiency(point for point in plain if point.by == "servers" and point.compute_s == 0)
+    fitted = points(result, factor)
+    bare = [point for point in plain if point.compute_s == 0]
+    blocks = [
+        _links(result),
+        "### A step that only exchanges: seconds",
+        _exchange(bare),
+        _deviations(plain, fitted, factor),
+        "### How many servers are enough",
+        _enough(bare, result["setting"], factor),
+        "### A step of 4 workers that computes meanwhile: seconds",
+        _beside(plain),
+        "### A whole training",
+        _training(result["training"]),
+        told(result["circumstances"]),
+    ]
+    text = "\n\n".join(blocks)
+    fill(HERE / "README.md", text)
+    picture.draw(HERE / "servers-needed.png", fitted)
+    print(text)
+
+
+def _links(result: dict[str, Any]) -> str:
+    setting, rates = result["setting"], [rate / 1e6 for rate in result["link_bytes_per_s"]]
+    return (
+        f"Links of {setting['rate_mbit']} Mbit/s each way; one connection carries {_spread(rates, 1)} MB/s, the one "
+        f"number that the closed form needs. {setting['size_mib']} MiB of float32 in parts of {setting['part_mib']:g} "
+        f"MiB; medians of {len(rates)} rounds of {setting['steps']} steps; in brackets, measured / closed form."
+    )
+
+
+def _exchange(bare: list[Point]) -> str:
+    counts = sorted({point.servers for point in bare if point.by == "servers"})
+    head = ["workers", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)", "sum in order of ranks"]
+    rows = []
+    for workers in sorted({point.workers for point in bare}):
+        mine = [point for point in bare if point.workers == workers]
+        best_s = min(point.step_s for point in mine)
+        cells = [_one(mine, "servers", n, best_s) for n in counts]
+        rows.append([str(workers), *cells, *[_one(mine, by, 0, best_s) for by in ("ring", "ordered")]])
+    return table(head, rows)
+
+
+def _one(mine: Iterable[Point], by: str, servers: int, best_s: float) -> str:
+    for point in mine:
+        if (point.by, point.servers) == (by, servers):
+            mark = "**" if point.step_s == best_s else ""
+            return f"{mark}{point.step_s:.2f}{mark} ({point.ratio:.2f})" + " †" * (point.busy > BUSY)
+    return "-"
+
+
+def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
+    rows = []
+    for name, by, computes in (
+        ("servers, exchange only", "servers", False),
+        ("servers, beside compute", "servers", True),
+        ("ring", "ring", False),
+        ("ring, beside compute", "ring", True),
+        ("sum in the order of ranks", "ordered", False),
+    ):
+        shares = []
+        for found in (plain, fitted):
+            kept = [point for point in found if point.by == by and (point.compute_s > 0) == computes]
+            shares += [f"{100 * share:.1f} %" for share in deviation(kept)]
+        rows.append([name, *(shares if by == "servers" else [*shares[:2], "-", "-"])])
+    head = [
+        "measured / closed form - 1",
+        "mean deviation",
+        "greatest",
+        f"with η = {factor:.3f}: mean",
+        "greatest",
+    ]
+    busiest = max(plain, key=lambda point: point.busy)
+    return (
+        f"{table(head, rows)}\n\nThe cores were busy for {100 * median(p.busy for p in plain):.0f} % of the time in "
+        f"the median cell, for {100 * busiest.busy:.0f} % in the busiest ({busiest.workers} workers, {busiest.servers} "
+        f"servers); † marks more than {100 * BUSY:.0f} %."
+    )
+
+
+def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
+    rows = []
+    for workers in sorted({point.workers for point in bare}):
+        mine = [point for point in bare if point.workers == workers and point.by == "servers"]
+        rings = [point.step_s for point in bare if point.workers == workers and point.by == "ring"]
+        ahead = [point.servers for point in mine if rings and point.step_s < rings[0]]
+        said = ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor) if rings else None
+        fastest = min(mine, key=lambda point: point.step_s)
+        rows.append(
+            [
+                str(workers),
+                str(saturation(workers, 1, 1)),
+                str(enough(mine)),
+                f"{fastest.step_s:.2f} s with {fastest.servers}",
+                f"{rings[0]:.2f} s" if rings else "-",
+                _number(said) if rings else "-",
+                _number(min(ahead, default=None)) if rings else "-",
+            ]
+        )
+    head = ["workers", "enough: closed form", "measured", "fastest", "ring", "beaten from: closed form / η", "measured"]
+    return table(head, rows)
+
+
+def _beside(found: list[Point]) -> str:
+    mine = [point for point in found if point.compute_s > 0]
+    counts = sorted({point.servers for point in mine if point.by == "servers"})
+    rows = []
+    for compute_s in sorted({point.compute_s for point in mine}):
+        row = [point for point in mine if point.compute_s == compute_s]
+        best_s = min(point.step_s for point in row)
+        cells = [_one(row, "servers", n, best_s) for n in counts]
+        rows.append([f"{compute_s:g} s", *cells, _one(row, "ring", 0, best_s)])
+    return table(["compute", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)"], rows)
+
+
+def _training(training: dict[str, Any]) -> str:
+    same = "the same weights, to the last bit" if training["same bits"] else "**other weights**"
+    seconds = [f"{training[where]['seconds']:.0f} s on {where}" for where in ("three hosts", "one host")]
+    return (
+        f"`shoal train digits {training['options']}`, started on three hosts by `RANK`, `WORLD_SIZE` and "
+        f"`MASTER_ADDR`, and on one by `-n 3`: {same} ({' and '.join(seconds)}, imports and "
+        f"an evaluation after each epoch included)."
+    )
+
+
+def _number(found: int | None) -> str:
+    return "never" if found is None else str(found)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
