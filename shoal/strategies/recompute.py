@@ -6,8 +6,9 @@
                        [again 1] ─ backward 1
 
 A third more computing for activations of one unit in place of all (Chen et al., 2016). The numbers stay the same:
-random masks are drawn again from the same state, and running statistics count each batch once. With a budget, the
-first step measures what each unit keeps; from then on, the last units keep theirs as far as the budget reaches.
+random masks are drawn again from the same state, buffers are read as they were found, and running statistics count each
+batch once. With a budget, the first step measures what each unit keeps; from then on, the last units keep theirs as far
+as the budget reaches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -60,40 +62,78 @@ class Recompute:
             )
         budget = _Budget(len(chosen), int(self.budget_mb * 2**20)) if self.budget_mb else None
         for index, module in enumerate(chosen):
-            module.forward = _recomputed(module, index, budget)
+            module.forward = MethodType(_recomputed(module, index, budget), module)  # a copy's is bound to the copy
         return part
 
 
 def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callable[..., Any]:
-    forward = module.forward
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _buffers_as_they_are(module)
-
+    method = getattr(module.forward, "__func__", None)  # None for a function that somebody put in its place
+    forward = method or (lambda _, *inputs, __forward=module.forward, **options: __forward(*inputs, **options))
     # torch.compile takes no contexts, so they are there only where they are needed.
-    aside: dict[str, Any] = {"context_fn": contexts} if any(True for _ in module.buffers()) else {}
+    has_buffers = any(True for _ in module.buffers())
 
-    @wraps(forward)
-    def run(*inputs: Any, **options: Any) -> Any:
+    @wraps(module.forward)
+    def run(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*inputs, **options)
-        if budget is not None and (keeps := budget.turn(index, module)) is not None:
+            return forward(self, *inputs, **options)
+        if budget is not None and (keeps := budget.turn(index, self)) is not None:
             with keeps:
-                return forward(*inputs, **options)
-        return checkpoint(forward, *inputs, use_reentrant=False, **aside, **options)
+                return forward(self, *inputs, **options)
+        aside: dict[str, Any] = {"context_fn": lambda: _contexts(self)} if has_buffers else {}
+        return checkpoint(forward, self, *inputs, use_reentrant=False, **aside, **options)
 
     return run
 
 
-@contextmanager
-def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
-    """Running statistics have seen this batch already; afterwards they are what they were."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What one run of a unit stands in, and what stands around computing it again."""
+    buffers = _Buffers(module)
+    return buffers.kept(), buffers.as_found()
+
+
+class _Buffers:
+    """Running statistics and the like, which one run of a unit may read and change: it is computed again from what it
+    found there, and what it, or another run, has left there stays."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: list[tuple[list[tuple[nn.Module, str]], Tensor]] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around the run: copies of what it changes."""
+        before = [(places, buffer, buffer.clone()) for buffer, places in self._places().items()]
         yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)  # not through autograd, which may have saved them for the backward pass
+        self.found = [(places, copy) for places, buffer, copy in before if _may_differ(places, buffer, copy)]
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        """Around computing it again: other tensors in the place of buffers, so that theirs are left alone."""
+        left = [(owner, key, owner._buffers[key]) for places, _ in self.found for owner, key in places]
+        for places, copy in self.found:
+            again = copy.clone()  # there may be several backward passes
+            for owner, key in places:
+                owner._buffers[key] = again
+        try:
+            yield
+        finally:
+            for owner, key, buffer in left:
+                owner._buffers[key] = buffer
+
+    def _places(self) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+        """Every buffer with all places that hold it."""
+        places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for owner in self.module.modules():
+            for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                places.setdefault(buffer, []).append((owner, key))
+        return places
+
+
+def _may_differ(places: list[tuple[nn.Module, str]], buffer: Tensor, copy: Tensor) -> bool:
+    """Whether one of `places` may hold something else than `copy`, which `buffer` was. BatchNorm's kernels count no
+    version of what they write, so only values tell; a GPU is not waited for."""
+    replaced = any(owner._buffers[key] is not buffer for owner, key in places)
+    return replaced or buffer.device.type != "cpu" or not torch.equal(buffer, copy)
 
 
 class _Budget:

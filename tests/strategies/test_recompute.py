@@ -1,5 +1,6 @@
 """Recomputing changes memory, and nothing else."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -61,6 +62,66 @@ def test_weights_masks_and_running_statistics_are_the_same(strategy: str) -> Non
     assert all(
         torch.equal(a, b) for a, b in zip(expected.state_dict().values(), found.state_dict().values(), strict=True)
     )
+
+
+class Normed(nn.Module):
+    """Blocks that read in training what their last call has left in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.spectral_norm
+        self.blocks = nn.Sequential(*(nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.blocks(x)
+        return output
+
+
+class Rolled(nn.Module):
+    """A block that puts another tensor in the place of its buffer, and is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Rolling(), Rolling()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+
+class Rolling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        output: Tensor = torch.tanh(self.layer(x)) * self.mean
+        return output
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+@pytest.mark.parametrize("model_fn", [Normed, Rolled])
+def test_buffers_that_a_block_reads_and_changes_are_read_again_as_they_were(model_fn: type[nn.Module]) -> None:
+    verdict = shoal.verify(model_fn, batch, F.mse_loss, "recompute", ranks=1)
+    assert verdict.verdict == "exact", verdict
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model, _ = trained("recompute,ddp")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert not copied(torch.randn(8, 6, dtype=torch.float64)).any()
 
 
 def test_every_kth_unit_is_computed_twice() -> None:
