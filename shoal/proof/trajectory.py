@@ -16,6 +16,7 @@ from shoal.data.loader import ShareLoader
 from shoal.data.nest import nested
 from shoal.data.seeds import stream
 from shoal.errors import StrategyRefused, UsageError
+from shoal.proof.buffers import are_read, changed, copied
 from shoal.proof.differences import differences
 from shoal.run import begin
 from shoal.strategies.base import LossFunction, refuse_unless_scalar
@@ -37,13 +38,17 @@ class Found:
     """What one rank found.
 
     Attributes:
-        errors: of losses, gradients and weights, by what they belong to.
+        errors: of losses, gradients, weights and buffers, by what they belong to.
         notes: what was said about this model before the first step.
+        by_rank: the buffers among `errors` that each rank's samples change.
+        read: training reads what was written there.
         refusal: the message, where the strategy did not take the model.
     """
 
     errors: dict[str, float]
     notes: list[str]
+    by_rank: frozenset[str] = frozenset()
+    read: bool = False
     refusal: str | None = None
 
 
@@ -52,21 +57,34 @@ def by_hand(experiment: Experiment, file: Path) -> None:
     _see_no_gpu()
     torch.manual_seed(0)
     model = experiment.model_fn().double()
-    optimizer = _sgd(model)
+    optimizer, before = _sgd(model), copied(model)
     torch.manual_seed(stream(0, 0))  # dropout draws what rank 0 draws
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
     for *inputs, target in _steps(experiment, ShareLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)):
         optimizer.zero_grad()
-        value = experiment.loss_fn(model(*inputs), target)
-        refuse_unless_scalar(value[0] if isinstance(value, tuple) else value)
-        loss = value[0] / value[1] if isinstance(value, tuple) else value
+        loss = _loss(experiment, model, inputs, target)
         loss.backward()
         losses.append(loss.detach())
         gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    torch.save({"losses": losses, "gradients": gradients, "weights": weights}, file)
+    expected = {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "buffers": copied(model),
+        "changed": changed(model, before),
+    }
+    expected["read"] = bool(expected["changed"]) and are_read(
+        model, before, lambda: _loss(experiment, model, inputs, target)
+    )
+    torch.save(expected, file)
+
+
+def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: Any) -> Tensor:
+    value = experiment.loss_fn(model(*inputs), target)
+    refuse_unless_scalar(value[0] if isinstance(value, tuple) else value)
+    return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 def with_shoal(experiment: Experiment, strategy: str, accumulate: int, reference: Path) -> Found:
@@ -79,7 +97,7 @@ def with_shoal(experiment: Experiment, strategy: str, accumulate: int, reference
         model = experiment.model_fn().double()
         model, optimizer, loader = run.prepare(model, _sgd(model), experiment.loader_fn())
     except (StrategyRefused, UsageError) as refusal:
-        return Found({}, [], str(refusal))
+        return Found({}, [], refusal=str(refusal))
     errors: dict[str, float] = {}
     for step, (*inputs, target) in enumerate(_steps(experiment, loader)):
         optimizer.zero_grad()
@@ -90,9 +108,15 @@ def with_shoal(experiment: Experiment, strategy: str, accumulate: int, reference
         for name, error in gradients.items():
             errors[f"gradient of {name} in step {step}"] = error
         optimizer.step()
-    for name, error in differences(expected["weights"], run.weights()).items():
-        errors[f"{name} after {experiment.steps} steps"] = error
-    return Found(errors, [line.removeprefix("note: ") for line in said if line.startswith("note: ")])
+    weights, after = run.weights(), f"after {experiment.steps} steps"
+    for name, error in differences(expected["weights"], weights).items():
+        errors[f"{name} {after}"] = error
+    for name, error in differences(expected["buffers"], weights).items():
+        errors[f"buffer {name} {after}"] = error
+    split = run.world * accumulate > 1
+    by_rank = frozenset(f"buffer {name} {after}" for name in expected["changed"] if split)
+    notes = [line.removeprefix("note: ") for line in said if line.startswith("note: ")]
+    return Found(errors, notes, by_rank, expected["read"])
 
 
 def _see_no_gpu() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.proof import buffers
 from shoal.proof.batches import BatchFunction, loader_of
 from shoal.proof.trajectory import Experiment, Found, by_hand, with_shoal
 from shoal.strategies import parse
@@ -29,8 +30,9 @@ class Verdict:
     """Whether a strategy trains this model as one process does.
 
     Attributes:
-        verdict: "exact": every gradient, loss and weight is within `tolerance`. "differs by design": some are not, and
-            `reasons` says why. "differs": they should be. "refused": the strategy does not take the model, `reasons`.
+        verdict: "exact": every gradient, loss, weight and buffer is within `tolerance`. "differs by design": some are
+            not, and `reasons` says why. "differs": they should be. "refused": the strategy does not take the model,
+            `reasons`.
         max_relative_error: of the worst tensor; each error is relative to its tensor's largest entry.
         worst: the worst tensors, (what, error), the worst first.
     """
@@ -123,13 +125,22 @@ def _verdict(found: list[Found], strategy: str, accumulate: int, steps: int, tol
     refusals = [rank.refusal for rank in found if rank.refusal is not None]
     if refusals:
         return Verdict(*asked, "refused", None, [], refusals[:1])
-    worst = sorted((_worst(what, found) for what in found[0].errors), key=lambda item: _badness(item[1]), reverse=True)
+    errors = {what: _worst(what, found) for what in found[0].errors}
+    worst = sorted(errors.values(), key=lambda item: _badness(item[1]), reverse=True)
+    beyond = [what for what, (_, error) in errors.items() if _badness(error) > tolerance]
+    if not beyond:
+        return Verdict(*asked, "exact", worst[0][1], worst[:WORST], [])
+    reasons = _reasons(beyond, found)
+    return Verdict(*asked, "differs by design" if reasons else "differs", worst[0][1], worst[:WORST], reasons)
+
+
+def _reasons(beyond: list[str], found: list[Found]) -> list[str]:
+    """What excuses all that is beyond the tolerance, if anything does."""
     notes = [note for rank in found for note in rank.notes]
-    largest = worst[0][1]
-    verdict: Literal["exact", "differs by design", "differs"] = "differs by design" if notes else "differs"
-    if largest <= tolerance:
-        verdict = "exact"
-    return Verdict(*asked, verdict, largest, worst[:WORST], notes if verdict == "differs by design" else [])
+    by_rank = [what for what in beyond if what in found[0].by_rank]
+    if by_rank and (found[0].read or notes or len(by_rank) == len(beyond)):
+        notes.append(buffers.note(by_rank))
+    return notes
 
 
 def _worst(what: str, found: list[Found]) -> tuple[str, float]:

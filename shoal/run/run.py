@@ -169,9 +169,11 @@ class Run:
         return {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's `state_dict`, under its own names. Collective."""
+        """The whole model's `state_dict`, under its own names and with rank 0's buffers, as `save` does. Collective."""
+        model = self._prepared().module
         self.agree()
-        return {name: whole(value) for name, value in tensors_of(self._prepared().module).items()}
+        self.mesh.broadcast_buffers(model)
+        return {name: whole(value) for name, value in tensors_of(model).items()}
 
     def report(self) -> list[str]:
         """Lines about what went on beside the steps, for the end of a run: staleness that servers have seen."""

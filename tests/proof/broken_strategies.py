@@ -70,3 +70,12 @@ class ShareDropped(Right):
 
     def share(self, batch: Batch, mesh: Mesh) -> Batch:
         return batch._replace(rows=0) if mesh.rank == mesh.size - 1 else batch
+
+
+class BufferLost(Right):
+    """Zeros where the model keeps a constant."""
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        for buffer in part.module.buffers():
+            buffer.zero_()
+        return super().cut(part, mesh)
