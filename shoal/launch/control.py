@@ -108,9 +108,14 @@ class Control:
                 self.path.unlink()
 
     @property
+    def is_to_come(self) -> bool:
+        """Whether nobody listens yet, and `open` has not failed."""
+        return self._listener is None and not self._problem
+
+    @property
     def is_due(self) -> bool:
         """Whether `open` is to be called: the directory is there, and nobody listens in it yet."""
-        return self._listener is None and not self._problem and self.sign.exists()
+        return self.is_to_come and self.sign.exists()
 
     def open(self) -> str:
         """Begin to listen. Returns why nobody can call, where that is so; empty otherwise."""

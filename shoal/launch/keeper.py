@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from math import inf
 
 from shoal.launch import rank
 from shoal.launch.control import Control
@@ -21,6 +22,8 @@ from shoal.launch.scaling import Scaling
 from shoal.launch.signals import arrived, caught
 from shoal.launch.supervise import Supervision
 from shoal.launch.work import Work
+
+SIGN_S = 0.1  # at most so long after it has claimed its directory, a run can be called
 
 
 def keep(work: Work, processes: int, control: Control, restarts: int, grace_s: float = 60.0) -> int:
@@ -67,7 +70,8 @@ class Keeper:
         while ranks.alive and (self.losses.are_too_many or not _has_lost(supervision)):
             if self.control.is_due and (problem := self.control.open()):
                 _note(f"`shoal scale` cannot reach this run: {problem}")
-            supervision.step(also=[signals, *self.control.sources])
+            within_s = SIGN_S if self.control.is_to_come else inf
+            supervision.step(within_s, also=[signals, *self.control.sources])
             for number in arrived(signals):
                 supervision.forward(number)
             for caller, request in self.control.attend():
