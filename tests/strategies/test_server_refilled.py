@@ -27,7 +27,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
         nonlocal count
         count += 1
         if run.rank == 0 and count in LOSSES_AFTER:
-            fleet = part.remote.fleets[0]
+            fleet = part.remote.staff.fleets[0]
             view = fleet.views.newest(1, 20, lambda view: bool(view.backups) and view.primary not in killed)
             assert view is not None, f"shard 1 has no replica again after {killed}"
             killed.append(view.primary)
