@@ -17,7 +17,8 @@ same units, whichever they use (`lockstep.py`).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -156,13 +157,30 @@ class _Engine:
         if self.lockstep is not None:
             self.lockstep.reduces = batch.last or self.stage > 1
         module.set_reshard_after_backward(batch.last or self.stage == 3)
-        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.mesh.size))
+        with self._naming_sharded_weights():
+            loss = self.part.run(forward, batch._replace(scale=batch.scale * self.mesh.size))
         if not batch.last:
             return loss
         assert self.totals is not None
         if self.summed is not None:
             self.summed.wait()
         return Loss(self.totals / self.mesh.size, loss.weighed)
+
+    @contextmanager
+    def _naming_sharded_weights(self) -> Iterator[None]:
+        """What torch says of a weight that is in shards when it is used, in words of the model."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            freed = "it is gathered while that unit runs" if self.stage == 3 else "it is gathered when that unit runs"
+            later = " zero2, where it is used after the unit has run;" if self.stage == 3 else ""
+            raise StrategyRefused(
+                f"zero{self.stage}: a weight of one unit is used outside of that unit, and {freed}. Cures:{later} "
+                "unit=CLASS with a class that holds both; assign the weight to the module that uses it as well, "
+                "self.name = unit.weight, so that it counts as tied; ddp."
+            ) from error
 
     def reduce(self) -> None:
         """Scalars' gradients become means; all others are already. What no rank has used has none."""

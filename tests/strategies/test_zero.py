@@ -1,6 +1,7 @@
 """ZeRO beyond the conformance table: what is held, clipping, evaluation, scalars, saving, and what is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,40 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize("strategy", ["zero1", "recompute,zero3", "zero3,unit=Linear"])
 def test_modules_may_be_shared(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
+
+
+class Outside(nn.Module):
+    """Uses a block's weight outside of the block, before and after it has run."""
+
+    def __init__(self, before: bool, tied: bool = False) -> None:
+        super().__init__()
+        self.layers, self.before = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), before
+        if tied:
+            self.borrowed = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        x = F.linear(x, self.layers[0].weight) if self.before else x
+        scores: Tensor = self.layers(x) + F.linear(x, self.layers[0].weight)[:, :10]
+        return scores
+
+
+def uses_outside(strategy: str, before: bool) -> str:
+    run, model, _, loader = prepared(strategy, lambda: Outside(before))
+    with pytest.raises(StrategyRefused) as refusal:
+        run.forward_backward(F.cross_entropy, model, *next(iter(loader)))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("strategy", "before"), [("zero3", False), ("zero3", True), ("zero1", True)])
+def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_cure(strategy: str, before: bool) -> None:
+    for said in world.run(2, uses_outside, strategy, before):
+        assert f"{strategy}: a weight of one unit is used outside of that unit" in said
+
+
+@pytest.mark.parametrize(("strategy", "before", "tied"), [("zero2", False, False), ("zero3", True, True)])
+def test_the_cures_work(strategy: str, before: bool, tied: bool) -> None:
+    check_strategy(strategy, 2, Experiment(partial(Outside, before, tied), image_loader, F.cross_entropy, steps=3))
 
 
 def refused(strategy: str, trainable: bool) -> str:
