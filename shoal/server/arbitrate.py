@@ -25,6 +25,7 @@ from shoal.server.arbiter import Arbiter, View
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
+from shoal.server.key import Key
 from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.said import Refused
@@ -42,7 +43,7 @@ class Court:
     workers: int
     lease_s: float
     job: str
-    key: bytes
+    key: Key
     file: Path
 
 

@@ -26,6 +26,7 @@ from shoal.server.arbiter import Address, View
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.history import Event
+from shoal.server.key import Key
 from shoal.server.layout import Part
 from shoal.server.link import RECOVER_S, Link, Question
 from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
@@ -62,7 +63,7 @@ class Client:
         arbiter: Address,
         flat: Flat,
         *,
-        key: bytes,
+        key: Key,
         job: str,
         staleness: int | None = 0,
         shares: bool = True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -18,8 +17,7 @@ from typing import Any
 from shoal.errors import ServerLost, UsageError, WireError
 from shoal.server.arbiter import Address
 from shoal.server.arbitrate import ARBITER
-from shoal.server.channel import Channel, is_loopback
-from shoal.server.handshake import connect
+from shoal.server.dial import dial
 from shoal.server.key import KEY_FILE, read_key
 from shoal.server.messages import FIRST_USER, PLACEMENT_BYTES, Op
 from shoal.server.peer import Peer
@@ -64,11 +62,8 @@ class Control:
             ) from None
         host, port = told["arbiter"]
         try:
-            connection = socket.create_connection((host, port), timeout=ANSWER_S)
-            number = FIRST_USER + secrets.randbelow(2**20)
-            session = connect(connection, read_key(folder / KEY_FILE), f"{told['job']}/{ARBITER}", number)
-            secret = not is_loopback(connection)
-            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=PLACEMENT_BYTES)
+            key, number = read_key(folder / KEY_FILE), FIRST_USER + secrets.randbelow(2**20)
+            channel = dial((host, port), key, f"{told['job']}/{ARBITER}", number, limit_bytes=PLACEMENT_BYTES)
         except (OSError, WireError) as error:
             raise ServerLost(f"{directory}: its arbiter at {host}:{port} does not answer: {error}.") from error
         self._peer = Peer(channel, "arbiter")

@@ -19,7 +19,9 @@ from collections.abc import Callable
 
 from shoal.errors import WireError
 from shoal.server.channel import Channel, is_loopback
-from shoal.server.handshake import accept
+from shoal.server.handshake import HANDSHAKE_S, accept
+from shoal.server.key import Key
+from shoal.server.tls import secured
 
 HANDSHAKES = 64
 _FULL_S = 0.05  # how long to wait where the system has no descriptor for one more connection
@@ -38,7 +40,7 @@ class Door:
         refused: connections and messages so far.
     """
 
-    def __init__(self, listener: socket.socket, name: str, key: bytes, job: str, limit_bytes: int) -> None:
+    def __init__(self, listener: socket.socket, name: str, key: Key, job: str, limit_bytes: int) -> None:
         self._listener, self._name, self._key, self._job = listener, name, key, job
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -86,9 +88,12 @@ class Door:
 
     def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel, int], None]) -> None:
         try:
-            session, number = accept(connection, self._key, self._job)
             secret = not is_loopback(connection)
-            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self._limit_bytes)
+            plain = connection
+            if self._key.certificate is not None:
+                plain = secured(connection, self._key.certificate, server_side=True, limit_s=HANDSHAKE_S)
+            session, number = accept(plain, self._key.secret, self._job)
+            channel = Channel(plain, session, authenticate_payload=secret, limit_bytes=self._limit_bytes)
         except WireError as error:
             connection.close()
             self.refuse(error)

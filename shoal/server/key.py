@@ -10,17 +10,32 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import shutil
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ConfigError
 
 KEY_BYTES = 32
-KEY_FILE = "server.key"
+KEY_FILE, CERTIFICATE_FILE = "server.key", "server.pem"
 
 
-def new_key_file(directory: Path) -> Path:
-    """Write a new key to `directory`/server.key, readable by its owner alone.
+@dataclass(frozen=True)
+class Key:
+    """What a process of a job proves itself by.
+
+    Attributes:
+        secret: 32 bytes; never printed.
+        certificate: PEM file that connections are encrypted with; None where they are not.
+    """
+
+    secret: bytes = field(repr=False)
+    certificate: Path | None = None
+
+
+def new_key_file(directory: Path, certificate: Path | None = None) -> Path:
+    """Write a new key to `directory`/server.key, and a copy of `certificate` beside it, readable by their owner alone.
 
     Raises:
         ConfigError: there is one already, or it cannot be written.
@@ -35,14 +50,16 @@ def new_key_file(directory: Path) -> Path:
     try:
         with open(descriptor, "wb", buffering=0) as file:
             file.write(secrets.token_bytes(KEY_BYTES))
+        if certificate is not None:
+            shutil.copy(certificate, directory / CERTIFICATE_FILE)  # with its mode, 0600
     except BaseException:
         path.unlink()
         raise
     return path
 
 
-def read_key(path: Path) -> bytes:
-    """The key of 32 bytes in `path`.
+def read_key(path: Path) -> Key:
+    """The key of 32 bytes in `path`, and the certificate beside it, if there is one.
 
     Raises:
         ConfigError: no such file, one that others can read or own, or one that does not hold 32 bytes.
@@ -57,12 +74,13 @@ def read_key(path: Path) -> bytes:
             [f"{path}: cannot read the key ({error.strerror}); give the file that the job wrote"]
         ) from None
     if len(key) == KEY_BYTES:
-        return key
+        certificate = path.with_name(CERTIFICATE_FILE)
+        return Key(key, certificate if certificate.exists() else None)
     problem = problem or "shrank while it was read; read it again"
     raise ConfigError([f"{path}: {problem}"])
 
 
-def refuse_open_bind(host: str, key: bytes | None) -> None:
+def refuse_open_bind(host: str, key: Key | None) -> None:
     """Without a key, only this machine may reach a server.
 
     Args:

@@ -6,7 +6,6 @@ What was said of a part goes along when the part moves to another shard, whose l
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +16,9 @@ from torch import Tensor
 from shoal.errors import ServerLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import View
-from shoal.server.channel import Channel, is_loopback
+from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.handshake import connect
+from shoal.server.key import Key
 from shoal.server.messages import BLOCKS, SHARED, Op, unpack
 from shoal.server.peer import Payload, Peer
 from shoal.server.shared import Attached, Memory, attach
@@ -60,7 +59,7 @@ class Link:
         shard: int,
         views: Views,
         *,
-        key: bytes,
+        key: Key,
         job: str,
         limit_bytes: int,
         place: Callable[[int, Header], memoryview | None],
@@ -237,10 +236,8 @@ class Link:
     def _meet(self, view: View) -> Peer:
         if view.primary is None:
             raise WireError("no primary")
-        connection = socket.create_connection(view.addresses[view.primary], timeout=5)
-        session = connect(connection, self.key, f"{self.job}/{view.primary}", self.worker)
-        secret = not is_loopback(connection)
-        channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
+        name = f"{self.job}/{view.primary}"
+        channel = dial(view.addresses[view.primary], self.key, name, self.worker, limit_bytes=self.limit_bytes)
         return Peer(channel, f"shard {self.shard}")
 
     def _say_again(self, peer: Peer, view: View) -> None:

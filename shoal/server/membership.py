@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from typing import Any
 
 from shoal.errors import WireError
 from shoal.server.arbiter import Address, View
-from shoal.server.channel import Channel, is_loopback
+from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.handshake import connect
+from shoal.server.key import Key
 from shoal.server.messages import FIRST_SERVER, Op, pack_part
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
@@ -53,7 +52,7 @@ class Membership:
         here: Address,
         arbiter: Address,
         *,
-        key: bytes,
+        key: Key,
         job: str,
         lease_s: float,
         limit_bytes: int,
@@ -104,12 +103,8 @@ class Membership:
         if address is None:
             return None
         try:
-            connection = socket.create_connection(address, timeout=self.lease_s / 2)
-            session = connect(
-                connection, self.key, f"{self.job}/{server}", FIRST_SERVER + self.server, limit_s=self.lease_s / 2
-            )
-            secret = not is_loopback(connection)
-            channel = Channel(connection, session, authenticate_payload=secret, limit_bytes=self.limit_bytes)
+            name, number, limit_s = f"{self.job}/{server}", FIRST_SERVER + self.server, self.lease_s / 2
+            channel = dial(address, self.key, name, number, limit_bytes=self.limit_bytes, limit_s=limit_s)
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None

@@ -31,6 +31,7 @@ from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
 from shoal.server.inbox import Inbox
+from shoal.server.key import Key
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
 from shoal.server.messages import (
@@ -83,7 +84,7 @@ class Plan:
     lease_s: float
     compression: Compression | None
     job: str
-    key: bytes
+    key: Key
 
 
 class Server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from typing import Any
 from shoal.errors import WireError
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import ARBITER
-from shoal.server.channel import Channel, is_loopback
+from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.handshake import connect
+from shoal.server.key import Key
 from shoal.server.messages import PLACEMENT_BYTES, Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
@@ -39,7 +38,7 @@ class Views:
         self,
         number: int,
         address: Address,
-        key: bytes,
+        key: Key,
         job: str,
         *,
         first: Callable[[Peer], None] = lambda _: None,
@@ -101,12 +100,8 @@ class Views:
                 time.sleep(AGAIN_S)
 
     def _meet(self) -> Peer:
-        connection = socket.create_connection(self._address, timeout=5)
-        session = connect(connection, self._key, f"{self._job}/{ARBITER}", self._number)
-        channel = Channel(
-            connection, session, authenticate_payload=not is_loopback(connection), limit_bytes=PLACEMENT_BYTES
-        )
-        return Peer(channel, "arbiter")
+        name = f"{self._job}/{ARBITER}"
+        return Peer(dial(self._address, self._key, name, self._number, limit_bytes=PLACEMENT_BYTES), "arbiter")
 
     def _listen(self, peer: Peer) -> None:
         self._peer = peer

@@ -37,6 +37,7 @@ from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.said import Order
 from shoal.server.staff import Staff
+from shoal.server.tls import refuse_bad
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.units import units
@@ -59,6 +60,7 @@ class Server:
         shared_memory: workers and servers of one machine read each other's memory instead of sending it.
         aggregate: where there are several machines with several workers, those of one sum their gradients before they
             push, and share one pull; synchronous steps without compression only.
+        tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
     """
 
     value: ClassVar[str] = "servers"
@@ -71,6 +73,7 @@ class Server:
     lease_s: float = 2.0
     shared_memory: bool = True
     aggregate: bool = True
+    tls: str = "none"
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run, gather and remote. Collective.
@@ -89,6 +92,14 @@ class Server:
     def engine(self, part: Part, mesh: Mesh) -> Engine:
         """What takes this rank's steps. Raises ConfigError."""
         return Engine(self, self._bound(), parse(self.compress), part, mesh)
+
+    @property
+    def certificate(self) -> Path | None:
+        """What connections are encrypted with. Raises ConfigError."""
+        if self.tls == "none":
+            return None
+        refuse_bad(Path(self.tls))
+        return Path(self.tls).resolve()
 
     @property
     def notes(self) -> list[str]:
@@ -136,7 +147,7 @@ class Engine:
         self.pushed = False
         self.apart = False
         aggregates = options.aggregate and self.together and compression is None
-        self.staff = Staff(mesh, aggregates, options.shared_memory)
+        self.staff = Staff(mesh, aggregates, options.shared_memory, options.certificate)
         self.messages: dict[int, Tensor] = {}
         self.left_out: dict[int, Tensor] = {}
         self.client: Client

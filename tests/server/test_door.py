@@ -18,6 +18,7 @@ from shoal.server import door as doors
 from shoal.server.channel import Channel
 from shoal.server.door import HANDSHAKES, Door
 from shoal.server.handshake import accept, connect
+from shoal.server.key import Key
 
 
 class Scarce(socket.socket):
@@ -41,7 +42,7 @@ def opened(listener: socket.socket) -> Iterator[tuple[Door, queue.SimpleQueue[in
         came.put(number)
         channel.close()
 
-    door = Door(listener, "a server", KEY, "digits", limit_bytes=100)
+    door = Door(listener, "a server", Key(KEY), "digits", limit_bytes=100)
     thread = threading.Thread(target=door.admit, args=(attend,))
     thread.start()
     try:

@@ -16,6 +16,7 @@ from shoal.server.arbiter import View
 from shoal.server.channel import Channel
 from shoal.server.frame import Header
 from shoal.server.handshake import accept
+from shoal.server.key import Key
 from shoal.server.link import Link
 from shoal.server.messages import Op
 from shoal.server.shared import Memory
@@ -40,7 +41,7 @@ def linked(listener: socket.socket, memory: Memory, **given: Any) -> tuple[Link,
         1,
         0,
         cast(Views, OneServer(listener)),
-        key=KEY,
+        key=Key(KEY),
         job="job",
         limit_bytes=2 * PART_BYTES,
         **{

@@ -17,7 +17,7 @@ def test_a_new_key_is_256_random_bits_that_only_its_owner_can_read(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(read_key(path)) == 32
+    assert len(read_key(path).secret) == 32
     assert read_key(path) != read_key(other)
 
 
