@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shoal.comm.mesh import Mesh
+from shoal.comm.axis import Axis
 from shoal.data.loader import fetched
 from shoal.data.shares import Share, shares
 from shoal.errors import UsageError
@@ -27,7 +27,7 @@ Measures = Callable[[Any, Any], dict[str, Tensor]]
 
 
 def evaluate(
-    mesh: Mesh,
+    data: Axis,
     measure: Measures,
     model: nn.Module,
     loader: DataLoader,
@@ -44,16 +44,16 @@ def evaluate(
     Raises: UsageError: the loader has no batch size, or its data set is empty.
     """
     batches = list(_batches(loader))
-    mine = batches[mesh.rank :: mesh.size]
-    idle = all_forward and mesh.rank >= len(batches) % mesh.size > 0
-    mesh.broadcast_buffers(model)
+    mine = batches[data.rank :: data.size]
+    idle = all_forward and data.rank >= len(batches) % data.size > 0
+    data.broadcast_buffers(model)
     rows: list[dict[str, Tensor]] = []
     with torch.no_grad(), _evaluating(model):
         coming = mine + batches[:1] * idle
         for share, batch in zip(coming, fetched(loader, coming), strict=True):
             *inputs, target = move(batch)
             rows.append({"samples": torch.tensor(float(share.rows)), **measure(model(*inputs), target)})
-    return _total(mesh, rows[: len(mine)], len(batches))
+    return _total(data, rows[: len(mine)], len(batches))
 
 
 @contextmanager
@@ -68,15 +68,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _total(mesh: Mesh, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
+def _total(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
     """Add up the table of all batches, in order."""
     # Rank 0 always has a batch; others may have none and so not know what is measured.
-    names = mesh.broadcast_text("\n".join(rows[0]) if rows else "").split("\n")
-    table = torch.zeros(batches, len(names), dtype=torch.float64, device=mesh.device)
+    names = data.broadcast_text("\n".join(rows[0]) if rows else "").split("\n")
+    table = torch.zeros(batches, len(names), dtype=torch.float64, device=data.device)
     for index, row in enumerate(rows):
-        table[mesh.rank + index * mesh.size] = torch.stack([v.detach().double().to(mesh.device) for v in row.values()])
+        table[data.rank + index * data.size] = torch.stack([v.detach().double().to(data.device) for v in row.values()])
     # Every entry is one number plus zeros: the sum over ranks is exact.
-    return dict(zip(names, mesh.sum(table).cpu().sum(dim=0).tolist(), strict=True))
+    return dict(zip(names, data.sum(table).cpu().sum(dim=0).tolist(), strict=True))
 
 
 def _batches(loader: DataLoader) -> Iterator[Share]:

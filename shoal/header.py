@@ -17,23 +17,32 @@ def lines(
     model: nn.Module, loader: ShareLoader | None, mesh: Mesh, accumulate: int, strategies: Iterable[Strategy]
 ) -> list[str]:
     """All of it: the global batch, who launched this, and notes on what is not as one might think."""
-    said = [] if loader is None else [spell_batch(loader.batch_size, mesh.size, accumulate)]
+    said = [] if loader is None else [_spell(loader.batch_size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
         said.append(mesh.place.describe())
     if torch.cuda.is_available() and mesh.device.type == "cpu":
         ranks, gpus = mesh.place.local_world, torch.cuda.device_count()
         said.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
     notes = [note for strategy in strategies for note in getattr(strategy, "notes", [])]
-    return said + [f"note: {note}" for note in [*differences(model, mesh.size, accumulate), *notes]]
+    return said + [f"note: {note}" for note in [*differences(model, mesh.data.size, accumulate), *notes]]
 
 
-def spell_batch(batch_size: int, ranks: int, accumulate: int) -> str:
+def spell_batch(batch_size: int, ranks: int, accumulate: int, of: str = "") -> str:
     """`global batch 256 = 8 ranks x 16 x 2 accumulated`; shares that differ by one sample are given as a range."""
     share = _spread(batch_size, ranks)
     if accumulate > 1:
         low, high = batch_size // ranks, -(-batch_size // ranks)
         share = f"{_spread(low, accumulate, high)} x {accumulate} accumulated"
-    return f"global batch {batch_size} = {ranks} {'rank' if ranks == 1 else 'ranks'} x {share}"
+    return f"global batch {batch_size} = {ranks} {of}{'rank' if ranks == 1 else 'ranks'} x {share}"
+
+
+def _spell(batch_size: int, mesh: Mesh, accumulate: int) -> str:
+    """Where fewer ranks than all share out the batch: `... = 2 data ranks x 8; 8 ranks = 2 data x 4 tensor`."""
+    if mesh.axes is None:
+        return spell_batch(batch_size, mesh.size, accumulate)
+    sizes = [f"{axis.size} {name}" for name, axis in mesh.axes._asdict().items() if axis.size > 1 or name == "data"]
+    spelled = spell_batch(batch_size, mesh.data.size, accumulate, of="data ")
+    return f"{spelled}; {mesh.size} ranks = {' x '.join(sizes)}"
 
 
 def _spread(total: int, parts: int, high: int | None = None) -> str:

@@ -1,20 +1,23 @@
-"""The one owner of process groups: this rank's place among all ranks, its device, and how to leave."""
+"""The one owner of process groups: this rank's place in the world and along its axes, its device, and how to leave."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.errors import EnvironmentConflict
+from shoal.comm.axis import Axis, new_group
+from shoal.comm.layout import Degrees, lines, problems
+from shoal.errors import EnvironmentConflict, StrategyRefused
 from shoal.launch.environment import Place
 from shoal.launch.nursery import Nursery
 
@@ -30,80 +33,79 @@ class Holder(Protocol):
 _holders: WeakSet[Holder] = WeakSet()
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """Where this rank stands. `size` ranks in all; axes for tensor and pipeline groups belong here as well."""
+class Axes(NamedTuple):
+    """The axes of a world that is cut."""
 
-    rank: int
-    size: int
-    device: torch.device
+    pipeline: Axis
+    data: Axis
+    tensor: Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Axis):
+    """All ranks, and the three axes that they stand along: see `shoal.comm.layout`.
+
+    The batch is shared out along `data`; ranks of one pipeline and of one tensor group see the same samples. What
+    everyone takes part in, the Mesh does itself.
+    """
+
     place: Place
     nursery: Nursery | None = None
     """On one rank of each machine, where a strategy has asked for it: starts helper processes."""
+    degrees: Degrees = field(default_factory=Degrees)
+    axes: Axes | None = None
+    """None where there is the data axis alone: it is the world, with no group of its own."""
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The element-wise sum over all ranks, in place. Collective."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+    @property
+    def data(self) -> Axis:
+        return self if self.axes is None else self.axes.data
 
-    def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Every rank takes rank 0's, in place. Collective."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=0)
+    @property
+    def tensor(self) -> Axis:
+        return Axis(0, 1, self.device) if self.axes is None else self.axes.tensor
 
-    def broadcast(self, module: nn.Module) -> None:
-        """Every rank takes rank 0's parameters and buffers. Collective."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            self.broadcast_tensor(tensor.detach())
+    @property
+    def pipeline(self) -> Axis:
+        return Axis(0, 1, self.device) if self.axes is None else self.axes.pipeline
 
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Every rank takes rank 0's buffers, BatchNorm's running statistics above all. Collective."""
-        for buffer in module.buffers():
-            self.broadcast_tensor(buffer)
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's own mesh, from which `fully_shard` and DTensor take theirs. Its first use is collective.
 
-    def broadcast_text(self, text: str) -> str:
-        """Rank 0's text on every rank, as bytes: nothing is unpickled. Collective."""
-        if self.size == 1:
-            return text
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(length, src=0)
-        data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, src=0)
-        return bytes(data.tolist()).decode()
-
-    def gather_text(self, text: str) -> list[str]:
-        """Every rank's text, on every rank, as bytes: nothing is unpickled. Collective."""
-        if self.size == 1:
-            return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.int64, device=self.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        lengths[self.rank] = len(data)
-        table = torch.zeros(self.size, int(self.sum(lengths).max()), dtype=torch.int64, device=self.device)
-        table[self.rank, : len(data)] = data
-        rows = self.sum(table).cpu()
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
-
-    def new_group(self) -> dist.ProcessGroup | None:
-        """A Gloo group of all ranks for what goes on beside training; None in a world of one. Collective."""
-        return dist.new_group(backend="gloo") if self.size > 1 else None
-
-    def barrier(self) -> None:
-        """Wait until every rank is here. Collective."""
-        if self.size > 1:
-            dist.barrier()
+        Its dimensions are "pipeline", "replicate", "shard" and "tensor"; all but "shard" are left out where they have
+        one rank. "replicate" x "shard" is the data axis. There is one mesh, for torch composes dimensions of one only.
+        """
+        shard = self.degrees.shard or self.data.size
+        sizes = {"pipeline": self.pipeline.size, "replicate": self.data.size // shard, "shard": shard}
+        sizes["tensor"] = self.tensor.size
+        groups: dict[str, dist.ProcessGroup] = {}
+        stride = self.size
+        for name, size in sizes.items():
+            stride //= size
+            if size == 1 and name != "shard":
+                continue
+            # Engines of the data axis get groups of their own: what they send must not come between other messages.
+            own = {"pipeline": self.pipeline, "tensor": self.tensor}.get(name)
+            groups[name] = new_group(lines(self.size, size, stride)) if own is None else own.group or _everyone()
+        shape = [sizes[name] for name in groups]
+        ranks = torch.arange(self.size).view(shape)
+        return DeviceMesh.from_group([*groups.values()], self.device.type, ranks, mesh_dim_names=tuple(groups))
 
 
-def join(place: Place, helpers: bool = False) -> Mesh:
+def join(place: Place, helpers: bool, degrees: Degrees) -> Mesh:
     """Take this process's place in the world. Collective; a world of one talks to nobody.
 
     A process group that the program itself has set up is used as it is.
 
-    Args: helpers: a strategy wants processes of its own beside the ranks.
+    Args:
+        helpers: a strategy wants processes of its own beside the ranks.
+        degrees: how the world is cut.
 
-    Raises: EnvironmentConflict: that group is another world than the launcher's variables tell of.
+    Raises:
+        EnvironmentConflict: that group is another world than the launcher's variables tell of.
+        StrategyRefused: the world cannot be cut so.
     """
+    _refuse(place, degrees)
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world):
         raise EnvironmentConflict(
             f"the program's own process group says rank {dist.get_rank()} of {dist.get_world_size()}, the environment "
@@ -119,7 +121,10 @@ def join(place: Place, helpers: bool = False) -> Mesh:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
         # A group that is still open while the interpreter goes down can end a good run with an error.
         atexit.register(leave)
-    return Mesh(place.rank, place.world, device, place, nursery)
+    axes = _axes(place, device, degrees) if degrees.data(place.world) < place.world else None
+    return Mesh(
+        rank=place.rank, size=place.world, device=device, place=place, nursery=nursery, degrees=degrees, axes=axes
+    )
 
 
 def close_before_leaving(holder: Holder) -> None:
@@ -146,6 +151,41 @@ def leave() -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _refuse(place: Place, degrees: Degrees) -> None:
+    """Raise StrategyRefused where ranks cannot stand so."""
+    found = problems(degrees, place.world, place.local_world)
+    if not found and place.rank % degrees.tensor != place.local_rank % degrees.tensor:
+        found = [
+            f"tensor={degrees.tensor}: tensor groups lie inside one machine, but rank {place.rank} is number "
+            f"{place.local_rank} on its machine: ranks go round the machines. Start them in blocks, under srun with "
+            "--distribution=block."
+        ]
+    if found:
+        raise StrategyRefused("\n".join(found))
+
+
+def _axes(place: Place, device: torch.device, degrees: Degrees) -> Axes:
+    """The three axes of a world that is cut. Collective."""
+    data = degrees.data(place.world)
+    return Axes(
+        pipeline=_axis(place, device, degrees.pipeline, data * degrees.tensor),
+        data=_axis(place, device, data, degrees.tensor),
+        tensor=_axis(place, device, degrees.tensor, 1),
+    )
+
+
+def _axis(place: Place, device: torch.device, size: int, stride: int) -> Axis:
+    all_lines = lines(place.world, size, stride)
+    group = new_group(all_lines) if 1 < size < place.world else None
+    return Axis(place.rank // stride % size, size, device, all_lines, group)
 
 
 def _device(place: Place) -> torch.device:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucket, which its stubs leave out
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.axis import Axis
+
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -39,15 +41,17 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
-def use_ordered_mean(ddp: DistributedDataParallel, failures: list[Exception]) -> None:
-    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective.
+def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Exception]) -> None:
+    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective over
+    the world.
 
     Args:
+        axis: whose ranks `ddp` averages over.
         failures: what went wrong is added here; the caller looks after each backward pass. A future of torch's does not
             carry a Python error through the backward pass.
     """
     # A group of its own: the engine's collectives, in the other thread, must not come between.
-    group = dist.new_group()
+    group = axis.new_group()
     # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ordered-mean")
 
@@ -60,7 +64,7 @@ def use_ordered_mean(ddp: DistributedDataParallel, failures: list[Exception]) ->
 
 
 def _reduce(
-    buffer: Tensor, group: dist.ProcessGroup, done: torch.futures.Future[Tensor], failures: list[Exception]
+    buffer: Tensor, group: dist.ProcessGroup | None, done: torch.futures.Future[Tensor], failures: list[Exception]
 ) -> None:
     try:
         ordered_mean(buffer, group)

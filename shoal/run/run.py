@@ -95,7 +95,8 @@ class Run:
         if loader is None:
             refuse_without_loader(self._accumulate, self._step_in_backward)
         groups = binding.names_in(optimizer, model)
-        shared = None if loader is None else ShareLoader(loader, self.rank, self.world, self._seed)
+        data = self.mesh.data
+        shared = None if loader is None else ShareLoader(loader, data.rank, data.size, self._seed)
         for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
             self._announce(line)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
@@ -108,8 +109,8 @@ class Run:
         self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
         self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
-        # From here on ranks draw differently: the same dropout mask on every rank would be a smaller sample.
-        torch.manual_seed(stream(self._seed, self.rank))
+        # From here on ranks with other samples draw differently: one dropout mask for all would be a smaller sample.
+        torch.manual_seed(stream(self._seed, data.rank))
         self._part, self._optimizer, self._loader, self._rows = part, optimizer, shared, Rows(shared)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return model, optimizer, shared
@@ -223,7 +224,7 @@ class Run:
         if part is not None:
             self.agree()
         try:
-            return evaluate(self.mesh, measure, model, loader, self.move, part is not None and part.all_forward)
+            return evaluate(self.mesh.data, measure, model, loader, self.move, part is not None and part.all_forward)
         finally:
             if part is not None:
                 part.release()

@@ -37,7 +37,7 @@ class Resumable:
         part, optimizer = self.part, self.optimizer
         if part.remote is not None:
             part.remote.collect(optimizer)
-        self.mesh.broadcast_buffers(part.module)
+        self.mesh.data.broadcast_buffers(part.module)
         tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
         gathered, scalars = binding.optimizer_state(optimizer, part.owned)
         tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
@@ -86,7 +86,7 @@ def refuse_incomplete(info: Mapping[str, Any]) -> None:
 
 def save_model(model: nn.Module, mesh: Mesh, path: str | Path) -> None:
     """Write the whole `state_dict`, all of it or nothing. Collective; the ranks hold the same weights."""
-    mesh.broadcast_buffers(model)
+    mesh.data.broadcast_buffers(model)
     state = {}
     for name, value in tensors_of(model).items():
         full = whole(value)  # one at a time: only rank 0 keeps them

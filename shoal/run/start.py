@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from shoal.comm.layout import Degrees
 from shoal.comm.mesh import join
 from shoal.errors import ConfigError
 from shoal.in_backward import refuse_with
@@ -79,7 +80,8 @@ def begin(
     if step_in_backward:
         refuse_with(accumulate, loss_scale=precision == "fp16")
     chosen = parse(strategy)
-    mesh = join(read(os.environ), helpers=any(getattr(strategy, "helpers", False) for strategy in chosen))
+    helpers = any(getattr(strategy, "helpers", False) for strategy in chosen)
+    mesh = join(read(os.environ), helpers, Degrees(**base.spans(chosen)))
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

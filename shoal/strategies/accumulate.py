@@ -32,7 +32,7 @@ class Accumulate:
         def run(forward: Forward, batch: Batch) -> Loss:
             loss = None
             # Where a forward pass is collective, a rank with fewer samples makes as many of them as the others.
-            least = -(-batch.global_rows // mesh.size) if part.all_forward else 1
+            least = -(-batch.global_rows // mesh.data.size) if part.all_forward else 1
             for micro in split(batch, self.parts, least):
                 loss = part.run(forward, micro._replace(before=None if loss is None else loss.totals))
             assert loss is not None

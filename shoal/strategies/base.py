@@ -166,11 +166,19 @@ class Part:
 
 
 class Strategy(Protocol):
-    """A way to cut. A strategy is one file; its options are its fields."""
+    """A way to cut. A strategy is one file; its options are its fields.
+
+    One that spans an axis of the mesh says how far: it has `spans`, such as {"tensor": 2}; see `shoal.comm.layout`.
+    """
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """What this rank holds afterwards. Collective: every rank of the mesh calls it."""
         ...
+
+
+def spans(strategies: Iterable[Strategy]) -> dict[str, int]:
+    """How far strategies span the axes of the mesh, which is made before anything is cut."""
+    return {axis: size for strategy in strategies for axis, size in getattr(strategy, "spans", {}).items()}
 
 
 def whole(module: nn.Module) -> Part:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import ordered_mean, use_ordered_mean
 from shoal.errors import StrategyRefused
@@ -59,10 +60,10 @@ class Ddp:
         """
         if not part.owned:
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
-        if mesh.size == 1:
+        if mesh.data.size == 1:
             return part
-        mesh.broadcast(part.module)
-        engine = _Engine(self, part, mesh)
+        mesh.data.broadcast(part.module)
+        engine = _Engine(self, part, mesh.data)
         close_before_leaving(engine)
         return replace(part, forward=engine.forward, run=engine.run, late_gradients=LATE)
 
@@ -70,14 +71,14 @@ class Ddp:
 class _Engine:
     """Takes the first step by hand, looking, and all others through a DistributedDataParallel built for what it saw."""
 
-    def __init__(self, options: Ddp, part: Part, mesh: Mesh) -> None:
-        self.options, self.part, self.mesh = options, part, mesh
-        self.riding = _Riding(part, mesh)
+    def __init__(self, options: Ddp, part: Part, data: Axis) -> None:
+        self.options, self.part, self.data = options, part, data
+        self.riding = _Riding(part, data.device)
         self.look = _Look(self.riding)
         self.ddp: DistributedDataParallel | None = None
         self.failures: list[Exception] = []
         # Two ranks add in one order only. With NCCL the order is its own affair.
-        self.ordered = mesh.size > 2 and mesh.device.type == "cpu"
+        self.ordered = data.size > 2 and data.device.type == "cpu"
 
     def forward(self, batch: Batch) -> Outcome:
         """Through the engine, so that it knows which gradients to wait for."""
@@ -87,7 +88,7 @@ class _Engine:
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch; gradients and totals are reduced with the last one of the step."""
         # Gradients become means over ranks; the objectives of all ranks are to be summed.
-        batch = batch._replace(scale=batch.scale * self.mesh.size)
+        batch = batch._replace(scale=batch.scale * self.data.size)
         self.riding.carrier.grad = None
         with nullcontext() if batch.last or self.ddp is None else self.ddp.no_sync():
             local = self.part.run(forward, batch)
@@ -108,14 +109,20 @@ class _Engine:
     def _after_the_first(self) -> DistributedDataParallel:
         """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""
         used, changed = self.look.result()
-        flags = torch.tensor([*used, changed], dtype=torch.int64, device=self.mesh.device)
-        *users, changes = self.mesh.sum(flags).tolist()
+        flags = torch.tensor([*used, changed], dtype=torch.int64, device=self.data.device)
+        *users, changes = self.data.sum(flags).tolist()
         for parameter, count in zip(self.look.parameters, users, strict=True):
             if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                ordered_mean(parameter.grad) if self.ordered else self.mesh.sum(parameter.grad.div_(self.mesh.size))
-        always = all(count == self.mesh.size for count in users)
+                self._mean(parameter.grad)
+        always = all(count == self.data.size for count in users)
         return self._build(find_unused=self.options.unused or not always, sync_buffers=changes > 0)
+
+    def _mean(self, gradient: Tensor) -> None:
+        if self.ordered:
+            ordered_mean(gradient, self.data.group)
+        else:
+            self.data.sum(gradient.div_(self.data.size))
 
     def _build(self, find_unused: bool, sync_buffers: bool) -> DistributedDataParallel:
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -124,6 +131,7 @@ class _Engine:
         arguments: dict[str, Any] = {buffers: sync_buffers}
         ddp = DistributedDataParallel(
             self.riding,
+            process_group=self.data.group,
             init_sync=False,  # `cut` has made all ranks equal
             bucket_cap_mb=self.options.bucket_mb,
             find_unused_parameters=find_unused,
@@ -132,7 +140,7 @@ class _Engine:
         )
         self.riding.searched = find_unused
         if self.ordered:
-            use_ordered_mean(ddp, self.failures)
+            use_ordered_mean(ddp, self.data, self.failures)
         return ddp
 
     def _check_reduced(self, ddp: DistributedDataParallel) -> None:
@@ -172,12 +180,12 @@ class _Look:
 class _Riding(nn.Module):
     """[1] The part's module with one parameter more, whose gradient is the totals of the step."""
 
-    def __init__(self, part: Part, mesh: Mesh) -> None:
+    def __init__(self, part: Part, device: torch.device) -> None:
         super().__init__()
         self.module = part.module
         self.part_forward, self.searched = part.forward, False
         dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32)
-        self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=mesh.device))
+        self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=device))
 
     def carried(self) -> Tensor:
         """Totals over all ranks, after the backward pass."""

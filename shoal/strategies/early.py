@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.comm.layout import Degrees, problems
 from shoal.config.job import Job
 from shoal.strategies import Named, named
 
@@ -16,7 +17,11 @@ TAKE_NO_SHARDS = ("Adafactor", "Rprop")
 
 def refusals(line: str, ranks: int) -> list[str]:
     """Why `ranks` ranks are no world for the strategies of a line. Raises ConfigError: a wrong name."""
-    return [problem for strategy in named(line) for problem in _of_one(strategy, ranks)]
+    strategies = named(line)
+    found = problems(_degrees(strategies), ranks)
+    return found or [
+        problem for strategy in strategies for problem in _of_one(strategy, _degrees(strategies).data(ranks))
+    ]
 
 
 def refusals_of_job(job: Job, ranks: int) -> list[str]:
@@ -24,15 +29,18 @@ def refusals_of_job(job: Job, ranks: int) -> list[str]:
     return refusals(job.strategy, ranks) + (list(_of_optimizer(job)) if ranks > 1 else [])
 
 
+def _degrees(strategies: list[Named]) -> Degrees:
+    """As far as they are numbers; what is none is refused where strategies are made."""
+    asked = {strategy.name: strategy.value or "2" for strategy in strategies if strategy.name in ("tensor", "pipeline")}
+    for strategy in strategies:
+        if strategy.name in ZERO:
+            asked["shard"] = dict(strategy.options).get("hybrid", "0")
+    return Degrees(**{axis: int(size) for axis, size in asked.items() if size.isdecimal()})
+
+
 def _of_one(strategy: Named, ranks: int) -> Iterator[str]:
     if strategy.name == "single" and ranks > 1:
         yield f"strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."
-    hybrid = dict(strategy.options).get("hybrid", "0") if strategy.name in ZERO else "0"
-    if hybrid.isdecimal() and int(hybrid) and ranks % int(hybrid):
-        yield (
-            f"strategy {strategy.name}: hybrid={hybrid} shards inside groups of {hybrid} ranks; {ranks} ranks do not "
-            f"make whole groups. Use a divisor of {ranks}."
-        )
 
 
 def _of_optimizer(job: Job) -> Iterator[str]:

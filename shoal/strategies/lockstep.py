@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shoal.comm.mesh import Mesh
+from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.plan import DONE, Plan
 
@@ -49,9 +49,9 @@ class Lockstep:
         lacking: parameters for which this rank has given zeros in this step, by name.
     """
 
-    def __init__(self, mesh: Mesh, root: nn.Module, units: Mapping[str, nn.Module], trained: list[str]) -> None:
-        self.mesh, self.root, self.trained = mesh, root, trained
-        self.group = None if mesh.device.type == "cpu" else mesh.new_group()  # for numbers that wait for no GPU
+    def __init__(self, data: Axis, root: nn.Module, units: Mapping[str, nn.Module], trained: list[str]) -> None:
+        self.data, self.root, self.trained = data, root, trained
+        self.group = data.group if data.device.type == "cpu" else data.new_group()  # for numbers that wait for no GPU
         whole = {name for name, parameter in root.named_parameters() if parameter.dim() == 0}
         left = [name for name in trained if name not in whole]
         self.members: list[_Member] = []
@@ -103,7 +103,7 @@ class Lockstep:
         self.plan = self.plans.setdefault((self.root.training, grad), Plan(self._least))
         self.plan.begin()
         self.running, self.stood_in = "", False
-        self.token = torch.zeros((), device=self.mesh.device, requires_grad=True) if grad else None
+        self.token = torch.zeros((), device=self.data.device, requires_grad=True) if grad else None
         for member in self.members:
             member.reduced = False
 

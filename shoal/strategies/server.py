@@ -79,11 +79,15 @@ class Server:
         """Replaces forward, run, gather and remote. Collective.
 
         Raises:
-            StrategyRefused: the model has no trainable parameter.
+            StrategyRefused: the model has no trainable parameter; a mesh with other axes than data.
             ConfigError: no such number of servers, or staleness.
         """
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
+        if mesh.data.size < mesh.size:
+            raise StrategyRefused(
+                "strategy server owns whole parameters; beside tensor and pipeline no rank has them. Use ddp or zero1."
+            )
         mesh.broadcast(part.module)
         engine = self.engine(part, mesh)
         close_before_leaving(engine)

@@ -15,8 +15,8 @@ class Single:
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
-        if mesh.size > 1:
+        if mesh.data.size > 1:
             raise StrategyRefused(
-                f"strategy single trains on one rank; there are {mesh.size}. Use ddp, or start one process."
+                f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or start one process."
             )
         return part

@@ -25,11 +25,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, ensure_group
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
@@ -55,18 +56,18 @@ class Zero1:
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces module (in place), forward, run, owned, reduce. Collective.
 
-        Raises: StrategyRefused: no trainable parameter; a number of ranks that groups of `hybrid` do not divide.
+        Raises: StrategyRefused: no trainable parameter.
         """
         if not part.owned:
             raise StrategyRefused(f"strategy zero{self.stage} shards what is trained; the model has no such parameter.")
-        shape = self._shape(mesh)
-        if mesh.size == 1 and not self.offload:
+        if mesh.data.size == 1 and not self.offload:
             return part
         ensure_group()
-        mesh.broadcast(part.module)
-        engine = _Engine(self.stage, part, mesh)
-        device_mesh = init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        engine.shard(device_mesh, self.unit, self._policy(mesh))
+        mesh.data.broadcast(part.module)
+        engine = _Engine(self.stage, part, mesh.data)
+        names = mesh.device_mesh.mesh_dim_names or ()
+        over = mesh.device_mesh[("replicate", "shard") if "replicate" in names else "shard"]
+        engine.shard(over, self.unit, self._policy(mesh))
         return replace(
             part,
             forward=engine.forward,
@@ -78,14 +79,9 @@ class Zero1:
             uncertain=engine.lockstep.lacking if engine.lockstep else frozenset(),
         )
 
-    def _shape(self, mesh: Mesh) -> tuple[int, int]:
-        size = self.hybrid or mesh.size
-        if size < 0 or mesh.size % size:
-            raise StrategyRefused(
-                f"hybrid={self.hybrid} shards inside groups of {self.hybrid} ranks; {mesh.size} ranks do not make "
-                f"whole groups. Use a divisor of {mesh.size}."
-            )
-        return mesh.size // size, size
+    @property
+    def spans(self) -> dict[str, int]:
+        return {"shard": self.hybrid}
 
     def _policy(self, mesh: Mesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if self.offload else OffloadPolicy()
@@ -108,8 +104,8 @@ class Zero3(Zero1):
 class _Engine:
     """One rank's steps through `fully_shard`."""
 
-    def __init__(self, stage: int, part: Part, mesh: Mesh) -> None:
-        self.stage, self.part, self.mesh = stage, part, mesh
+    def __init__(self, stage: int, part: Part, data: Axis) -> None:
+        self.stage, self.part, self.data = stage, part, data
         self.totals: Tensor | None = None
         self.summed: dist.Work | None = None
         # fully_shard takes no scalars; they stay whole, and what the optimizer steps shares their memory.
@@ -118,21 +114,20 @@ class _Engine:
         self.sharded: dict[str, nn.Parameter] = {}
         self.lockstep: Lockstep | None = None
 
-    def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
+    def shard(self, over: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
         """Cut the module's parameters, the innermost units first."""
-        shared = mesh["shard"] if mesh.size(0) == 1 else mesh
         scalars = {p for p in self.part.module.parameters() if p.dim() == 0}
-        arguments: dict[str, Any] = {"mesh": shared, "offload_policy": policy, "ignored_params": scalars}
+        arguments: dict[str, Any] = {"mesh": over, "offload_policy": policy, "ignored_params": scalars}
         root = self.part.module
         found = innermost(units(root, unit))  # one after the other, so that all ranks can have one order
-        if self.mesh.size > 1:
-            self.lockstep = Lockstep(self.mesh, root, found, [*self.part.owned])
+        if self.data.size > 1:
+            self.lockstep = Lockstep(self.data, root, found, [*self.part.owned])
         for module in [*found.values(), root]:
             module.register_forward_hook(_no_views)
             with self.lockstep.around(module) if self.lockstep else nullcontext():
                 fully_shard(module, reshard_after_forward=self.stage == 3 and module is not root, **arguments)
         for name, scalar in self.scalars.items():
-            self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), shared))
+            self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), over))
 
     def owned(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps: its shard of every trainable parameter."""
@@ -146,7 +141,9 @@ class _Engine:
             outcome = outcome._replace(objective=self.lockstep.tied(outcome.objective))
         if batch.last:
             self.totals = outcome.totals
-            self.summed = dist.all_reduce(self.totals, async_op=True) if self.mesh.size > 1 else None
+            self.summed = (
+                dist.all_reduce(self.totals, group=self.data.group, async_op=True) if self.data.size > 1 else None
+            )
         return outcome
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
@@ -158,13 +155,13 @@ class _Engine:
             self.lockstep.reduces = batch.last or self.stage > 1
         module.set_reshard_after_backward(batch.last or self.stage == 3)
         with self._naming_sharded_weights():
-            loss = self.part.run(forward, batch._replace(scale=batch.scale * self.mesh.size))
+            loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
         if not batch.last:
             return loss
         assert self.totals is not None
         if self.summed is not None:
             self.summed.wait()
-        return Loss(self.totals / self.mesh.size, loss.weighed)
+        return Loss(self.totals / self.data.size, loss.weighed)
 
     @contextmanager
     def _naming_sharded_weights(self) -> Iterator[None]:
@@ -196,7 +193,7 @@ class _Engine:
         """All of them in one message: every rank sends as many, used there or not."""
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
         dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
-        means = self.mesh.sum(torch.stack([gradient.to(dtype) for gradient in gradients])).div_(self.mesh.size)
+        means = self.data.sum(torch.stack([gradient.to(dtype) for gradient in gradients])).div_(self.data.size)
         for (name, scalar), mean in zip(used.items(), means.unbind(), strict=True):
             shadow = self.shadows[name]
             assert isinstance(shadow, DTensor)

@@ -41,7 +41,12 @@ class Worker:
 
     def __init__(self, start: Start, rank: int, held: list[Held]) -> None:
         job = self.job = replace(start.job, data=replace(start.job.data, workers=0))  # they change no sample
-        mesh = _Alone(rank, len(start.private), torch.device(start.info["device"]), read_place(os.environ))
+        mesh = _Alone(
+            rank=rank,
+            size=len(start.private),
+            device=torch.device(start.info["device"]),
+            place=read_place(os.environ),
+        )
         seed_all(job.seed)
         built = build(job, mesh.device)
         self.run = Run(mesh, _strategies(job, held), job.seed, job.train.accumulate, None, _silent)

@@ -1,0 +1,130 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.comm.axis import Axis
+from shoal.comm.layout import Degrees
+from shoal.comm.mesh import Mesh, join
+from shoal.errors import LaunchError
+from shoal.launch.environment import read
+from shoal.testing import world
+
+
+def joined(**degrees: int) -> Mesh:
+    return join(read(os.environ), helpers=False, degrees=Degrees(**degrees))
+
+
+def who(axis: Axis) -> tuple[int, ...]:
+    """Everybody in the line, by a sum of one-hots; the first one, by a broadcast."""
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    mine[dist.get_rank()] = 1
+    first = torch.tensor(dist.get_rank())
+    axis.broadcast_tensor(first)
+    found = axis.sum(mine).nonzero().flatten().tolist()
+    assert (found[0], found[axis.rank], len(found)) == (first.item(), dist.get_rank(), axis.size)
+    assert axis.gather_text(str(dist.get_rank())) == [str(rank) for rank in found]
+    assert axis.broadcast_text(str(dist.get_rank())) == str(found[0])
+    axis.barrier()
+    return tuple(found)
+
+
+def lines_of(**degrees: int) -> tuple[tuple[int, ...], ...]:
+    mesh = joined(**degrees)
+    return tuple(who(axis) for axis in (mesh.pipeline, mesh.data, mesh.tensor))
+
+
+def test_every_axis_reaches_those_that_differ_in_nothing_else() -> None:
+    found = world.run(8, three_ways)
+    assert found[0] == ((0, 4), (0, 2), (0, 1))
+    assert found[7] == ((3, 7), (5, 7), (6, 7))
+
+
+def three_ways() -> tuple[tuple[int, ...], ...]:
+    return lines_of(pipeline=2, tensor=2)
+
+
+def two_of_four() -> tuple[tuple[int, ...], ...]:
+    return lines_of(tensor=2)
+
+
+def all_tensor() -> tuple[tuple[int, ...], ...]:
+    return lines_of(tensor=3)
+
+
+def test_what_no_strategy_spans_is_data() -> None:
+    assert world.run(4, two_of_four)[3] == ((3,), (1, 3), (2, 3))
+    assert world.run(3, all_tensor)[1] == ((1,), (1,), (0, 1, 2))
+
+
+def groups_made() -> tuple[bool, int]:
+    before = dist.distributed_c10d._world.group_count
+    mesh = joined()
+    return mesh.data is mesh, dist.distributed_c10d._world.group_count - before
+
+
+def test_a_world_of_data_alone_makes_no_group() -> None:
+    assert world.run(3, groups_made) == [(True, 0)] * 3
+
+
+def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
+    mesh = joined(**degrees)
+    root = mesh.device_mesh
+    assert root is mesh.device_mesh
+    names = root.mesh_dim_names or ()
+    groups = {name: dist.get_process_group_ranks(root[name].get_group()) for name in names}
+    return groups, "tensor" not in groups or root.get_group("tensor") is (mesh.tensor.group or dist.group.WORLD)
+
+
+def all_dimensions() -> tuple[dict[str, list[int]], bool]:
+    return torch_mesh(pipeline=2, tensor=2, shard=1)
+
+
+def shard_alone() -> tuple[dict[str, list[int]], bool]:
+    return torch_mesh()
+
+
+def hybrid() -> tuple[dict[str, list[int]], bool]:
+    return torch_mesh(tensor=2, shard=2)
+
+
+def tensor_alone() -> tuple[dict[str, list[int]], bool]:
+    return torch_mesh(tensor=2)
+
+
+def test_torch_sees_one_mesh_of_the_same_lines() -> None:
+    assert world.run(8, all_dimensions)[5] == (
+        {"pipeline": [1, 5], "replicate": [5, 7], "shard": [5], "tensor": [4, 5]},
+        True,
+    )
+    assert world.run(8, hybrid)[3] == ({"replicate": [3, 7], "shard": [1, 3], "tensor": [2, 3]}, True)
+    assert world.run(2, tensor_alone)[1] == ({"shard": [1], "tensor": [0, 1]}, True)
+    assert world.run(2, shard_alone)[1] == ({"shard": [0, 1]}, True)
+
+
+def wrong_world() -> None:
+    joined(tensor=2, pipeline=3)
+
+
+def round_the_machines() -> None:
+    os.environ["LOCAL_RANK"] = str({0: 0, 1: 0, 2: 1, 3: 1}[int(os.environ["RANK"])])
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    joined(tensor=2)
+
+
+def test_ranks_that_cannot_stand_so_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"needs a multiple of 6 ranks; there are 4. Try pipeline=2."):
+        world.run(4, wrong_world)
+    with pytest.raises(LaunchError, match="ranks go round the machines"):
+        world.run(4, round_the_machines)
+
+
+def beside() -> list[int]:
+    group = joined(tensor=2).data.new_group()
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+def test_a_group_beside_training_is_of_the_line() -> None:
+    assert world.run(4, beside) == [[0, 2], [1, 3], [0, 2], [1, 3]]
