@@ -51,17 +51,20 @@ def main() -> None:
     parser.add_argument("--crews", nargs="+", default=[f"{m},{n}" for m, n in CREWS], help="WORKERS,SERVERS")
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--cell-s", type=float, default=8, help="once it has taken that long, FEWEST turns are enough")
+    parser.add_argument("--more", action="store_true", help="keep the other cells of result.json")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed.rpc"])
     packages = ("torch", "ray", "pyzmq", "tensorflow_cpu")
     facts = circumstances([package for package in packages if find_spec(_module(package))])
-    cells: list[dict[str, Any]] = []
-    missing: dict[str, dict[str, str]] = {}
+    kept = json.loads(options.out.read_text()) if options.more else {"cells": [], "missing": {}}
+    cells: list[dict[str, Any]] = [cell for cell in kept["cells"] if not _is_measured(cell, options)]
+    missing: dict[str, dict[str, str]] = kept["missing"]
     for crew in options.crews:
         workers, servers = map(int, crew.split(","))
-        running = start(options.only, workers, servers, missing.setdefault(crew, {}))
+        missing[crew] = {}
+        running = start(options.only, workers, servers, missing[crew])
         for mib in options.mib:
             times_s = measure(running, workers, mib, options.cell_s)
             cells.append({"workers": workers, "servers": servers, "mib": mib, "round_s": times_s})
@@ -102,6 +105,10 @@ def measure(running: dict[str, Candidate], workers: int, mib: int, cell_s: float
             times_s[name].append(running[name].turn(rounds) / rounds)
     print(f"{workers} workers, {mib} MiB: {ready_s - begun_s:.1f} s to get ready, {time.monotonic() - ready_s:.1f} s")
     return times_s
+
+
+def _is_measured(cell: dict[str, Any], options: argparse.Namespace) -> bool:
+    return cell["mib"] in options.mib and f"{cell['workers']},{cell['servers']}" in options.crews
 
 
 def _module(package: str) -> str:

@@ -23,7 +23,7 @@ Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     by_crew: dict[str, dict[int, Cell]] = {}
-    for cell in result["cells"]:
+    for cell in sorted(result["cells"], key=lambda cell: (cell["workers"], cell["servers"], cell["mib"])):
         by_crew.setdefault(f"{cell['workers']},{cell['servers']}", {})[cell["mib"]] = cell
     parts = [comparison(ours, by_crew, mib) for ours in OURS for mib in COMPARED_MIB]
     parts += [rates(crew, cells, result["missing"][crew]) for crew, cells in by_crew.items()]
