@@ -215,12 +215,14 @@ class Run:
 
         Args:
             measure: (output, target) -> name -> scalar sum over the batch, e.g. correct predictions.
-            model: prepared or not; it is put into evaluation mode and back.
+            model: what was prepared, something around it, or another; it is put into evaluation mode and back.
             loader: a plain DataLoader; its `batch_size` is what one rank computes at once.
 
         Returns: the sums, and `samples`.
         """
-        part = self._part if self._part is not None and model is self._part.module else None
+        part = self._part
+        if part is not None and all(module is not part.module for module in model.modules()):
+            part = None
         if part is not None:
             self.agree()
         try:

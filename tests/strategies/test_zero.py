@@ -81,10 +81,12 @@ def test_each_rank_holds_its_share_of_parameters_and_optimizer_states(strategy: 
     assert world.run(4, held, f"{strategy},hybrid=2") == [(whole // 2, whole // 2)] * 4
 
 
-def evaluated(strategy: str, samples: int) -> tuple[dict[str, float], bool]:
+def evaluated(
+    strategy: str, samples: int, around: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> tuple[dict[str, float], bool]:
     run, model, _, _ = prepared(strategy, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10)))
     loader = DataLoader(Subset(images(), range(samples)), batch_size=3)
-    sums = run.evaluate(lambda out, y: {"loss": F.cross_entropy(out, y, reduction="sum")}, model, loader)
+    sums = run.evaluate(lambda out, y: {"loss": F.cross_entropy(out, y, reduction="sum")}, around(model), loader)
     return sums, all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -92,6 +94,11 @@ def evaluated(strategy: str, samples: int) -> tuple[dict[str, float], bool]:
 def test_an_evaluation_is_exact_where_some_ranks_have_fewer_batches_and_ends_in_shards(samples: int) -> None:
     expected, _ = evaluated("single", samples)
     assert world.run(3, evaluated, "zero3", samples) == [(expected, True)] * 3
+
+
+def test_an_evaluation_of_what_stands_around_the_model_is_exact_too() -> None:
+    expected, _ = evaluated("single", 2)
+    assert world.run(3, evaluated, "zero3", 2, nn.Sequential) == [(expected, True)] * 3
 
 
 def saves(strategy: str, file: Path) -> dict[str, Tensor]:
