@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,16 +62,19 @@ def by_hand(experiment: Experiment, file: Path) -> None:
     torch.manual_seed(stream(0, 0))  # dropout draws what rank 0 draws
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
+    norms: list[Tensor] = []
     for *inputs, target in _steps(experiment, ShareLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)):
         optimizer.zero_grad()
         loss = _loss(experiment, model, inputs, target)
         loss.backward()
         losses.append(loss.detach())
         gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        norms.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
         optimizer.step()
     expected = {
         "losses": losses,
         "gradients": gradients,
+        "norms": norms,
         "weights": {name: parameter.detach() for name, parameter in model.named_parameters()},
         "buffers": copied(model),
         "changed": changed(model, before),
@@ -102,11 +106,12 @@ def with_shoal(experiment: Experiment, strategy: str, accumulate: int, reference
     for step, (*inputs, target) in enumerate(_steps(experiment, loader)):
         optimizer.zero_grad()
         loss = run.forward_backward(experiment.loss_fn, model, *inputs, target)
-        expected_loss = expected["losses"][step]
-        errors[f"loss of step {step}"] = ((loss - expected_loss).abs() / expected_loss.abs().clamp(min=1e-30)).item()
-        gradients = differences(expected["gradients"][step], run.gradients()) if run.in_step else {}
-        for name, error in gradients.items():
-            errors[f"gradient of {name} in step {step}"] = error
+        errors[f"loss of step {step}"] = _relative(loss, expected["losses"][step])
+        if run.in_step:
+            for name, error in differences(expected["gradients"][step], run.gradients()).items():
+                errors[f"gradient of {name} in step {step}"] = error
+            norm, expected_norm = run.clip_gradients(math.inf), expected["norms"][step]
+            errors[f"norm of all gradients in step {step}"] = _relative(norm, expected_norm)
         optimizer.step()
     weights, after = run.weights(), f"after {experiment.steps} steps"
     for name, error in differences(expected["weights"], weights).items():
@@ -117,6 +122,11 @@ def with_shoal(experiment: Experiment, strategy: str, accumulate: int, reference
     by_rank = frozenset(f"buffer {name} {after}" for name in expected["changed"] if split)
     notes = [line.removeprefix("note: ") for line in said if line.startswith("note: ")]
     return Found(errors, notes, by_rank, expected["read"])
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The error of one number."""
+    return ((found - expected).abs() / expected.abs().clamp(min=1e-30)).item()
 
 
 def _see_no_gpu() -> None:
@@ -145,5 +155,7 @@ def _double(value: Any) -> Any:
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
+    """Two groups with settings of their own, so that a parameter in the wrong one is seen."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.01)
+    groups: list[dict[str, Any]] = [{"params": trained[::2]}, {"params": trained[1::2], "lr": 0.05, "weight_decay": 0}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1, momentum=0.9, weight_decay=0.01)
