@@ -157,7 +157,13 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize(("strategy", "early"), [("ddp", False), ("zero3", False), ("zero3", True)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("strategy", "early"),
+    [pytest.param("ddp", False, marks=SLOW), pytest.param("zero3", False, marks=SLOW), ("zero3", True)],
+)
 def test_resumed_at_the_same_world_it_ends_bit_equal(tmp_path: Path, strategy: str, early: bool) -> None:
     expected = world.run(3, saves, tmp_path, strategy, early)[0]
     assert sum(name.endswith(".codes") for name in expected) == 2 * 4
@@ -165,7 +171,12 @@ def test_resumed_at_the_same_world_it_ends_bit_equal(tmp_path: Path, strategy: s
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(("zero3", 3), ("single", 1)), (("zero3", 3), ("zero1", 2)), (("ddp", 2), ("zero3", 4))]
+    ("first", "then"),
+    [
+        (("zero3", 3), ("zero1", 2)),
+        pytest.param(("zero3", 3), ("single", 1), marks=SLOW),
+        pytest.param(("ddp", 2), ("zero3", 4), marks=SLOW),
+    ],
 )
 def test_a_checkpoint_is_exact_in_any_other_layout(tmp_path: Path, first: Any, then: Any) -> None:
     world.run(first[1], saves, tmp_path, first[0])

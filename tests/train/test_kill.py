@@ -34,6 +34,11 @@ SEEDS = {
     "servers": (11, 12),
 }
 POINTS = [(scene, part, seed) for scene in SCENES for part in ("training", "saving") for seed in SEEDS[scene]]
+EVERY_DAY = [
+    *[("augmented", "training", 1), ("dropout", "saving", 3), ("workers", "training", 5), ("fp16", "training", 6)],
+    *[("one rank", "saving", 8), ("three ranks", "saving", 9), ("servers", "training", 11)],
+]
+MARKED = [pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS]
 
 Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
@@ -56,13 +61,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 def test_there_are_at_least_twenty_points() -> None:
     assert len(set(POINTS)) >= 20
+    assert set(EVERY_DAY) < set(POINTS)
 
 
 def test_the_loss_scale_of_fp16_has_something_to_remember(undisturbed: Undisturbed) -> None:
     assert undisturbed("fp16")[0]["info"]["loss_scale"]["skipped"] > 0
 
 
-@pytest.mark.parametrize(("scene", "part", "seed"), POINTS)
+@pytest.mark.parametrize(("scene", "part", "seed"), MARKED)
 def test_a_killed_run_ends_bit_equal(
     undisturbed: Undisturbed, tmp_path: Path, scene: str, part: str, seed: int
 ) -> None:
