@@ -7,11 +7,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+
 
 @contextmanager
 def caught() -> Iterator[socket.socket]:
     """Where SIGINT, SIGTERM and SIGTSTP arrive. Those that the process was started to ignore stay ignored."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP) if signal.getsignal(n) != signal.SIG_IGN]
+    numbers = [number for number in CAUGHT if signal.getsignal(number) != signal.SIG_IGN]
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
@@ -27,8 +29,9 @@ def caught() -> Iterator[socket.socket]:
 
 
 def arrived(signals: socket.socket) -> bytes:
-    """The numbers of those that have come since."""
+    """The numbers of those that have come since. Python tells of every signal that anybody handles, such as a library's
+    SIGCHLD; those are not for us."""
     try:
-        return signals.recv(64)
+        return bytes(number for number in signals.recv(64) if number in CAUGHT)
     except BlockingIOError:
         return b""

@@ -37,6 +37,8 @@ def dies(folder: str, how: str, number: int, times: int, saves: bool) -> None:
         until(Path(folder, f"start.{start}.0"))
         if saves:
             Path(folder, f"saved.{start}").touch()
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)  # under nohup it is ignored from the start
         os.kill(os.getpid(), number)
     if rank() == 0 and start <= times:
         time.sleep(1000)
