@@ -7,7 +7,6 @@ The key is never in argv, in a log or in an error's text.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import shutil
@@ -80,25 +79,6 @@ def read_key(path: Path) -> Key:
     raise ConfigError([f"{path}: {problem}"])
 
 
-def refuse_open_bind(host: str, key: Key | None) -> None:
-    """Without a key, only this machine may reach a server.
-
-    Args:
-        host: the address to bind to; any name but `localhost` counts as reachable from outside, and so does "".
-        key: the job's key, or None.
-
-    Raises:
-        ConfigError: an address that others can reach, without a key.
-    """
-    if key is None and not _is_loopback_host(host):
-        raise ConfigError(
-            [
-                f"host '{host}': others can reach a server there, and without a key anyone may change the model; "
-                "give it the job's key, or bind to 127.0.0.1"
-            ]
-        )
-
-
 def _problem(status: os.stat_result) -> str | None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
@@ -112,10 +92,3 @@ def _problem(status: os.stat_result) -> str | None:
     if status.st_size != KEY_BYTES:
         return f"holds {status.st_size} bytes where a key has {KEY_BYTES}; delete it and let the job write a new one"
     return None
-
-
-def _is_loopback_host(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
