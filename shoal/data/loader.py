@@ -80,6 +80,14 @@ class ShareLoader:
             # A loop that is left early has ended its epoch too, as with any DataLoader.
             self.epoch, self.position = self.epoch + 1, 0
 
+    def close(self) -> None:
+        """End the worker processes.
+
+        They must not be left to the garbage collector: in a cycle, it finishes their queues before torch tells them by
+        these to end, and then each is waited for 5 s.
+        """
+        self._fetched = None
+
     def _remaining(self) -> Iterator[Share]:
         order = self._order(self.epoch)
         return shares(order, self.epoch, self.position, self.batch_size, self.drop_last, self.rank, self.ranks)

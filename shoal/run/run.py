@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import binding, header
-from shoal.comm.mesh import Mesh
+from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.norm import whole
 from shoal.data.loader import ShareLoader
 from shoal.data.nest import nested
@@ -97,6 +97,8 @@ class Run:
         groups = binding.names_in(optimizer, model)
         data = self.mesh.data
         shared = None if loader is None else ShareLoader(loader, data.rank, data.size, self._seed)
+        if shared is not None:
+            close_before_leaving(shared)
         for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
             self._announce(line)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
