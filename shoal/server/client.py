@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.memory import Attached
 from shoal.errors import ServerLost
 from shoal.server import blocks
 from shoal.server.arbiter import Address, View
@@ -27,13 +28,12 @@ from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.history import Event
 from shoal.server.key import Key
-from shoal.server.layout import Part
+from shoal.server.layout import Part, offsets
 from shoal.server.link import RECOVER_S, Link, Question
 from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
 from shoal.server.peer import Payload
 from shoal.server.placement import Placement
 from shoal.server.said import Order
-from shoal.server.shared import Attached, offsets
 from shoal.server.views import AGAIN_S, Views
 
 UNEVEN = 2.0

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.memory import ALIGNMENT_BYTES, Memory
 from shoal.server.layout import Part, Segment
-from shoal.server.shared import ALIGNMENT_BYTES, Memory
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep once for a parameter, whatever its shape; a scalar parameter's state looks alike."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.compress import Compression
+from shoal.comm.memory import Attached, attach
 from shoal.errors import UsageError
 from shoal.server import blocks
 from shoal.server.frame import Header
 from shoal.server.layout import Part
 from shoal.server.messages import BLOCKS, SHARED, Op, view
 from shoal.server.said import Refused
-from shoal.server.shared import Attached, attach
 
 
 class Inbox:

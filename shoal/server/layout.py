@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.comm.memory import ALIGNMENT_BYTES
+
 MIB = 2**20
 
 
@@ -149,3 +151,12 @@ def _least(given: Mapping[int, int], servers: Mapping[int, float], size: int) ->
 def _move(part: int, sizes: Sequence[int], moves: dict[int, int], given: dict[int, int], server: int) -> None:
     moves[part] = server
     given[server] += sizes[part]
+
+
+def offsets(parts: Iterable[Part]) -> tuple[dict[int, int], int]:
+    """Where in a server's memory each of its parts lies, in bytes, and how long they are together."""
+    at, found = 0, {}
+    for part in parts:
+        found[part.number] = at
+        at += -(-part.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return found, at

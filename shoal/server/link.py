@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shoal.comm.memory import Attached, Memory, attach
 from shoal.errors import ServerLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import View
@@ -21,7 +22,6 @@ from shoal.server.frame import Header
 from shoal.server.key import Key
 from shoal.server.messages import BLOCKS, SHARED, Op, unpack
 from shoal.server.peer import Payload, Peer
-from shoal.server.shared import Attached, Memory, attach
 from shoal.server.views import AGAIN_S, Views
 
 RECOVER_S = 60.0

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shoal.comm.memory import Attached, Memory
 from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.frame import Header
@@ -29,7 +30,6 @@ from shoal.server.peer import Peer
 from shoal.server.said import Gradient, Norm, Order, Out, Refused
 from shoal.server.serve import Plan, Server, settle
 from shoal.server.shard import Shard
-from shoal.server.shared import Attached, Memory
 from shoal.server.summing import Question, Sum
 
 

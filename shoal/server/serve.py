@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.compress import Compression
+from shoal.comm.memory import Memory
 from shoal.errors import ConnectionLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import Address, View
@@ -32,7 +33,7 @@ from shoal.server.door import Door
 from shoal.server.frame import Header
 from shoal.server.inbox import Inbox
 from shoal.server.key import Key
-from shoal.server.layout import Part
+from shoal.server.layout import Part, offsets
 from shoal.server.membership import Membership
 from shoal.server.messages import (
     BLOCKS,
@@ -65,7 +66,6 @@ from shoal.server.said import (
     Value,
 )
 from shoal.server.shard import Shard
-from shoal.server.shared import Memory, offsets
 
 log = logging.getLogger("shoal.server")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from shaken import KEY, beside, new_memory
 
+from shoal.comm.memory import Memory
 from shoal.errors import ServerLost
 from shoal.server.arbiter import View
 from shoal.server.channel import Channel
@@ -19,7 +20,6 @@ from shoal.server.handshake import accept
 from shoal.server.key import Key
 from shoal.server.link import Link
 from shoal.server.messages import Op
-from shoal.server.shared import Memory
 from shoal.server.views import Views
 
 PART_BYTES = 4 * 2**20

@@ -1,10 +1,9 @@
-"""Memory that another process of this machine can read: gradients of a worker, values of a server.
+"""Memory that other processes of this machine can read: numbers of a rank, gradients of a worker, values of a server.
 
-      worker                                   server
-        gradients ── (a frame: "part 3 is there") ──> adds them up from where they lie
-        values   <── (a frame: "part 3 is there") ── where they lie; copied by whoever wants them
+      a process                                another process
+        its memory  <── writes                   the same memory, in a mapping of its own  ──> reads
 
-Everybody writes to its own memory alone. A server that was stopped and wakes up long after it was replaced can thus
+Everybody writes to its own memory alone. A process that was stopped and wakes up long after it was given up can thus
 spoil nothing. The memory has no name that could be left behind: others open it through its owner's descriptor, which
 takes the same user on the same machine, and a random token says whether it is the one that was meant.
 """
@@ -15,13 +14,12 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from shoal.server.layout import Part
 
 TOKEN_BYTES = 64
 ALIGNMENT_BYTES = 64
@@ -53,6 +51,14 @@ class Memory:
         """A flat tensor in this memory."""
         return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
 
+    def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
+        """The same memory as bytes."""
+        return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
+
+    def head_address(self, at_bytes: int) -> int:
+        """Where in this process's addresses a byte is."""
+        return np.frombuffer(self._map, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
+
     def discard(self, at_bytes: int, length_bytes: int) -> None:
         """Give what lies there back to the machine, page by whole page; it reads as zeros from now on."""
         begin = -(-(TOKEN_BYTES + at_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -68,14 +74,26 @@ class Memory:
 
 
 class Attached:
-    """Another process's memory, to read."""
+    """Another process's memory, to read.
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self._map = mapped
+    Attributes:
+        head: its first page once more, at `head_address`. Sleeping on a number in it changes nothing there.
+    """
+
+    def __init__(self, mapped: mmap.mmap, head: mmap.mmap) -> None:
+        self._map, self.head = mapped, head
+
+    def head_address(self, at_bytes: int) -> int:
+        """Where in this process's addresses a byte of the first page is."""
+        return np.frombuffer(self.head, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
 
     def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in it. Raises ValueError where it would lie outside."""
         return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
+
+    def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
+        """The same memory as bytes."""
+        return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
 
 
 def attach(description: Mapping[str, Any]) -> Attached | None:
@@ -93,17 +111,10 @@ def attach(description: Mapping[str, Any]) -> Attached | None:
         # It takes no room, and must not be counted as if it could.
         flags = mmap.MAP_PRIVATE | NO_RESERVE
         mapped = mmap.mmap(descriptor, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        # The system's sleeping queues (futex) would make a private copy of a page that could be written.
+        head = mmap.mmap(descriptor, min(size_bytes, mmap.PAGESIZE), mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)
-    return Attached(mapped) if mapped[:TOKEN_BYTES] == token.encode() else None
-
-
-def offsets(parts: Iterable[Part]) -> tuple[dict[int, int], int]:
-    """Where in a server's memory each of its parts lies, in bytes, and how long they are together."""
-    at, found = 0, {}
-    for part in parts:
-        found[part.number] = at
-        at += -(-part.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return found, at
+    return Attached(mapped, head) if mapped[:TOKEN_BYTES] == token.encode() else None
