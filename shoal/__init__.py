@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.comm.registration import register
+
 if TYPE_CHECKING:
     from shoal.errors import ShoalError
     from shoal.proof import Verdict, verify
@@ -27,6 +29,9 @@ _HOMES = {
     "Checkpoints": "shoal.train.checkpoint",
     "ShoalError": "shoal.errors",
 }
+
+
+register()  # the backend "shoal" of torch.distributed
 
 
 def __getattr__(name: str) -> Any:

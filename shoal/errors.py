@@ -12,6 +12,8 @@
     │   └── TidyingFailed    one that was saved; `latest`, `best` or what is superfluous is not as it should be
     ├── RecordError          a record that cannot be replayed: it has a gap, or was made by another program
     ├── ServerLost           a parameter server is gone, and nobody holds what it held
+    ├── CollectiveFailed     ranks that do not make the same calls, or one that did not come in time
+    │   └── PeerLost         a rank that has died or given up while others wait for it
     └── WireError            a peer on a socket that is not to be believed: wrong key, damaged or repeated frame
         └── ConnectionLost   a peer on a socket that has gone
 
@@ -83,6 +85,14 @@ class RecordError(ShoalError):
 
 class ServerLost(ShoalError):
     """A parameter server is gone, and nobody holds what it held."""
+
+
+class CollectiveFailed(ShoalError, RuntimeError):
+    """Ranks do not make the same collective calls, or one did not come in time. The group cannot be used any more."""
+
+
+class PeerLost(CollectiveFailed):
+    """A rank has died or given up while this one waited for it."""
 
 
 class WireError(ShoalError):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from shoal.errors import ServerLost, ShoalError
+from shoal.errors import PeerLost, ServerLost, ShoalError
 
 # Modules that only lead to the user's code; their frames say nothing about the failure.
 PATH_TO_THE_TARGET = ("shoal.launch.rank", "shoal.testing.world", "runpy")
@@ -93,6 +93,6 @@ def _frames(error: BaseException) -> TracebackType | None:
 
 def _looks_like_a_lost_peer(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
-    if isinstance(error, ConnectionError) or (distributed and isinstance(error, distributed.DistError)):
+    if isinstance(error, (ConnectionError, PeerLost)) or (distributed and isinstance(error, distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER)

@@ -1,0 +1,132 @@
+"""Measures all candidates in turns, in the same processes, and writes result.json. Run it by `make bench-collectives`.
+
+    64 KB, round 1   Gloo  shoal  memcpy  Open MPI  by hand        so many calls each, a barrier before each;
+    64 KB, round 2   shoal  by hand  Gloo  memcpy  Open MPI        the order is drawn anew in every round
+
+Called without arguments it starts itself under mpirun, or as plain processes where there is none, once for every number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shoal  # noqa: F401 - the backend
+from benchmarks.collectives import steps
+from benchmarks.collectives.candidates import Candidate, all_that_there_are
+from benchmarks.page import circumstances
+
+RESULT = Path(__file__).with_name("result.json")
+RANKS = (2, 4)
+SIZES_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 26, 1 << 28)
+TURN_BYTES = 1 << 26  # how much a candidate reduces in one turn, about
+MOST_CALLS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--largest-mb", type=int, default=256)
+    parser.add_argument("--part", type=Path, help="be one rank, and write here")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    if options.part:
+        measure(options.part, options.rounds, options.largest_mb << 20)
+        return
+    facts = circumstances(("torch", "shoal"))
+    parts = {str(ranks): _start(ranks, options) for ranks in RANKS}
+    options.out.write_text(json.dumps({"circumstances": facts, "ranks": parts}, indent=1) + "\n")
+
+
+def _start(ranks: int, options: argparse.Namespace) -> Any:
+    part = options.out.with_suffix(f".{ranks}.json")
+    arguments = ["--part", str(part), "--rounds", str(options.rounds), "--largest-mb", str(options.largest_mb)]
+    program = [sys.executable, "-m", "benchmarks.collectives.measure", *arguments]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"}
+    if shutil.which("mpirun"):
+        mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle"]
+        mpirun += ["1" if ranks > (os.cpu_count() or 1) else "0"]
+        mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        subprocess.run([*mpirun, *program], env={**os.environ, **meeting}, check=True)
+    else:
+        numbers = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+        processes = [subprocess.Popen(program, env={**os.environ, **meeting, **number}) for number in numbers]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise SystemExit("a rank has failed")
+    found = json.loads(part.read_text())
+    part.unlink()
+    return found
+
+
+def measure(part: Path, rounds: int, largest_bytes: int) -> None:
+    """One rank's part; rank 0 writes."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    os.environ.setdefault("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    candidates, missing = all_that_there_are(largest_bytes)
+    tensor, chance = torch.zeros(largest_bytes // 4), random.Random(0)
+    _agree(candidates, tensor[:1000])
+    times_s: dict[str, dict[str, list[float]]] = {}
+    for size_bytes in (size for size in SIZES_BYTES if size <= largest_bytes):
+        own = {candidate.name: _rounds([], 0, candidate, tensor) for candidate in candidates}
+        calls = min(MOST_CALLS, max(1, TURN_BYTES // size_bytes))
+        count = rounds if size_bytes < 1 << 26 else max(3, rounds // 3)
+        for turn in range(count + 1):  # the first does not count
+            for candidate in chance.sample(candidates, len(candidates)):
+                few = calls if candidate.name != "Gloo" else max(1, calls // 5)
+                _rounds(own[candidate.name], few, candidate, tensor[: size_bytes // 4], counts=turn > 0)
+        times_s[str(size_bytes)] = {name: _slowest(times) for name, times in own.items()}
+    step_s = steps.measure(rounds)
+    if dist.get_rank() == 0:
+        part.write_text(json.dumps({"missing": missing, "times_s": times_s, "step_s": step_s}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _rounds(
+    times_s: list[float], calls: int, candidate: Candidate, tensor: torch.Tensor, counts: bool = False
+) -> list[float]:
+    """Add the time of one call, in seconds."""
+    if calls:
+        dist.barrier()
+        begin_s = time.perf_counter()
+        for _ in range(calls):
+            candidate.reduce(tensor)
+        if counts:
+            times_s.append((time.perf_counter() - begin_s) / calls)
+    return times_s
+
+
+def _agree(candidates: list[Candidate], tensor: torch.Tensor) -> None:
+    """All must come to the same sum; a copy reduces nothing."""
+    for candidate in candidates:
+        tensor.fill_(dist.get_rank() + 1)
+        candidate.reduce(tensor)
+        expected = sum(range(dist.get_world_size() + 1))
+        assert candidate.name == "memcpy" or (tensor == expected).all(), candidate.name
+    tensor.zero_()
+
+
+def _slowest(times_s: list[float]) -> list[float]:
+    slowest = torch.tensor(times_s, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Turns result.json into the tables of README.md. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.page import fill, table, told
+
+HERE = Path(__file__).parent
+OURS, YARDSTICK = "shoal", "Gloo"
+GOALS = {1 << 16: 30.0, 1 << 22: 8.0, 1 << 26: 2.5}
+
+
+def main() -> None:
+    result = json.loads((HERE / "result.json").read_text())
+    parts = [_part(int(ranks), part) for ranks, part in result["ranks"].items()]
+    parts += [_steps(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
+    text = "\n\n".join([*parts, told(result["circumstances"])])
+    fill(HERE / "README.md", text)
+    print(text)
+
+
+def _part(ranks: int, part: dict[str, Any]) -> str:
+    sizes = part["times_s"]
+    names = [name for name in next(iter(sizes.values())) if name != OURS]
+    head = [f"{ranks} ranks: time of an all-reduce", OURS, *(f"{name} / {OURS}" for name in names), "goal for Gloo"]
+    rows = []
+    for size, times_s in sizes.items():
+        ratios = {name: median(_each(times_s[name], times_s[OURS])) for name in names}
+        goal = GOALS.get(int(size))
+        rows.append(
+            [
+                _bytes(int(size)),
+                _time(median(times_s[OURS])),
+                *(f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios.values()),
+                f"{goal:g}: {'reached' if ratios[YARDSTICK] >= goal else 'missed'}" if goal else "",
+            ]
+        )
+    lines = [table(head, rows)]
+    lines += [f"{name} is missing: {reason}." for name, reason in part["missing"].items()]
+    return "\n\n".join(lines)
+
+
+def _steps(ranks: int, networks: dict[str, Any]) -> str:
+    head = [f"{ranks} ranks: step of DDP / over Gloo", "shoal", "none", "shoal, computing", "none, computing"]
+    rows = []
+    for network, found in networks.items():
+        cells = [
+            f"{median(_each(found[name][kind], found[YARDSTICK][kind])):.2f}"
+            for kind in ("clock", "computing")
+            for name in (OURS, "none")
+        ]
+        rows.append([f"{network} (Gloo: {_time(median(found[YARDSTICK]['clock']))})", *cells])
+    return table(head, rows)
+
+
+def _each(times_s: list[float], ours_s: list[float]) -> list[float]:
+    return [a / b for a, b in zip(times_s, ours_s, strict=True)]
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+
+
+def _time(time_s: float) -> str:
+    return f"{time_s * 1e3:.1f} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.0f} us"
+
+
+if __name__ == "__main__":
+    main()

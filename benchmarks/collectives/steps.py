@@ -1,0 +1,77 @@
+"""A step of training by a hand-written DistributedDataParallel loop, the same on each backend, and on none at all."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+WARM_UP = 5
+
+
+def networks() -> dict[str, tuple[Callable[[], nn.Module], int]]:
+    """What is trained on 8 x 8 images, 32 on each rank, and how many steps make a turn."""
+    mlp = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731
+    return {"MLP 64-256-10": (mlp, 50), "CNN": (_cnn, 30), "MLP of 2 million": (_wide, 10)}
+
+
+def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Seconds for a step, of the clock and of this rank's computing; by network and by backend. Collective."""
+    groups = {"Gloo": dist.new_group(backend="gloo"), "shoal": dist.new_group(backend="cpu:shoal"), "none": None}
+    chance, found = random.Random(0), {}
+    for network, (make, steps) in networks().items():
+        loops = {name: _loop(make, group) for name, group in groups.items()}
+        found[network] = {name: {"clock": [], "computing": []} for name in groups}
+        for loop in loops.values():
+            loop(WARM_UP)
+        for _ in range(rounds):
+            for name in chance.sample(list(loops), len(loops)):
+                dist.barrier()
+                begin, computed = time.perf_counter(), time.process_time()
+                loops[name](steps)
+                computed = time.process_time() - computed
+                dist.barrier()
+                found[network][name]["clock"].append((time.perf_counter() - begin) / steps)
+                found[network][name]["computing"].append(computed / steps)
+    return found
+
+
+def _loop(make: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> Callable[[int], Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    if group is not None:
+        model = DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    made = torch.Generator().manual_seed(dist.get_rank())
+    x, y = torch.randn(32, 1, 8, 8, generator=made), torch.randint(0, 10, (32,), generator=made)
+
+    def run(steps: int) -> Tensor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    return run
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 10)),
+    )
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()),
+        *(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+    )

@@ -1,0 +1,45 @@
+"""The other processes of the host: whether they live. The kernel says so at once when one has died, however it died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Peers:
+    """Processes to look after.
+
+    Args: pids: by rank. They are alive now.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = pids
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        for rank, pid in pids.items():
+            with contextlib.suppress(OSError, AttributeError):  # an old kernel: then only the time-out tells
+                descriptor = os.pidfd_open(pid)
+                self._ranks[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
+
+    def state(self, rank: int) -> str:
+        """What a process that does not come is doing, as the end of a sentence."""
+        try:
+            letter = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "has ended"
+        return {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended"}.get(letter, "is alive")
+
+    def close(self) -> None:
+        """Look after nobody any more."""
+        for descriptor in self._ranks:
+            os.close(descriptor)
+        self._ranks.clear()
+        self._poll = select.poll()

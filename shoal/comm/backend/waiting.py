@@ -1,0 +1,121 @@
+"""How a rank waits for the others: it spins briefly, then sleeps until it is woken, and looks after their health.
+
+      0       50 us                                                                      time-out
+      │ spin  │ sleep until somebody publishes, or 20 ms: is everybody alive?            │ error
+
+It never yields: on a busy machine Linux gives a process that yields its turn back only after everybody else's, while
+one that sleeps is woken at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.peers import Peers
+from shoal.errors import CollectiveFailed, PeerLost
+
+SPIN_S = 50e-6
+HEALTH_EVERY_S = 20e-3
+
+Condition = Callable[[Any], bool]
+
+
+class Waiting:
+    """Waits until others have come, or raises.
+
+    Args:
+        spin_s: how long to look before sleeping; 0 where there are more ranks than cores.
+        timeout_s: for each meeting.
+    """
+
+    def __init__(self, exchange: Exchange, peers: Peers, timeout_s: float, spin_s: float = SPIN_S) -> None:
+        self.exchange, self.peers, self.timeout_s, self.spin_s = exchange, peers, timeout_s, spin_s
+        self._leave_at = math.inf
+
+    def leave_in(self, grace_s: float) -> None:
+        """Whoever waits is to give up then."""
+        self._leave_at = time.monotonic() + grace_s
+
+    def until(self, condition: Condition, phase: Any) -> None:
+        """Returns when `condition(phase)` is true.
+
+        Raises: PeerLost, CollectiveFailed: it will never be, or was not within the time-out.
+        """
+        if not self._spinning(condition, phase):
+            self.asleep(condition, phase)
+
+    def briefly(self, condition: Condition, phase: Any, limit_s: float) -> bool:
+        """Whether the condition comes true within a moment."""
+        if self._spinning(condition, phase):
+            return True
+        end = time.perf_counter() + limit_s
+        while not condition(phase):
+            left_s = end - time.perf_counter()
+            if left_s <= 0:
+                return False
+            self._sleep(phase, left_s)
+        return True
+
+    def _sleep(self, phase: Any, limit_s: float) -> None:
+        number, rank = (phase, None) if isinstance(phase, int) else phase
+        self.exchange.sleep(number, limit_s, rank)
+
+    def _spinning(self, condition: Condition, phase: Any) -> bool:
+        end = time.perf_counter() + self.spin_s
+        while not condition(phase):
+            if time.perf_counter() > end:
+                return False
+        return True
+
+    def asleep(self, condition: Condition, phase: Any) -> None:
+        """As `until`, without computing."""
+        end = time.monotonic() + self.timeout_s
+        while not condition(phase):
+            self._sleep(phase, HEALTH_EVERY_S)
+            if not condition(phase):
+                self._check_health(condition, phase)
+                now = time.monotonic()
+                if now > self._leave_at:
+                    raise CollectiveFailed(
+                        f"this rank left its group before {self.exchange.call.describe()} was complete."
+                    )
+                if now > end and not condition(phase):
+                    raise CollectiveFailed(self._who_is_late(phase))
+
+    def _check_health(self, condition: Condition, phase: Any) -> None:
+        exchange = self.exchange
+        failure, dead = exchange.failure(), self.peers.dead()
+        if condition(phase):  # it had come before it died
+            return
+        doing = f"while rank {exchange.names[exchange.rank]} waited for it in {exchange.call.describe()}"
+        if failure is not None:
+            rank, text = failure
+            raise PeerLost(f"rank {exchange.names[rank]} gave up {doing}: {text}")
+        late = self._late(phase)
+        if lost := [rank for rank in dead if rank in late]:
+            rank = lost[0]
+            raise PeerLost(
+                f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}) has ended {doing} "
+                f"(call {exchange.calls} of a group of ranks {exchange.names})."
+            )
+
+    def _late(self, phase: Any) -> list[int]:
+        return self.exchange.behind(phase) if isinstance(phase, int) else [phase[1]]
+
+    def _who_is_late(self, phase: Any) -> str:
+        exchange = self.exchange
+        late = [
+            f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}), which {self.peers.state(rank)} and has "
+            f"made {exchange.calls_of(rank)} calls"
+            for rank in self._late(phase)
+        ]
+        return (
+            f"rank {exchange.names[exchange.rank]} waited {self.timeout_s:g} s in {exchange.call.describe()} "
+            f"(call {exchange.calls} of a group of ranks {exchange.names}) for {', '.join(late) or 'others'}. "
+            "Every rank must make the same calls; a rank that computes for longer needs a longer timeout= in "
+            "init_process_group."
+        )

@@ -1,0 +1,179 @@
+"""The collectives without processes: all ranks in one, driven in any order that hypothesis thinks of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.comm.backend import collectives, exchange
+from shoal.comm.backend.call import DTYPES, KINDS, OPERATIONS, Call, read
+from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.exchange import SIZE_BYTES, SLOT_BYTES, Exchange
+from shoal.comm.memory import Memory, attach
+from shoal.errors import CollectiveFailed
+
+Turns = st.lists(st.integers(0, 3), max_size=400)
+SMALL_SLOT_BYTES = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots so small that many are filled."""
+    monkeypatch.setattr(collectives, "SLOT_BYTES", SMALL_SLOT_BYTES)
+    monkeypatch.setattr(collectives, "ONE_PASS_BYTES", SMALL_SLOT_BYTES // 2)
+
+
+def meet(size: int) -> list[Exchange]:
+    memories = [Memory(SIZE_BYTES) for _ in range(size)]
+    found = []
+    for rank, memory in enumerate(memories):
+        others = {other: attach(memories[other].description) for other in range(size) if other != rank}
+        found.append(Exchange(rank, memory, {other: a for other, a in others.items() if a is not None}))
+    for memory in memories:
+        memory.close()
+    return found
+
+
+def drive(
+    ranks: Sequence[Exchange], programs: Sequence[Sequence[tuple[Call, Callable[[], Steps]]]], turns: Any
+) -> None:
+    """Each rank makes its calls one after the other; `turns` says who may go on next, as far as it reaches."""
+    lives = [_life(exchange, program) for exchange, program in zip(ranks, programs, strict=True)]
+    alive = dict(enumerate(lives))
+    left = list(turns)
+    while alive:
+        before, order = [exchange.phase for exchange in ranks], [left.pop() % len(ranks)] if left else list(alive)
+        said = {rank: next(alive[rank], "over") for rank in order if rank in alive}
+        stuck = set(said.values()) == {"waits"} and before == [exchange.phase for exchange in ranks]
+        assert not stuck or len(order) < len(alive), "all wait for each other"
+        alive = {rank: life for rank, life in alive.items() if said.get(rank) != "over"}
+
+
+def _life(exchange: Exchange, program: Sequence[tuple[Call, Callable[[], Steps]]]) -> Any:
+    for call, start in program:
+        exchange.begin(call, call.word)
+        for condition, phase in start():
+            while not condition(phase):
+                yield "waits"
+            yield "went on"
+
+
+@given(st.integers(2, 4), st.integers(0, 3000), st.sampled_from(("sum", "avg", "max", "product")), Turns)
+@settings(max_examples=40, deadline=None)
+def test_an_all_reduce_is_the_reduction_in_the_order_of_ranks(
+    size: int, length: int, operation: str, turns: list[int]
+) -> None:
+    ranks, inputs = meet(size), [torch.randn(length) for _ in range(size)]
+    expected = inputs[0].clone()
+    for other in inputs[1:]:
+        expected = {"max": torch.maximum, "product": torch.mul}.get(operation, torch.add)(expected, other)
+    expected = expected / size if operation == "avg" else expected
+    results = [tensor.clone() for tensor in inputs]
+    call = Call("all_reduce", torch.float32, length, operation)
+    drive(ranks, [[(call, _all_reduce(e, r, operation))] for e, r in zip(ranks, results, strict=True)], turns)
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+def _all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Callable[[], Steps]:
+    return lambda: collectives.all_reduce(exchange, tensor, operation)
+
+
+@given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2000)), max_size=6), Turns, st.data())
+@settings(max_examples=60, deadline=None)
+def test_calls_of_all_kinds_in_a_row_do_not_disturb_each_other(
+    size: int, kinds: list[tuple[int, int]], turns: list[int], data: st.DataObject
+) -> None:
+    ranks = meet(size)
+    programs: list[list[tuple[Call, Callable[[], Steps]]]] = [[] for _ in ranks]
+    checks = []
+    for number, length in kinds:
+        root = data.draw(st.integers(0, size - 1))
+        made = [torch.randint(0, 100, (size, length)) for _ in ranks]
+        for e, program in zip(ranks, programs, strict=True):
+            call, start, check = _any_call(e, number, root, made)
+            program.append((call, start))
+            checks.append(check)
+    drive(ranks, programs, turns)
+    for check in checks:
+        check()
+
+
+def _any_call(e: Exchange, number: int, root: int, made: list[Tensor]) -> tuple[Call, Callable[[], Steps], Any]:
+    """One rank's call, and what must be true afterwards. made[rank][row] are its numbers."""
+    size, length = made[0].shape
+    own, out, at = made[e.rank].clone(), torch.full((size, length), -1), e.rank
+    kind = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")[number]
+    starts: list[Callable[[], Steps]] = [
+        lambda: collectives.broadcast(e, out[0].copy_(own[0]), root),
+        lambda: collectives.all_gather(e, own[0], out.unbind()),
+        lambda: collectives.all_gather(e, own[0], out.unbind() if at == root else None, root),
+        lambda: collectives.scatter(e, out[0], own.unbind() if at == root else None, root),
+        lambda: collectives.reduce_scatter(e, out[0], own.unbind(), "sum"),
+        lambda: collectives.all_to_all(e, out.unbind(), own.unbind()),
+    ]
+    expected = [
+        lambda: torch.equal(out[0], made[root][0]),
+        lambda: torch.equal(out, torch.stack([rows[0] for rows in made])),
+        lambda: at != root or torch.equal(out, torch.stack([rows[0] for rows in made])),
+        lambda: torch.equal(out[0], made[root][at]),
+        lambda: torch.equal(out[0], sum(rows[at] for rows in made)),
+        lambda: torch.equal(out, torch.stack([rows[at] for rows in made])),
+    ]
+
+    def check() -> None:
+        assert expected[number](), kind
+
+    return Call(kind, torch.int64, 0 if kind == "all_to_all" else length, root=root), starts[number], check
+
+
+@given(st.integers(2, 4), st.data(), Turns)
+@settings(max_examples=30, deadline=None)
+def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
+    size: int, data: st.DataObject, turns: list[int]
+) -> None:
+    ranks, wrong = meet(size), data.draw(st.integers(0, size - 1))
+    results = [torch.full((500,), float(rank)) for rank in range(size)]
+    results[wrong] = torch.full((499,), -1.0)
+    programs = [
+        [(Call("all_reduce", r.dtype, len(r), "sum"), _all_reduce(e, r, "sum"))]
+        for e, r in zip(ranks, results, strict=True)
+    ]
+    with pytest.raises(CollectiveFailed, match=rf"rank {wrong} calls all_reduce\(499 x float32, sum\)|499 x float32"):
+        drive(ranks, programs, turns)
+    assert all(torch.equal(r, torch.full_like(r, float(rank))) for rank, r in enumerate(results) if rank != wrong)
+
+
+def test_an_all_to_all_of_sizes_that_do_not_fit_is_refused() -> None:
+    ranks = meet(2)
+    rows = [[torch.ones(3), torch.ones(4)], [torch.ones(5), torch.ones(6)]]
+    outs = [[torch.ones(3), torch.ones(5)], [torch.ones(9), torch.ones(6)]]
+    call = Call("all_to_all", torch.float32)
+    programs = [
+        [(call, lambda e=e, o=o, r=r: collectives.all_to_all(e, o, r))]
+        for e, o, r in zip(ranks, outs, rows, strict=True)
+    ]
+    with pytest.raises(CollectiveFailed, match="rank 0 sends 4 numbers to rank 1, which expects 9"):
+        drive(ranks, programs, [])
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**38 - 1),
+    st.sampled_from(OPERATIONS),
+    st.integers(0, 1023),
+)
+def test_a_call_survives_its_way_through_a_word(kind: str, dtype: Any, length: int, operation: str, root: int) -> None:
+    call = Call(kind, dtype, length, operation, root)
+    assert read(call.word) == call
+    assert 0 <= call.word < 2**63
+
+
+def test_a_rank_cannot_be_further_ahead_than_the_calls_of_its_phases_are_kept() -> None:
+    assert exchange.RING > exchange.SLOTS + exchange.LAG
+    assert SLOT_BYTES % 4096 == 0
