@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence clean
+.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -24,6 +24,10 @@ FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_ne
 
 test-faults: $(VENV)/.test
 	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
+
+# A rank that dies or stops in the middle of a collective, 300 times: a quarter of an hour.
+test-collectives: $(VENV)/.test
+	$(BIN)/python -m pytest tests/comm/test_backend_faults.py
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
@@ -83,6 +87,10 @@ bench-restart: $(BENCH)/.done
 bench-server: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
 	$(BENCH)/bin/python -m benchmarks.server.report
+
+bench-collectives: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
+	$(BENCH)/bin/python -m benchmarks.collectives.report
 
 bench-convergence: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.convergence.measure

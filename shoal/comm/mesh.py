@@ -117,7 +117,8 @@ def join(place: Place, helpers: bool, degrees: Degrees) -> Mesh:
     if place.world > 1 and not dist.is_initialized():
         if place.master_address is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.master_address, str(place.master_port)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # With a backend written in Python, torch makes no other one beside it.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
         # A group that is still open while the interpreter goes down can end a good run with an error.
         atexit.register(leave)

@@ -8,7 +8,8 @@ step, and would differ from the undisturbed one. Here every number is summed in 
       rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
       rank 2   a2 b2 c2            chunk i to i      c0 c1 c2        in order    C                         A B C
 
-Each rank sends 2(n-1)/n of the buffer, as in a ring.
+Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" adds in the order of ranks anyway: where it
+does, this is a plain all-reduce, and comes to the same bits.
 """
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with types.
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucke
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
+from shoal.comm.backend.group import ShoalGroup
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,6 +30,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean over all ranks, in place, bit for bit the same wherever in `tensor` a number lies. Collective."""
+    if sums_in_order(group):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        return tensor
     ranks = dist.get_world_size(group)
     flat = tensor.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
@@ -41,6 +46,12 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
+def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group's own all-reduce adds in the order of ranks."""
+    group = group or dist.group.WORLD
+    return isinstance(group, ShoalGroup) and group.sums_in_order
+
+
 def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Exception]) -> None:
     """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass. Collective over
     the world.
@@ -50,6 +61,9 @@ def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Ex
         failures: what went wrong is added here; the caller looks after each backward pass. A future of torch's does not
             carry a Python error through the backward pass.
     """
+    if sums_in_order(ddp.process_group):
+        ddp.register_comm_hook(ddp.process_group, _mean_of_bucket)
+        return
     # A group of its own: the engine's collectives, in the other thread, must not come between.
     group = axis.new_group()
     # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
@@ -61,6 +75,17 @@ def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Ex
         return done
 
     ddp.register_comm_hook(None, hook)
+
+
+def _mean_of_bucket(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=process_group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return future
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 def _reduce(

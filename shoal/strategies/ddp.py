@@ -11,8 +11,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
 [2] *The first step looks.* It is taken without the engine, to see which parameters get no gradient and which buffers
     the forward pass changes; the engine is then built for that. Only a model with such a parameter pays for the search
     in every step, which is an all-reduce more.
-[3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (`comm/ordered.py`), so that a
-    resumed run is the undisturbed one to the last bit.
+[3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the backend, or by
+    `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small worlds for tests: a few Gloo ranks on this machine, started in a tenth of a second each.
+"""Small worlds for tests: a few ranks on this machine, started in a tenth of a second each.
 
     from shoal.testing import world
 
@@ -42,7 +42,7 @@ TOOLS = (
 
 
 def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
-    """Call `target(*args)` in `processes` ranks, with the default process group (Gloo) initialised.
+    """Call `target(*args)` in `processes` ranks, with the default process group (backend "shoal") initialised.
 
     Args:
         processes: the number of ranks, >= 1.
@@ -151,7 +151,7 @@ def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float)
 
     from shoal.comm import mesh
 
-    distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=timeout_s))
+    distributed.init_process_group("cpu:shoal", init_method="env://", timeout=timedelta(seconds=timeout_s))
     value = target(*args)
     mesh.leave()
     return value
