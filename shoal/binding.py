@@ -72,6 +72,7 @@ def bind(optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.P
 
 def refuse_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
     """Raise StrategyRefused where parameters are sharded and the optimizer cannot step shards as it steps the whole."""
+    _refuse_lists(optimizer, owned)
     kind, sharded = type(optimizer), [name for name, parameter in owned.items() if _is_sharded(parameter)]
     if not sharded:
         return
@@ -84,6 +85,17 @@ def refuse_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> No
         raise StrategyRefused(
             f"torchao's {kind.__name__} quantises what each rank holds of {_listed(sharded)}, so its numbers depend on "
             "the number of ranks (pytorch/ao#4912). Use AdamW8bit of shoal.adamw8bit, or ddp."
+        )
+
+
+def _refuse_lists(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    """torch steps no list of parameters that lie on different meshes."""
+    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in owned.values()}
+    asked = [key for key in ("foreach", "fused") if any(group.get(key) for group in optimizer.param_groups)]
+    if len(meshes) > 1 and asked:
+        raise StrategyRefused(
+            f"{type(optimizer).__name__}({asked[0]}=True) steps lists of parameters, and torch takes none of whole and "
+            f"sliced ones. Leave {asked[0]} out."
         )
 
 

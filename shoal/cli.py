@@ -117,6 +117,9 @@ def _parser() -> Parser:
     verify.add_argument("--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)")
     verify.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
+    cuts = verb("plan-tensor", "list which module of a model tensor=T cuts how, and what stays whole")
+    _job_arguments(cuts)
+    cuts.add_argument("-t", "--tensor", type=int, default=2, metavar="T", help="ranks in a tensor group (default: 2)")
     plot = verb("plot", "draw the curves of one run, or of several in comparison")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     plot.add_argument(
@@ -167,6 +170,7 @@ def _restarts_argument(parser: argparse.ArgumentParser) -> None:
 def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
     own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance", "--record"}
+    own |= {"--tensor"}
     own |= {"--restarts"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
@@ -319,6 +323,23 @@ def _config(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_tensor(options: argparse.Namespace) -> int:
+    """The options of `tensor` in the experiment's own strategy count, if it has any."""
+    settings, _ = _settings(options, 1)
+    from dataclasses import replace
+
+    import torch
+
+    from shoal.strategies import parse
+    from shoal.strategies.tensor import TensorParallel, lines, plan_of
+    from shoal.train.build import build
+
+    chosen = [s for s in parse(settings.job.strategy) if isinstance(s, TensorParallel)] or [TensorParallel()]
+    model = build(settings.job, torch.device("cpu")).model
+    print("\n".join(lines(plan_of(model, replace(chosen[0], degree=options.tensor)))))
+    return 0
+
+
 def _verify(options: argparse.Namespace) -> int:
     """Exit status: 0 exact, 1 past the tolerance, 2 refused or without a verdict: no failure may read as a finding."""
     try:
@@ -410,10 +431,11 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "eval": _evaluate,
     "config": _config,
     "verify": _verify,
+    "plan-tensor": _plan_tensor,
     "plot": _plot,
     "launch": _launch,
     "replay": _replay,
     "servers": _servers,
     "doctor": _doctor,
 }
-TAKES_SETTINGS = ("train", "import", "config", "verify")
+TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")

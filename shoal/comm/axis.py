@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,12 @@ class Axis:
         """The element-wise sum over all ranks of the line, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The element-wise maximum over all ranks of the line, in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
@@ -71,6 +78,10 @@ class Axis:
         table[self.rank, : len(data)] = data
         rows = self.sum(table).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model talks to the same ranks."""
+        return self
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A Gloo group of this line for what goes on beside training; None for one rank. Collective over the world."""

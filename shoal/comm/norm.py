@@ -21,8 +21,15 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor`, on every rank. Collective for a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    placements = list(tensor.placements)
     with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        # One axis after the other: shards of shards cannot be gathered at once, and torch warns that it does not.
+        for axis in range(len(placements)):
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -102,6 +102,8 @@ class Run:
         for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
             self._announce(line)
         part = base.cut(base.whole(model), self._strategies, self.mesh)
+        for line in part.said:
+            self._announce(line)
         binding.refuse_shards(optimizer, part.owned)
         binding.bind(optimizer, groups, part.owned)
         if part.remote is not None:

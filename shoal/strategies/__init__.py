@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
 
 STRATEGIES = {
+    "tensor": "tensor:TensorParallel",
     "recompute": "recompute:Recompute",
     "single": "single:Single",
     "ddp": "ddp:Ddp",

@@ -161,6 +161,8 @@ class Part:
     """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the global mean by then."""
     uncertain: Set[str] = frozenset()
     """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as they get it."""
+    said: tuple[str, ...] = ()
+    """Lines about what was cut how, for the beginning of a run."""
     remote: Remote | None = None
     """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
 

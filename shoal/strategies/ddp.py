@@ -13,6 +13,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
     in every step, which is an all-reduce more.
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the backend, or by
     `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit.
+
+The engine takes no sliced parameters: beside tensor, gradients are averaged by `averaged.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import ordered_mean, use_ordered_mean
 from shoal.errors import StrategyRefused
+from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 
 LATE = (
@@ -63,7 +67,8 @@ class Ddp:
         if mesh.data.size == 1:
             return part
         mesh.data.broadcast(part.module)
-        engine = _Engine(self, part, mesh.data)
+        sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
+        engine = Averaged(part, mesh.data, self.bucket_mb) if sliced else _Engine(self, part, mesh.data)
         close_before_leaving(engine)
         return replace(part, forward=engine.forward, run=engine.run, late_gradients=LATE)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.norm import local
 
 
 class Ema:
@@ -31,7 +32,9 @@ class Ema:
         """Take in the weights after an optimizer step."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - decay)
+        # What this rank holds of them: torch takes no lists of shards and wholes.
+        average, weights = ([local(value) for value in held.values()] for held in (self._average, self._weights))
+        torch._foreach_lerp_(average, weights, 1 - decay)
 
     def broadcast(self, mesh: Mesh) -> None:
         """Every rank takes rank 0's average. Collective."""

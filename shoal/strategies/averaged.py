@@ -1,0 +1,194 @@
+"""Means over the data axis of gradients that DistributedDataParallel does not take: those of sliced parameters.
+
+      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in the reverse of their order, in buckets; a bucket is sent
+               └ bucket 1 ┐ └ bucket 2 ┐         once its gradients are there and those before it are under way
+                                     totals      ride in the last one, with how many ranks had each gradient
+
+Each rank of a tensor group sends its slices along a data axis of its own. What no rank has a gradient of gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.axis import Axis
+from shoal.comm.norm import local
+from shoal.comm.ordered import ordered_mean
+from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+
+MIB = 2**20
+
+
+class _Waits(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Averaged:
+    """Takes steps whose gradients are averaged beside the backward pass. Made on every rank of the world together.
+
+    Args: bucket_mb: size of what is sent at once, in MiB.
+    """
+
+    def __init__(self, part: Part, data: Axis, bucket_mb: float) -> None:
+        self.part, self.data = part, data
+        self.buckets = [_Bucket(members) for members in _split(part.owned, int(bucket_mb * MIB))]
+        self.sender = _Sender(data)
+        self.reducing, self.next = False, 0
+        self.totals: Tensor | None = None
+        # Whether ranks change buffers, each by its own samples; the first step looks.
+        self.buffers = [b for _, b in sorted(_changing(part.module).items())]
+        self.before: list[int] | None = [b._version for b in self.buffers]
+        for bucket in self.buckets:
+            for parameter in bucket.members:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+
+    def forward(self, batch: Batch) -> Outcome:
+        for buffer in self.buffers if self.before is None else []:
+            self.data.broadcast_tensor(buffer)
+        outcome = self.part.forward(batch)
+        if batch.last:
+            self.totals = outcome.totals
+        return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch; gradients become means over ranks, and the objectives of all ranks are to be summed."""
+        self.reducing, self.next = batch.last, 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+        if not batch.last:
+            return loss
+        assert self.totals is not None
+        return Loss(self._finish(self.totals), loss.weighed)
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        self.sender.close()
+
+    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        while self.reducing and self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[self.next]
+        self.next += 1
+        bucket.sent = self.sender.mean(bucket.packed())
+
+    def _finish(self, totals: Tensor) -> Tensor:
+        """Send what is left, and put means in the place of gradients. Gives the totals of all ranks, as a mean."""
+        had = [parameter.grad is not None for bucket in self.buckets for parameter in bucket.members]
+        had.append(self.before is not None and self.before != [b._version for b in self.buffers])
+        while self.next < len(self.buckets):
+            self._send()
+        message = torch.cat((totals.double(), torch.tensor(had, dtype=torch.float64, device=totals.device)))
+        last = self.sender.mean(message)
+        last.wait()
+        used = (message[SLOTS:] > 0).tolist()
+        for bucket in self.buckets:
+            count = len(bucket.members)
+            bucket.unpack(used[:count])
+            used = used[count:]
+        if self.before is not None:
+            self.before, self.buffers = None, self.buffers if used[0] else []
+        return message[:SLOTS].to(totals.dtype)
+
+
+class _Bucket:
+    """Parameters of one type, whose gradients are sent together."""
+
+    def __init__(self, members: list[nn.Parameter]) -> None:
+        self.members, self.missing = members, len(members)
+        self.message: Tensor | None = None
+        self.sent: _Waits | None = None
+
+    def packed(self) -> Tensor:
+        for parameter in self.members:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        pieces = [local(p if p.grad is None else p.grad).reshape(-1) for p in self.members]
+        missing = [p.grad is None for p in self.members]
+        self.message = torch.cat([torch.zeros_like(x) if none else x for x, none in zip(pieces, missing, strict=True)])
+        return self.message
+
+    def unpack(self, used: list[bool]) -> None:
+        assert self.sent is not None
+        assert self.message is not None
+        self.sent.wait()
+        sizes = [local(parameter).numel() for parameter in self.members]
+        for parameter, mean, any_rank in zip(self.members, self.message.split(sizes), used, strict=True):
+            if not any_rank:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = _like(parameter, mean.view_as(local(parameter)).clone())
+            else:
+                local(parameter.grad).copy_(mean.view_as(local(parameter)))
+        self.message = self.sent = None
+
+
+class _Sender:
+    """Means in place, one after the other in the order in which they are asked for."""
+
+    def __init__(self, data: Axis) -> None:
+        self.data = data
+        ordered = data.size > 2 and data.device.type == "cpu"  # two ranks add in one order only
+        # A group of its own: what is sent beside the backward pass must not come between other messages.
+        self.group = data.new_group() if data.device.type == "cpu" else data.group
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="ordered-mean") if ordered else None
+
+    def mean(self, message: Tensor) -> _Waits:
+        if self.worker is not None:
+            return _Done(self.worker.submit(ordered_mean, message, self.group))
+        work: _Waits = dist.all_reduce(message.div_(self.data.size), group=self.group, async_op=True)
+        return work
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+        self.group = None
+
+
+class _Done:
+    def __init__(self, future: Future[Tensor]) -> None:
+        self.future = future
+
+    def wait(self) -> Tensor:
+        return self.future.result()
+
+
+def _split(owned: Mapping[str, nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
+    """The last first; each of one type, and no larger than the limit unless it is one parameter alone."""
+    found: list[list[nn.Parameter]] = []
+    for _, group in groupby(reversed([*owned.values()]), key=lambda p: p.dtype):
+        size = limit_bytes + 1
+        for parameter in group:
+            more = local(parameter).numel() * parameter.element_size()
+            if size + more > limit_bytes:
+                found.append([])
+                size = 0
+            found[-1].append(parameter)
+            size += more
+    return found
+
+
+def _changing(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a forward pass may change, without BatchNorm's: training never reads those, and rank 0's are the
+    ones that are evaluated and saved."""
+    batch_norm = torch.nn.modules.batchnorm._NormBase
+    owners = [(n, m) for n, m in module.named_modules() if not isinstance(m, batch_norm)]
+    return {f"{name}.{key}": b for name, m in owners for key, b in m.named_buffers(recurse=False)}
+
+
+def _like(parameter: Tensor, own: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)

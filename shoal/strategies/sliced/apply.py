@@ -1,0 +1,122 @@
+"""A plan put into effect: parameters become slices, and modules become those that know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shoal.comm.mesh import Mesh
+from shoal.strategies.sliced import channels as c
+from shoal.strategies.sliced.fused import FusedColumnLinear
+from shoal.strategies.sliced.heads import Heads, HeadsRegion
+from shoal.strategies.sliced.linear import ColumnLinear, RowLinear, SlicedDropout
+from shoal.strategies.sliced.multihead import SlicedMultiheadAttention
+from shoal.strategies.sliced.pairs import CONVOLUTIONS, Pair
+from shoal.strategies.sliced.plan import TRANSFORMER_LAYERS, Plan, region_of
+from shoal.strategies.sliced.region import Region, cut_parameter
+from shoal.strategies.sliced.vocabulary import VocabularyEmbedding, VocabularyHead
+
+COLUMN: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ColumnLinear,
+    nn.Conv1d: c.ColumnConv1d,
+    nn.Conv2d: c.ColumnConv2d,
+    nn.Conv3d: c.ColumnConv3d,
+}
+ROW: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RowLinear,
+    nn.Conv1d: c.RowConv1d,
+    nn.Conv2d: c.RowConv2d,
+    nn.Conv3d: c.RowConv3d,
+}
+BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: SlicedDropout,
+    nn.BatchNorm1d: c.SlicedBatchNorm1d,
+    nn.BatchNorm2d: c.SlicedBatchNorm2d,
+    nn.BatchNorm3d: c.SlicedBatchNorm3d,
+    nn.GroupNorm: c.SlicedGroupNorm,
+    nn.Conv1d: c.GroupedConv1d,
+    nn.Conv2d: c.GroupedConv2d,
+    nn.Conv3d: c.GroupedConv3d,
+}
+PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
+
+
+def apply(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Cut `model` in place. Every rank of the tensor axis holds the same values. Collective on the first use of the
+    device mesh only: each rank takes its slices of what it has."""
+    cutting = _Cutting(model, mesh)
+    for name in plan.multihead:
+        cutting.multihead(name)
+    for heads in plan.heads:
+        cutting.heads(heads)
+    for name in plan.embeddings:
+        cutting.become(name, VocabularyEmbedding, {"weight": 0})
+    for name in plan.vocabulary_heads:
+        cutting.become(name, VocabularyHead, {"weight": 0, "bias": 0})
+    for pair in plan.pairs:
+        cutting.pair(pair)
+    for module in model.modules():
+        if isinstance(module, TRANSFORMER_LAYERS):
+            module.activation_relu_or_gelu = 0  # its fast path in evaluation would read parameters by itself
+
+
+class _Cutting:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.modules, self.mesh = dict(model.named_modules()), mesh
+        self.made: dict[int, nn.Parameter] = {}
+        self.originals: list[nn.Parameter] = []  # alive, or another could get the id of one
+        self.regions: dict[str, Region] = {}
+
+    def become(self, name: str, kind: type[nn.Module], dims: dict[str, int]) -> Any:
+        """Swap the class, and keep slices along the given dimensions."""
+        module: Any = self.modules[name]
+        assert not hasattr(module, "sliced_from"), f"{name} is cut twice"
+        module.sliced_from, module.__class__ = type(module), kind
+        for key, dim in dims.items():
+            if isinstance(getattr(module, key), nn.Parameter):
+                self.originals.append(getattr(module, key))
+            cut_parameter(module, key, dim, self.mesh, self.made)
+        module.axis = self.mesh.tensor
+        return module
+
+    def pair(self, pair: Pair) -> None:
+        region = self.region(region_of(pair))
+        row = self.modules[pair.row]
+        dim = -1 if isinstance(row, nn.Linear) else -1 - len(row.kernel_size)
+        for name in pair.columns:
+            self.become(name, COLUMN[type(self.modules[name])], {"weight": 0, "bias": 0}).region = region
+        self.become(pair.row, ROW[type(row)], {"weight": 1}).region = region
+        for name in pair.between:
+            module: Any = self.modules[name]
+            if type(module) in BETWEEN:
+                dims = {key: 0 for key in PER_CHANNEL if hasattr(module, key)}
+                self.become(name, BETWEEN[type(module)], dims).dim = dim
+                if isinstance(module, CONVOLUTIONS):
+                    module.groups = module.groups // self.mesh.tensor.size
+
+    def heads(self, heads: Heads) -> None:
+        kinds = {**COLUMN, nn.Linear: FusedColumnLinear} if heads.fused > 1 else COLUMN
+        layers = [
+            self.become(name, kinds[type(self.modules[name])], {"weight": 0, "bias": 0}) for name in heads.columns
+        ]
+        layers.append(self.become(heads.row, ROW[type(self.modules[heads.row])], {"weight": 1}))
+        counted = [(self.modules[heads.owner], key) for key in heads.counts]
+        module = self.modules[heads.name]
+        region = HeadsRegion(module, heads.name, self.mesh.tensor, layers, counted)
+        region._count(1, self.mesh.tensor.size)
+        for layer in layers:
+            layer.region, layer.parts = region, heads.fused
+        module.forward = region
+
+    def multihead(self, name: str) -> None:
+        module = self.become(name, SlicedMultiheadAttention, {"in_proj_weight": 0, "in_proj_bias": 0})
+        module.region = Region(module, name, self.mesh.tensor)
+        self.become(f"{name}.out_proj" if name else "out_proj", type(module.out_proj), {"weight": 1})
+
+    def region(self, name: str) -> Region:
+        module = self.modules[name]
+        if name not in self.regions:
+            self.regions[name] = Region(module, name, self.mesh.tensor)
+            module.forward = self.regions[name]
+        return self.regions[name]

@@ -1,0 +1,86 @@
+"""The user's own plan: `blocks.*.up:column+blocks.*.down:row`, patterns of names and how what they match is cut.
+
+A row layer belongs to the column layers that are nearest to it: those in the innermost module that holds both. What
+lies between them is the user's word, so the first forward pass of that module is compared with that of the whole.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import StrategyRefused
+from shoal.strategies.sliced.heads import Heads, counts_of
+from shoal.strategies.sliced.pairs import CONVOLUTIONS, LINEAR, Modules, width_in, width_out
+
+HOWS = ("column", "row")
+
+
+def matching(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
+    """Names of modules, not empty unless a problem is added."""
+    found = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+    if not found:
+        problems.append(f"'{pattern}' matches no module of the model")
+    return found
+
+
+def asked(model: nn.Module, text: str, modules: Modules) -> list[Heads]:
+    """What `text` asks to be cut. Raises StrategyRefused with every problem of it."""
+    problems: list[str] = []
+    how: dict[str, str] = {}
+    for word in (word.strip() for word in text.split("+") if word.strip()):
+        pattern, _, kind = word.rpartition(":")
+        if kind not in HOWS:
+            problems.append(f"'{word}' is not PATTERN:column or PATTERN:row")
+            continue
+        for name in matching(model, pattern, problems):
+            if how.setdefault(name, kind) != kind:
+                problems.append(f"{name} is to be column and row at once")
+    problems += [problem for name, kind in how.items() if (problem := _problem(name, kind, modules))]
+    if problems:
+        raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
+    rows = {
+        name: _nearest(name, [n for n, kind in how.items() if kind == "column"]) for name in how if how[name] == "row"
+    }
+    used = {column for _, columns in rows.values() for column in columns}
+    problems += [
+        f"{name} is cut by columns, and no row layer takes its slices"
+        for name in how
+        if how[name] == "column" and name not in used
+    ]
+    problems += [
+        f"{row} is cut by rows, and no column layer gives it slices"
+        for row, (_, columns) in rows.items()
+        if not columns
+    ]
+    if problems:
+        raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
+    return [_heads(region, columns, row, modules) for row, (region, columns) in rows.items()]
+
+
+def _problem(name: str, kind: str, modules: Modules) -> str:
+    module = modules.by_name[name]
+    if not modules.may_be_cut(module, (*LINEAR, *CONVOLUTIONS)) or getattr(module, "groups", 1) != 1:
+        return f"{name} is a {type(module).__name__}; what can be cut are Linear and convolutions, used in one place"
+    width = width_out(module) if kind == "column" else width_in(module)
+    if width % modules.degree:
+        return f"{name} has {width} {'outputs' if kind == 'column' else 'inputs'}, no multiple of {modules.degree}"
+    return ""
+
+
+def _nearest(row: str, columns: list[str]) -> tuple[str, list[str]]:
+    """The innermost module with both, and its columns."""
+    words = row.split(".")[:-1]
+    for depth in range(len(words), -1, -1):
+        region = ".".join(words[:depth])
+        inside = [name for name in columns if not region or name.startswith(f"{region}.")]
+        if inside:
+            return region, inside
+    return "", []
+
+
+def _heads(region: str, columns: list[str], row: str, modules: Modules) -> Heads:
+    owner: Any = modules.by_name[region]
+    return Heads(region, tuple(columns), row, region, counts_of(owner, width_in(modules.by_name[row])), 1)

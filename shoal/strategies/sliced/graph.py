@@ -1,0 +1,97 @@
+"""Forward passes as graphs of modules and functions, as far as torch.fx can look into them.
+
+A module whose forward pass depends on values, or that fx cannot follow, is a leaf of the graph around it, and the root
+of a graph of its own. What runs depends on more than the modules, so a forward pass is looked at in training and in
+evaluation, and with its optional arguments given and left out; only what is so in every graph counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.container import ModuleDict, ModuleList
+
+
+def graphs(model: nn.Module, leaves: set[nn.Module]) -> Iterator[tuple[str, list[fx.Graph]]]:
+    """For each module that is looked into as a root its name and its graphs, in which names count from the model.
+
+    Args: leaves: modules that are not looked into.
+    """
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop(0)
+        if module in leaves or not any(True for _ in module.parameters()):
+            continue
+        opaque = set(leaves)
+        found = None if isinstance(module, (ModuleList, ModuleDict)) else _graphs(module, opaque)
+        if found is not None:
+            yield name, found
+            below = [(n, m) for n, m in module.named_modules() if m in opaque - leaves]
+            waiting += [(f"{name}.{n}" if name else n, m) for n, m in _outermost(below)]
+            continue
+        waiting += [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    names = [name for name, _ in found]
+    return [(name, m) for name, m in found if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _graphs(module: nn.Module, opaque: set[nn.Module]) -> list[fx.Graph] | None:
+    """All of them, or None where one cannot be made; `opaque` gains what cannot be looked into."""
+    modes = [(m, m.training) for m in module.modules()]
+    found = []
+    try:
+        for training in (True, False):
+            for left_out in _optional(module):
+                for m, _ in modes:
+                    m.training = training
+                graph = _graph(module, opaque, left_out)
+                if graph is None:
+                    return None
+                found.append(graph)
+    finally:
+        for m, mode in modes:
+            m.training = mode
+    return found
+
+
+def _optional(module: nn.Module) -> list[dict[str, Any]]:
+    """The optional arguments, given (as unknown values) and left out (as what they are then)."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return [{}, defaults] if defaults else [{}]
+
+
+def _graph(module: nn.Module, opaque: set[nn.Module], left_out: dict[str, Any]) -> fx.Graph | None:
+    while True:
+        tracer = _Tracer(opaque)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return tracer.trace(module, left_out or None)
+        except Exception:  # noqa: BLE001 - whatever a forward pass may say to values that are not there
+            if tracer.failed is None:
+                return None
+            opaque.add(tracer.failed)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, opaque: set[nn.Module]) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.failed: nn.Module | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or m  # the innermost one
+            raise

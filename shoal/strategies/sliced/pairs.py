@@ -1,0 +1,199 @@
+"""Pairs of layers in a graph between which each hidden unit, or channel, is by itself.
+
+    row layer  <──  dropout  <──  mul  <──  silu  <──  column layer          found backwards, from the row layer:
+                                   └──────────────────  column layer         whatever feeds it must be known, and
+                                                                             must feed nothing else
+
+Only what is in the tables below is known. All else makes a pair no pair, and both layers stay whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+LINEAR = (nn.Linear,)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
+    *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout),
+)
+"""Modules that take each entry by itself."""
+BY_CHANNEL = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.Upsample, nn.ZeroPad2d, *CONVOLUTIONS),
+)
+"""Modules that take each channel by itself, or each group of them; of an image they see dimension 1 as channels."""
+FUNCTIONS = {
+    *(F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.softplus, F.sigmoid, F.tanh),
+    *(torch.relu, torch.sigmoid, torch.tanh, torch.square, torch.abs, operator.neg),
+}
+"""Functions of one tensor that take each entry by itself."""
+METHODS = {"relu", "sigmoid", "tanh", "square", "abs", "contiguous"}
+BINARY = {operator.add, operator.mul, operator.sub, operator.iadd, operator.imul, torch.add, torch.mul, torch.sub}
+"""Functions of two slices, or of a slice and a number."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Names of modules.
+
+    Args: between: what stands between the two and knows the width, or draws.
+    """
+
+    columns: tuple[str, ...]
+    between: tuple[str, ...]
+    row: str
+
+
+class Modules:
+    """What may be cut of a model.
+
+    Args: degree: T. taken: modules that are cut already.
+    """
+
+    def __init__(self, model: nn.Module, degree: int, taken: Iterable[nn.Module]) -> None:
+        self.degree = degree
+        self.by_name = dict(model.named_modules())
+        self.left = {m: name for name, m in self.by_name.items() if m not in set(taken)}
+        parameters = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        self.shared = {m for m in self.left if any(parameters[id(p)] > 1 for p in m.parameters(recurse=False))}
+        self.shared |= {m for m, times in Counter(m for _, m in _all_paths(model)).items() if times > 1}
+        self.reasons: dict[str, str] = {}
+
+    def take(self, names: Iterable[str]) -> None:
+        """These are cut, with all that is in them."""
+        taken = {m for name in names for m in self.by_name[name].modules()}
+        self.left = {m: name for m, name in self.left.items() if m not in taken}
+
+    def may_be_cut(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+        """Whether it is exactly of a known kind, used in one place, and nobody's hooks see its output."""
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        plain = type(module) in kinds and "forward" not in vars(module)
+        return plain and module in self.left and module not in self.shared and not any(hooks)
+
+
+def pairs(graph: fx.Graph, root: str, modules: Modules) -> set[Pair]:
+    """All pairs of a graph, the first ones first: none of them overlap."""
+    uses = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+    found: set[Pair] = set()
+    taken: set[fx.Node] = set()
+    for node in graph.nodes:
+        for kinds in (LINEAR, CONVOLUTIONS):
+            walk = _Walk(root, modules, kinds, uses, read, taken)
+            if walk.is_layer(node) and walk.comes_from_columns(node):
+                found.add(walk.pair(node))
+                taken |= {node, *walk.columns}
+    return found
+
+
+class _Walk:
+    """Backwards from one row layer."""
+
+    def __init__(
+        self,
+        root: str,
+        modules: Modules,
+        kinds: tuple[type[nn.Module], ...],
+        uses: Counter[Any],
+        read: set[str],
+        taken: set[fx.Node],
+    ) -> None:
+        self.prefix, self.modules, self.kinds = f"{root}." if root else "", modules, kinds
+        self.uses, self.read, self.taken = uses, read, taken
+        self.columns: list[fx.Node] = []
+        self.inside: set[fx.Node] = set()
+        self.between: list[str] = []
+
+    def name(self, node: fx.Node) -> str:
+        return f"{self.prefix}{node.target}"
+
+    def is_layer(self, node: fx.Node) -> bool:
+        """A layer that could be column or row."""
+        if node.op != "call_module" or node in self.taken or self.uses[node.target] > 1 or node.target in self.read:
+            return False
+        module = self.modules.by_name[self.name(node)]
+        return self.modules.may_be_cut(module, self.kinds) and getattr(module, "groups", 1) == 1 and _one_input(node)
+
+    def comes_from_columns(self, row: fx.Node) -> bool:
+        """Whether its input is known back to column layers, and is seen by it alone."""
+        source = row.args[0]
+        if not isinstance(source, fx.Node) or not self._known(source):
+            return False
+        takes_slices = self.inside - {*self.columns} | {row}  # a column layer takes what is whole
+        alone = all(set(node.users) <= takes_slices for node in self.inside)
+        return bool(self.columns) and alone and self._fits(row)
+
+    def pair(self, row: fx.Node) -> Pair:
+        names = sorted({self.name(node) for node in self.columns})
+        return Pair(tuple(names), tuple(sorted(set(self.between))), self.name(row))
+
+    def _known(self, node: fx.Node) -> bool:
+        if node in self.inside:
+            return True
+        self.inside.add(node)
+        if self.is_layer(node):
+            self.columns.append(node)
+            return True
+        if node.op == "call_module":
+            return self._known_module(node)
+        if node.op == "call_function" and node.target in BINARY and len(node.args) == 2 and not node.kwargs:
+            return all(not isinstance(a, fx.Node) or self._known(a) for a in node.args)
+        unary = node.target in (
+            FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else ()
+        )
+        source = node.args[0] if node.args else None
+        return unary and node.all_input_nodes == [source] and isinstance(source, fx.Node) and self._known(source)
+
+    def _known_module(self, node: fx.Node) -> bool:
+        module, degree = self.modules.by_name[self.name(node)], self.modules.degree
+        channels = BY_CHANNEL if self.kinds == CONVOLUTIONS else ()
+        if not _one_input(node) or not self.modules.may_be_cut(module, (*ELEMENTWISE, *channels)):
+            return False
+        if isinstance(module, CONVOLUTIONS) and (module.in_channels != module.out_channels or module.groups % degree):
+            return False
+        if isinstance(module, nn.GroupNorm) and module.num_groups % degree:
+            return self._reason(node, f"its {module.num_groups} groups are no multiple of {degree}")
+        if any(True for _ in module.parameters()) or isinstance(module, (nn.Dropout, *BY_CHANNEL)):
+            if self.uses[node.target] > 1 or node.target in self.read:
+                return False
+            self.between.append(self.name(node))
+        source = node.args[0]
+        return isinstance(source, fx.Node) and self._known(source)
+
+    def _fits(self, row: fx.Node) -> bool:
+        module, degree = self.modules.by_name[self.name(row)], self.modules.degree
+        width = width_in(module)
+        assert all(width_out(self.modules.by_name[self.name(c)]) == width for c in self.columns)
+        return width % degree == 0 or self._reason(row, f"its {width} inputs are no multiple of {degree}")
+
+    def _reason(self, node: fx.Node, text: str) -> bool:
+        self.modules.reasons[self.name(node)] = text
+        return False
+
+
+def width_in(module: Any) -> int:
+    """Inputs, or input channels."""
+    return int(module.in_features if isinstance(module, nn.Linear) else module.in_channels)
+
+
+def width_out(module: Any) -> int:
+    """Outputs, or output channels."""
+    return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)
+
+
+def _one_input(node: fx.Node) -> bool:
+    return len(node.args) == 1 and not node.kwargs
+
+
+def _all_paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules(remove_duplicate=False))

@@ -1,0 +1,190 @@
+"""Which module is cut how, and what stays whole: made from the model itself, or from the user's own words.
+
+In this order, each module once: torch's attention and transformer layers by their type, attention by the names in it,
+the vocabulary, then pairs of linear layers and of convolutions that a look into the forward passes has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from torch import nn
+
+from shoal.strategies.sliced.asked import asked
+from shoal.strategies.sliced.graph import graphs
+from shoal.strategies.sliced.heads import Heads, attentions
+from shoal.strategies.sliced.pairs import CONVOLUTIONS, Modules, Pair, pairs
+
+HEAD_NAMES = ("head", "lm_head", "output", "decoder", "fc_out", "classifier", "proj_out", "embed_out", "to_logits")
+TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is cut, by the names of modules.
+
+    Args:
+        degree: T.
+        heads: attention that is known by the names in it. multihead: torch's own.
+        embeddings, vocabulary_heads: cut by words. pairs: of layers.
+        whole: what stays whole though it has parameters that could be cut, and why.
+    """
+
+    degree: int
+    heads: tuple[Heads, ...] = ()
+    multihead: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+    vocabulary_heads: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.heads or self.multihead or self.embeddings or self.vocabulary_heads or self.pairs)
+
+    def cuts(self) -> dict[str, str]:
+        """How each module is cut, by its name."""
+        found: dict[str, str] = dict.fromkeys(self.multihead, "heads")
+        for heads in self.heads:
+            found |= dict.fromkeys(heads.columns, "column, by heads") | {heads.row: "row, by heads"}
+        found |= dict.fromkeys((*self.embeddings, *self.vocabulary_heads), "vocabulary")
+        for pair in self.pairs:
+            found |= dict.fromkeys(pair.columns, "column") | dict.fromkeys(pair.between, "slice") | {pair.row: "row"}
+        return found
+
+
+def plan(model: nn.Module, degree: int, keep: tuple[str, ...] = (), own: str = "") -> Plan:
+    """What of `model` can be cut in `degree` slices. It is not changed; parameters may be on the meta device.
+
+    Args:
+        keep: names of modules that stay whole, with all that is in them.
+        own: what is to be cut and nothing else, in the user's words: see `asked.py`.
+
+    Raises: StrategyRefused: `own` is not what can be done.
+    """
+    kept = {m for n, m in model.named_modules() if any(n == name or n.startswith(f"{name}.") for name in keep)}
+    modules = Modules(model, degree, kept)
+    if own:
+        made = Plan(degree, heads=tuple(asked(model, own, modules)))
+        return replace(made, whole=dict.fromkeys(_whole(model, made, modules, kept), "it is not in the plan"))
+    multihead = tuple(name for name, m in model.named_modules() if _is_multihead(m, name, modules))
+    feed_forward = [_feed_forward(name, m) for name, m in model.named_modules() if _has_feed_forward(m, modules)]
+    heads = tuple(attentions(model, modules))
+    leaves = {modules.by_name[name] for name in (*multihead, *(h.name for h in heads))}
+    modules.take(Plan(degree, heads, multihead, pairs=tuple(feed_forward)).cuts())
+    embeddings, vocabulary_heads = _vocabulary(model, modules)
+    modules.take((*embeddings, *vocabulary_heads))
+    found = [*feed_forward]
+    for root, looked_at in graphs(model, leaves):
+        common = set.intersection(*(pairs(graph, root, modules) for graph in looked_at))
+        found += sorted(common, key=lambda pair: [*modules.by_name].index(pair.row))
+    made = Plan(degree, heads, multihead, embeddings, vocabulary_heads, tuple(found))
+    return replace(made, whole=_whole(model, made, modules, kept))
+
+
+def region_of(pair: Pair) -> str:
+    """The innermost module that has all layers of a pair in it."""
+    paths = [name.split(".")[:-1] for name in (*pair.columns, *pair.between, pair.row)]
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
+    return ".".join(words[0] for words in same)
+
+
+def _is_multihead(module: nn.Module, name: str, modules: Modules) -> bool:
+    if type(module) is not nn.MultiheadAttention or module not in modules.left or "forward" in vars(module):
+        return False
+    same = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    if module.num_heads % modules.degree:
+        modules.reasons[name] = f"its {module.num_heads} heads are no multiple of {modules.degree}"
+    elif not same:
+        modules.reasons[name] = "keys and values of other widths, or added biases, are not known here"
+    elif not modules.may_be_cut(module, (nn.MultiheadAttention,)):
+        modules.reasons[name] = "it is shared, or has hooks"
+    else:
+        return True
+    return False
+
+
+def _has_feed_forward(module: Any, modules: Modules) -> bool:
+    if type(module) not in TRANSFORMER_LAYERS or "forward" in vars(module):
+        return False
+    known = getattr(module.activation, "__name__", type(module.activation).__name__) in ("relu", "gelu", "ReLU", "GELU")
+    layers = (module.linear1, module.linear2)
+    return (
+        known
+        and all(modules.may_be_cut(layer, (nn.Linear,)) for layer in layers)
+        and modules.may_be_cut(module.dropout, (nn.Dropout,))
+        and layers[0].out_features % modules.degree == 0
+    )
+
+
+def _feed_forward(name: str, _: nn.Module) -> Pair:
+    prefix = f"{name}." if name else ""
+    return Pair((f"{prefix}linear1",), (f"{prefix}dropout",), f"{prefix}linear2")
+
+
+def _vocabulary(model: nn.Module, modules: Modules) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Embeddings of words, and layers that give a logit for each of them."""
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in modules.left}
+    candidates = {name: m for name, m in linear.items() if _is_head(name, m, model)}
+    words = {m.out_features for m in candidates.values()}
+    embeddings, heads = [], []
+    for name, module in model.named_modules():
+        if type(module) is nn.Embedding and module.num_embeddings in words and _plain_embedding(module):
+            if module.num_embeddings % modules.degree:
+                modules.reasons[name] = f"its {module.num_embeddings} words are no multiple of {modules.degree}"
+            elif module in modules.left and "forward" not in vars(module) and not module._forward_hooks:
+                embeddings.append(name)
+    tied = {id(modules.by_name[name].weight): name for name in embeddings}
+    for name, module in candidates.items():
+        others = [
+            m for m in model.modules() if m is not module and any(p is module.weight for p in m._parameters.values())
+        ]
+        free = not others or (id(module.weight) in tied and all(type(m) is nn.Embedding for m in others))
+        plain = module in modules.left and "forward" not in vars(module) and not module._forward_hooks
+        if module.out_features % modules.degree:
+            modules.reasons[name] = f"its {module.out_features} words are no multiple of {modules.degree}"
+        elif free and plain:
+            heads.append(name)
+    lonely = {id(model.get_submodule(name).weight) for name in candidates if name not in heads}
+    embeddings = [name for name in embeddings if id(modules.by_name[name].weight) not in lonely]
+    return tuple(embeddings), tuple(heads)
+
+
+def _is_head(name: str, module: nn.Linear, model: nn.Module) -> bool:
+    """A layer that gives as many numbers as an embedding has words, and is called so or tied to it."""
+    same = [m for m in model.modules() if type(m) is nn.Embedding and m.num_embeddings == module.out_features]
+    once = not any(word.isdecimal() for word in name.split("."))  # no part of a block
+    called = once and name.rpartition(".")[2] in HEAD_NAMES
+    return any(m.weight is module.weight for m in same) or (bool(same) and called)
+
+
+def _plain_embedding(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _whole(model: nn.Module, made: Plan, modules: Modules, kept: set[nn.Module]) -> dict[str, str]:
+    """Matrices that stay whole, and why."""
+    cut, found = made.cuts(), {}
+    for path, module in model.named_modules():
+        name = path or "(the model itself)"
+        large = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        if not large or any(path == other or path.startswith(f"{other}.") for other in cut):
+            continue
+        outer = next((r for n, r in modules.reasons.items() if path == n or path.startswith(f"{n}.")), None)
+        if module in kept:
+            found[name] = "as was asked"
+        elif isinstance(module, nn.RNNBase):
+            found[name] = "its state is needed whole at every time step, an exchange for each"
+        elif outer is not None:
+            found[name] = outer
+        elif module in modules.shared:
+            found[name] = "its parameters, or itself, are used in several places"
+        elif isinstance(module, nn.Embedding):
+            found[name] = "no layer gives a number for each of its rows"
+        elif isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+            found[name] = "no layer before or after it makes a pair with it"
+        else:
+            found[name] = f"{type(module).__name__} is not known here"
+    return found

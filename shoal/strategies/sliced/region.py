@@ -1,0 +1,81 @@
+"""Where cut layers may run: inside the forward pass of the module that the plan has looked at.
+
+x ──> [ column ] ── act ── [ row ] ──> total          a slice of the hidden units on each rank;
+copied once                                           outside of the region nobody sees it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shoal.comm.axis import Axis
+from shoal.comm.exchange import copy
+from shoal.comm.mesh import Mesh
+from shoal.errors import UsageError
+
+
+class Region:
+    """Stands in for the `forward` of a module with cut layers somewhere below it.
+
+    Args: name: of the module; axis: that its layers are cut along.
+    """
+
+    def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
+        self.module, self.name, self.axis = module, name, axis
+        self.depth = 0
+        self.copies: list[tuple[Tensor, int, Tensor]] = []
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        self.depth += 1
+        try:
+            return type(self.module).forward(self.module, *inputs, **options)
+        finally:
+            self.depth -= 1
+            self.copies = self.copies if self.depth else []
+
+    def copied(self, x: Tensor) -> Tensor:
+        """`x` for a column layer. Layers with one input share it: their gradients need one sum."""
+        if not self.depth:
+            raise UsageError(
+                f"a layer of {self.name or 'the model'} that is cut along the tensor axis was called from outside of "
+                f"it, where its slice of the output would be taken for the whole. Call {self.name or 'the model'}, or "
+                "keep the layer whole: see the strategy's option `whole`."
+            )
+        for source, version, made in self.copies:
+            if source is x and version == x._version:
+                return made
+        made = copy(x, self.axis)
+        self.copies.append((x, x._version, made))
+        return made
+
+
+def here(tensor: Tensor | None) -> Any:
+    """This rank's slice, differentiable; what is whole stays as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_parameter(module: nn.Module, key: str, dim: int, mesh: Mesh, made: dict[int, nn.Parameter]) -> None:
+    """Keep this rank's slice of a parameter or buffer, as a DTensor. One that is shared by modules is cut once.
+
+    Args: made: cut parameters by the id of the whole ones.
+    """
+    whole = getattr(module, key)
+    if whole is None:
+        return
+    if key in module._buffers:
+        setattr(module, key, sliced(whole, dim, mesh))
+        return
+    if id(whole) not in made:
+        made[id(whole)] = nn.Parameter(sliced(whole.detach(), dim, mesh), requires_grad=whole.requires_grad)
+    setattr(module, key, made[id(whole)])
+
+
+def sliced(whole: Tensor, dim: int, mesh: Mesh) -> DTensor:
+    """This rank's slice of what all ranks hold, in memory of its own; no communication."""
+    size = whole.shape[dim] // mesh.tensor.size
+    own = whole.narrow(dim, mesh.tensor.rank * size, size).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(own, mesh.device_mesh["tensor"], [Shard(dim)], run_check=False)

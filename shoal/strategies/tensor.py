@@ -1,0 +1,160 @@
+"""Tensor parallelism: each layer in slices, one on each rank of a tensor group; all of them see the same samples.
+
+                    attention                          feed-forward
+      rank 0   x ── heads 0, 1 ── output ─┐ x ── hidden units 0..7  ── down ─┐ x
+                                        total                              total        forward: 2 sums of x a block
+      rank 1   x ── heads 2, 3 ── output ─┘ x ── hidden units 8..15 ── down ─┘ x        backward: 2 sums of its gradient
+
+What is whole (the stream x, norms, whatever no rule knows) is computed by every rank of the group alike, from the same
+parameters and the same random numbers, so that its gradients are equal without a word; the first step makes sure.
+
+Source: Shoeybi et al., arXiv:1909.08053 (Megatron-LM).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import StrategyRefused
+from shoal.strategies.base import STOP, Batch, Outcome, Part
+from shoal.strategies.sliced.apply import apply
+from shoal.strategies.sliced.asked import matching
+from shoal.strategies.sliced.plan import Plan, plan
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Cuts layers along the tensor axis.
+
+    Args:
+        degree: ranks in each tensor group; a number that divides the world, and the ranks of each machine.
+        whole: patterns of names, with + between them: modules that stay whole, with all that is in them.
+        cut_by: a plan of one's own, PATTERN:column and PATTERN:row with + between them; nothing else is cut then.
+    """
+
+    value: ClassVar[str] = "degree"
+    degree: int = 2
+    whole: str = ""
+    cut_by: str = ""
+
+    @property
+    def spans(self) -> dict[str, int]:
+        return {"tensor": self.degree}
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces module (in place), forward, owned, reduce and said. Collective.
+
+        Raises: StrategyRefused: nothing of the model can be cut, with the reasons; a name that is none of its modules.
+        """
+        if mesh.tensor.size == 1:
+            return part
+        if getattr(part.module, "_compiled_call_impl", None) is not None:
+            raise StrategyRefused(
+                "tensor: nobody has shown that compiled layers in slices give the same numbers. Use compile=False "
+                "(model.compile=false)."
+            )
+        if part.line is not None:
+            raise StrategyRefused(
+                f"tensor={self.degree} with pipeline={mesh.pipeline.size}: nobody has shown that stages in slices "
+                "give the same numbers. Use tensor with ddp or zero, or pipeline with ddp or zero1."
+            )
+        mesh.tensor.broadcast(part.module)
+        made = plan_of(part.module, self)
+        apply(made, part.module, mesh)
+        held = dict(part.module.named_parameters())
+        engine = _Engine(part, mesh)
+        owned = {name: held[name] for name in part.owned}
+        said = (*part.said, *lines(made))
+        return replace(part, forward=engine.forward, owned=owned, reduce=engine.reduce, said=said)
+
+
+def plan_of(model: nn.Module, options: TensorParallel) -> Plan:
+    """The plan for these options. Raises StrategyRefused."""
+    problems: list[str] = []
+    patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
+    keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
+    if problems:
+        raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
+    made = plan(model, options.degree, keep, options.cut_by)
+    if not made:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.whole.items())
+        raise StrategyRefused(
+            f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold and compute all of "
+            f"it.\n{reasons}\nUse ddp, or zero3 for less memory."
+        )
+    return made
+
+
+def lines(made: Plan) -> list[str]:
+    """A plan in words; blocks that are alike in one line."""
+    cuts: dict[str, list[str]] = {}
+    for name, how in made.cuts().items():
+        cuts.setdefault(how, []).append(name)
+    said = [f"tensor={made.degree}: {how}: {_folded(names)}" for how, names in cuts.items()]
+    whole: dict[str, list[str]] = {}
+    for name, why in made.whole.items():
+        whole.setdefault(why, []).append(name)
+    return said + [f"tensor={made.degree}: whole: {_folded(names)}: {why}" for why, names in whole.items()]
+
+
+def _folded(names: list[str]) -> str:
+    """`blocks.0.mlp.up ... blocks.11.mlp.up` as `blocks.*.mlp.up (12)`."""
+    patterns: dict[str, int] = {}
+    for name in names:
+        pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
+        patterns[pattern] = patterns.get(pattern, 0) + 1
+    single = {".".join("*" if w.isdecimal() else w for w in name.split(".")): name for name in names}
+    return ", ".join(f"{p} ({count})" if count > 1 else single[p] for p, count in patterns.items())
+
+
+class _Engine:
+    """What the tensor group has to agree on."""
+
+    def __init__(self, part: Part, mesh: Mesh) -> None:
+        self.part, self.axis, self.compared = part, mesh.tensor, False
+
+    def forward(self, batch: Batch) -> Outcome:
+        """A stop that one rank of the group was asked for is a stop of all."""
+        outcome = self.part.forward(batch)
+        if batch.last:
+            self.axis.largest(outcome.totals[STOP])
+        return outcome
+
+    def reduce(self) -> None:
+        """In the first step, see whether what is whole has the same gradients on all ranks of the group."""
+        self.part.reduce()
+        if self.compared:
+            return
+        self.compared = True
+        found = {n: p.grad for n, p in self.part.module.named_parameters() if p.grad is not None and not _is_cut(p)}
+        sums = [_fingerprint(gradient) for gradient in found.values()]
+        if not sums:
+            return
+        sizes = torch.stack([_fingerprint(gradient.abs()) for gradient in found.values()])
+        mine = torch.nan_to_num(torch.stack(sums), nan=0.0, posinf=0.0, neginf=0.0)  # fp16 may overflow
+        largest, smallest = self.axis.largest(torch.stack((mine, -mine)))
+        # A GPU's kernels may add in another order on each rank; a CPU's do not.
+        allowed = torch.nan_to_num(sizes) * (0.0 if mine.device.type == "cpu" else 1e-4)
+        apart = (largest + smallest > allowed).nonzero().flatten().tolist()
+        if apart:
+            names = [name for index, name in enumerate(found) if index in apart]
+            raise StrategyRefused(
+                f"{', '.join(names[:5])}: whole on every rank of the tensor group, but with other gradients on some. "
+                "The model computes something else on each rank: random numbers that are not drawn from torch's "
+                "generator, the rank, or the time. Make it a function of its inputs, or use ddp."
+            )
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _fingerprint(gradient: Any) -> Tensor:
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own.detach().double().sum() if own.numel() else own.new_zeros((), dtype=torch.float64)
