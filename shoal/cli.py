@@ -125,6 +125,12 @@ def _parser() -> Parser:
     plot.add_argument(
         "-o", "--output", type=Path, default=Path("curves.png"), help=".png or .svg (default: curves.png)"
     )
+    schedule = verb("schedule", "draw a schedule of a pipeline: what each rank computes when, and how long it is idle")
+    schedule.add_argument("name", help="naive, gpipe, 1f1b, interleaved, zero-bubble or zbv")
+    schedule.add_argument("-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)")
+    schedule.add_argument("-m", "--microbatches", type=int, help="that a batch is split in (default: 8; naive: 1)")
+    schedule.add_argument("-v", "--stages", type=int, default=0, help="on each rank, for interleaved and zero-bubble")
+    schedule.add_argument("-o", "--output", type=Path, help="draw into this .png or .svg")
     launch = verb("launch", "run your own script on several processes")
     launch.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
     launch.add_argument("--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp")
@@ -372,6 +378,21 @@ def _plot(options: argparse.Namespace) -> int:
     return 0
 
 
+def _schedule(options: argparse.Namespace) -> int:
+    from shoal.pipeline.draw import explained
+    from shoal.pipeline.schedules import table
+
+    microbatches = options.microbatches or (1 if options.name == "naive" else 8)
+    chosen = table(options.name, options.ranks, microbatches, options.stages)
+    print(explained(chosen))
+    if options.output is not None:
+        from shoal.plot_schedule import save
+
+        save(chosen, options.output)
+        print(options.output)
+    return 0
+
+
 def _launch(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
     from shoal.strategies import named
@@ -433,6 +454,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "plan-tensor": _plan_tensor,
     "plot": _plot,
+    "schedule": _schedule,
     "launch": _launch,
     "replay": _replay,
     "servers": _servers,

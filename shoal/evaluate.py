@@ -33,12 +33,15 @@ def evaluate(
     loader: DataLoader,
     move: Callable[[Any], Any],
     all_forward: bool = False,
+    equal_buffers: bool = True,
 ) -> dict[str, float]:
     """Sum what `measure` gives over every sample of `loader`'s data set. Collective.
 
     The model is put into evaluation mode and back. Buffers are rank 0's on all ranks. Sums are float64.
 
-    Args: all_forward: the model's forward pass is collective; a rank whose turn never comes computes without counting.
+    Args:
+        all_forward: the model's forward pass is collective; a rank whose turn never comes computes without counting.
+        equal_buffers: make them so; they are where the caller has.
 
     Returns: name -> sum over all samples.
     Raises: UsageError: the loader has no batch size, or its data set is empty.
@@ -46,7 +49,8 @@ def evaluate(
     batches = list(_batches(loader))
     mine = batches[data.rank :: data.size]
     idle = all_forward and data.rank >= len(batches) % data.size > 0
-    data.broadcast_buffers(model)
+    if equal_buffers:
+        data.broadcast_buffers(model)
     rows: list[dict[str, Tensor]] = []
     with torch.no_grad(), _evaluating(model):
         coming = mine + batches[:1] * idle

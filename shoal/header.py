@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.mesh import Mesh
 from shoal.data.loader import ShareLoader
 from shoal.strategies.base import Strategy
+from shoal.strategies.units import drops
 
 
 def lines(
@@ -60,7 +61,7 @@ def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
             "gradients differ from one device by design; GroupNorm has no such difference, SyncBatchNorm (CUDA) none "
             "between ranks."
         )
-    dropping = [name for name, m in model.named_modules() if _drops(m)]
+    dropping = [name for name, m in model.named_modules() if drops(m)]
     if dropping and ranks * accumulate > 1:
         notes.append(f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same law, other masks.")
     return notes
@@ -68,9 +69,3 @@ def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
 
 def _synchronised(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm)
-
-
-def _drops(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.RNNBase) and module.dropout > 0

@@ -54,8 +54,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     Raises:
         ConfigError: a directory is no run or holds no records yet, or the suffix is unknown.
     """
-    if output.suffix not in SUFFIXES:
-        raise ConfigError([f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"])
+    refuse_suffix(output)
     read = read_runs(runs)
     for run in read:
         if run.unreadable_lines:
@@ -63,10 +62,21 @@ def plot(runs: Sequence[Path], output: Path) -> None:
             print(f"note: {run.name}: {run.unreadable_lines} unreadable {lines} left out", file=sys.stderr)
     from matplotlib import rc_context
 
-    picture = io.BytesIO()
     with rc_context(STYLE):
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix)
-        _draw(read).savefig(picture, format=output.suffix[1:], metadata=metadata, facecolor="white")
+        write_figure(_draw(read), output)
+
+
+def refuse_suffix(output: Path) -> None:
+    """Raise ConfigError where pictures have no such format."""
+    if output.suffix not in SUFFIXES:
+        raise ConfigError([f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"])
+
+
+def write_figure(figure: Figure, output: Path) -> None:
+    """Write a picture by its suffix, as a whole; the same picture gives the same bytes."""
+    picture = io.BytesIO()
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix)
+    figure.savefig(picture, format=output.suffix[1:], metadata=metadata, facecolor="white")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     partial.write_bytes(picture.getvalue())

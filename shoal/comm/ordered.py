@@ -25,7 +25,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.backend.group import ShoalGroup
 
 # torch 2.13 renamed it, and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     own = total[0].clone()
     for other in total[1:]:  # [2]
         own += other
-    _all_gather(padded, own / ranks, group=group)  # [3]
+    all_gather(padded, own / ranks, group=group)  # [3]
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 

@@ -58,6 +58,11 @@ class ShareLoader:
         samples = self._samples(epoch)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
+    def first(self, samples: int) -> Any:
+        """The first samples of the data set, collated; the loader stays where it is."""
+        indices = tuple(range(min(samples, len(self.dataset))))  # type: ignore[arg-type]
+        return self._fetch[Share(0, len(indices), indices, len(indices), len(indices))]
+
     def state(self) -> dict[str, int]:
         """Where the data stands, in numbers that hold for any number of ranks."""
         return {"epoch": self.epoch, "position": self.position}

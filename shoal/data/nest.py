@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +26,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A nest with its floating tensors in another type."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return nested(value, lambda item: in_dtype(item, dtype))

@@ -15,14 +15,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shoal.models import build
 from shoal.proof.trajectory import Experiment
+from shoal.proof.zoo_models import Encoder, UNet
 
 SAMPLES, BATCH = 31, 10
 
 
-def images() -> TensorDataset:
-    """8x8 images of ten classes."""
+def images(side: int = 8) -> TensorDataset:
+    """Square images of ten classes."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(SAMPLES, 1, side, side, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(0, 10, (SAMPLES,), generator=generator))
 
 
@@ -56,6 +57,10 @@ class Named(Dataset):
 
 def image_loader() -> DataLoader:
     return _loader(images())
+
+
+def larger_image_loader() -> DataLoader:
+    return _loader(images(16))
 
 
 def token_loader() -> DataLoader:
@@ -98,6 +103,15 @@ def lstm() -> nn.Module:
 
 def gpt() -> nn.Module:
     return build("gpt", 17, (13,), {"width": 8, "layers": 2, "heads": 2})
+
+
+def gpt_untied() -> nn.Module:
+    return build("gpt", 17, (13,), {"width": 8, "layers": 2, "heads": 2, "tied": False})
+
+
+def resnet18() -> nn.Module:
+    """Its four stages of two blocks, with few channels and GroupNorm."""
+    return build("residual_cnn", 10, (1, 16, 16), {"widths": (4, 4, 8, 8), "blocks": 2, "groups": 2})
 
 
 def dropout() -> nn.Module:
@@ -150,9 +164,13 @@ EXPERIMENTS = {
     "mlp": Experiment(mlp, image_loader, F.cross_entropy),
     "cnn": Experiment(cnn, image_loader, F.cross_entropy),
     "cnn with BatchNorm": Experiment(cnn_with_batchnorm, image_loader, F.cross_entropy),
+    "ResNet-18": Experiment(resnet18, larger_image_loader, F.cross_entropy),
+    "U-Net": Experiment(UNet, image_loader, F.cross_entropy),
     "lstm": Experiment(lstm, token_loader, mean_over_tokens),
     "lstm, time first": Experiment(TimeFirst, token_loader, mean_over_tokens),
     "gpt": Experiment(gpt, token_loader, mean_over_tokens),
+    "gpt, untied": Experiment(gpt_untied, token_loader, mean_over_tokens),
+    "TransformerEncoder": Experiment(Encoder, token_loader, mean_over_tokens),
     "unused, frozen, shared and scalar parameters": Experiment(Uneven, image_loader, F.cross_entropy),
     "dropout": Experiment(dropout, image_loader, F.cross_entropy),
     "two inputs": Experiment(TwoInputs, pair_loader, F.cross_entropy),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.comm.norm import global_norm, local
-from shoal.strategies.base import Part
+from shoal.comm.norm import local
+from shoal.strategies.base import Part, gradient_norm
 
 
 def clip(part: Part, max_norm: float) -> Tensor:
     """Scale the global gradients of `part`; the norm before. Collective."""
-    gradients = [p.grad for p in part.owned.values() if p.grad is not None]
-    norm = global_norm(gradients) if part.remote is None else part.remote.norm()
+    gradients = {name: p.grad for name, p in part.owned.items() if p.grad is not None}
+    norm = gradient_norm(part, gradients) if part.remote is None else part.remote.norm()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+        torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
     if part.remote is not None:
         part.remote.scale(factor)
     return norm

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.norm import global_norm
-from shoal.strategies.base import Part
+from shoal.strategies.base import Part, gradient_norm
 from shoal.strategies.precision import LossScale, unscale
 
 
@@ -30,7 +29,9 @@ class Overflow:
 
     def unscale(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
         """This call's gradients; `earlier` are those of calls before it, which are not in `.grad`. Collective."""
-        overflowed = self._skips and not bool(torch.isfinite(global_norm(earlier.values())))
+        names = {parameter: name for name, parameter in self._part.owned.items()}
+        known = {names[parameter]: gradient for parameter, gradient in earlier.items()}
+        overflowed = self._skips and not bool(torch.isfinite(gradient_norm(self._part, known)))
         self._skips = not unscale(self._part, self._loss_scale) or overflowed
 
     def _skip(self, *_: Any) -> None:

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import binding, header
+from shoal.comm.assembly import assembled
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.norm import whole
 from shoal.data.loader import ShareLoader
-from shoal.data.nest import nested
+from shoal.data.nest import in_dtype, nested
 from shoal.data.seeds import stream
 from shoal.errors import UsageError
 from shoal.evaluate import Measures, evaluate
@@ -33,13 +34,15 @@ from shoal.run.refusals import (
     refuse_without_loader,
 )
 from shoal.run.rows import Rows
-from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, tensors_of
+from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, whole_weights
 from shoal.run.watch import Watch
 from shoal.strategies import base
 from shoal.strategies.precision import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+SAMPLE_ROWS = 8
+"""On which a model is traced and measured."""
 
 
 class Run:
@@ -71,6 +74,7 @@ class Run:
         self._part: base.Part | None = None
         self._optimizer: Optimizer | None = None
         self._loader: ShareLoader | None = None
+        self._model: nn.Module | None = None
         self._frozen: dict[str, nn.Parameter] = {}
         self._rows = Rows(None)
         self._watch = Watch()
@@ -101,7 +105,7 @@ class Run:
             close_before_leaving(shared)
         for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
             self._announce(line)
-        part = base.cut(base.whole(model), self._strategies, self.mesh)
+        part = base.cut(base.whole(model, self._sample(model, shared)), self._strategies, self.mesh)
         for line in part.said:
             self._announce(line)
         binding.refuse_shards(optimizer, part.owned)
@@ -114,7 +118,10 @@ class Run:
         self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         # From here on ranks with other samples draw differently: one dropout mask for all would be a smaller sample.
-        torch.manual_seed(stream(self._seed, data.rank))
+        # So do ranks with other layers.
+        layers = (self.mesh.pipeline.rank,) if self.mesh.pipeline.size > 1 else ()
+        torch.manual_seed(stream(self._seed, data.rank, *layers))
+        self._model = model
         self._part, self._optimizer, self._loader, self._rows = part, optimizer, shared, Rows(shared)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return model, optimizer, shared
@@ -138,7 +145,8 @@ class Run:
         Returns: the global mean loss, a detached scalar on the device: the same on every rank.
         """
         part = self._prepared()
-        refuse_another(model, part.module)
+        assert self._model is not None
+        refuse_another(model, self._model)
         *inputs, target = batch
         loss_fn, rows, global_rows = self._rows.weigh(loss_fn, batch)
         if self._early is not None:
@@ -171,14 +179,19 @@ class Run:
         part = self._prepared()
         if part.remote is not None:
             return part.remote.gradients()
-        return {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()}
+        return assembled(part.line, {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()})
 
     def weights(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, under its own names and with rank 0's buffers, as `save` does. Collective."""
-        model = self._prepared().module
+        part = self._prepared()
         self.agree()
-        self.mesh.broadcast_buffers(model)
-        return {name: whole(value) for name, value in tensors_of(model).items()}
+        self.mesh.data.broadcast_buffers(part.module)
+        return whole_weights(part)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds of the model's parameters, under the whole model's names; shards are DTensors."""
+        part = self._prepared()
+        return {part.aliases.get(name, name): parameter for name, parameter in part.module.named_parameters()}
 
     def report(self) -> list[str]:
         """Lines about what went on beside the steps, for the end of a run: staleness that servers have seen."""
@@ -225,12 +238,15 @@ class Run:
         Returns: the sums, and `samples`.
         """
         part = self._part
-        if part is not None and all(module is not part.module for module in model.modules()):
+        if part is not None and all(module is not self._model for module in model.modules()):
             part = None
         if part is not None:
             self.agree()
         try:
-            return evaluate(self.mesh.data, measure, model, loader, self.move, part is not None and part.all_forward)
+            if part is not None:
+                self.mesh.data.broadcast_buffers(part.module)
+            all_forward = part is not None and part.all_forward
+            return evaluate(self.mesh.data, measure, model, loader, self.move, all_forward, part is None)
         finally:
             if part is not None:
                 part.release()
@@ -260,9 +276,9 @@ class Run:
 
         The file is replaced in one piece or not at all. Read it with `torch.load(path, weights_only=True)`.
         """
-        model = self._prepared().module
+        part = self._prepared()
         self.agree()
-        save_model(model, self.mesh, path)
+        save_model(part, self.mesh, path)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """Everything that the rest of the run depends on, as (tensors, info, private). Collective.
@@ -284,6 +300,16 @@ class Run:
         refuse_incomplete(info)
         self.wait()
         resumable.load(tensors, info, private)
+
+    def _sample(self, model: nn.Module, loader: ShareLoader | None) -> base.Sample | None:
+        """What the model will be called with, for those who slice it: a loader's items but the last, the target."""
+        if loader is None or not any(getattr(strategy, "slices", False) for strategy in self._strategies):
+            return None
+        rows = -(-loader.batch_size // (self.mesh.data.size * self._accumulate))
+        batch = self.move(loader.first(min(rows, SAMPLE_ROWS)))
+        floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        batch = in_dtype(batch, floating[0]) if floating else batch
+        return base.Sample(tuple(batch[:-1]), rows) if isinstance(batch, (tuple, list)) else None
 
     def _resumable(self) -> Resumable:
         part = self._prepared()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import binding
+from shoal.comm.assembly import assembled, merged
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import whole
 from shoal.data.loader import ShareLoader
@@ -39,9 +40,10 @@ class Resumable:
             part.remote.collect(optimizer)
         self.mesh.data.broadcast_buffers(part.module)
         tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
-        gathered, scalars = binding.optimizer_state(optimizer, part.owned)
+        counted = {name: parameter for name, parameter in part.owned.items() if name not in part.elsewhere}
+        gathered, scalars = binding.optimizer_state(optimizer, counted)
         tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
-        info: dict[str, Any] = {"optimizer": scalars, "groups": binding.group_settings(optimizer)}
+        info: dict[str, Any] = {"optimizer": merged(part.line, scalars), "groups": binding.group_settings(optimizer)}
         if self.loader is not None:
             info["data"] = self.loader.state()
         if self.loss_scale is not None:
@@ -52,8 +54,13 @@ class Resumable:
     def load(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
         """The inverse of `state`. Collective; this rank waits for no values."""
         part, optimizer = self.part, self.optimizer
-        part.module.load_state_dict(_below("model.", tensors))
-        binding.load_optimizer_state(optimizer, part.owned, _below("optimizer.", tensors), info["optimizer"])
+        weights, kept, scalars = _below("model.", tensors), _below("optimizer.", tensors), info["optimizer"]
+        if part.line is not None:  # what other ranks hold is theirs to load
+            weights = {name: weights[name] for name in part.module.state_dict() if name in weights}
+            kept = {path: t for path, t in kept.items() if binding.located(path, part.owned)[0] in part.owned}
+            scalars = {name: values for name, values in scalars.items() if name in part.owned}
+        part.module.load_state_dict(weights)
+        binding.load_optimizer_state(optimizer, part.owned, kept, scalars)
         binding.load_group_settings(optimizer, info["groups"])
         if part.remote is not None:
             part.remote.spread(optimizer)
@@ -84,11 +91,19 @@ def refuse_incomplete(info: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint lacks {' and '.join(lacking)}: another version of Shoal wrote it.")
 
 
-def save_model(model: nn.Module, mesh: Mesh, path: str | Path) -> None:
+def whole_weights(part: Part) -> dict[str, Tensor]:
+    """The whole model's `state_dict`. Collective; the ranks hold the same weights."""
+    found = assembled(part.line, {name: whole(value) for name, value in tensors_of(part.module).items()})
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def save_model(part: Part, mesh: Mesh, path: str | Path) -> None:
     """Write the whole `state_dict`, all of it or nothing. Collective; the ranks hold the same weights."""
-    mesh.data.broadcast_buffers(model)
+    mesh.data.broadcast_buffers(part.module)
     state = {}
-    for name, value in tensors_of(model).items():
+    if part.line is not None:
+        state = whole_weights(part)
+    for name, value in tensors_of(part.module).items() if part.line is None else ():
         full = whole(value)  # one at a time: only rank 0 keeps them
         if mesh.rank == 0:
             state[name] = full.cpu() if full is not value else value

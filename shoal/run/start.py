@@ -86,9 +86,11 @@ def begin(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     scale = LossScale() if precision == "fp16" else None
-    strategies: list[base.Strategy] = [Precision(precision, scale)]
+    # What slices the model first, so that precision is around the forward pass of a slice.
+    slicing = [strategy for strategy in chosen if getattr(strategy, "slices", False)]
+    strategies: list[base.Strategy] = [*slicing, Precision(precision, scale)]
     strategies += [Compile()] if compile else []
-    strategies += [*chosen, Accumulate(accumulate)]
+    strategies += [*(strategy for strategy in chosen if strategy not in slicing), Accumulate(accumulate)]
     say = announce if mesh.rank == 0 else _silent
     return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
 
 STRATEGIES = {
+    "pipeline": "pipeline:Pipeline",
     "tensor": "tensor:TensorParallel",
     "recompute": "recompute:Recompute",
     "single": "single:Single",

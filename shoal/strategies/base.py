@@ -12,7 +12,7 @@ that they are given. A strategy says which of the fields it replaces and never l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import local
+from shoal.comm.norm import global_norm, local
 from shoal.errors import UsageError
 from shoal.server.history import Event
 
@@ -50,6 +51,8 @@ class Batch(NamedTuple):
     scale: float = 1.0  # multiplies objective and totals; a strategy that averages over n ranks asks for n
     before: Tensor | None = None  # totals of the micro-batches that came before this one
     last: bool = True  # the last micro-batch of the step: gradients are reduced after it
+    stage: int = 0  # of a pipeline, whose forward pass is wanted
+    values: tuple[Tensor, ...] = ()  # what the stage before it sends
 
 
 class Outcome(NamedTuple):
@@ -59,6 +62,7 @@ class Outcome(NamedTuple):
     totals: Tensor  # (SLOTS,), detached
     weighed: bool  # the loss counted for itself: gradients are still to be divided by the global count
     carrier: Tensor | None = None  # gets the totals as its gradient
+    values: tuple[Tensor, ...] = ()  # what a stage of a pipeline sends to the next; the last one has an objective
 
 
 Forward = Callable[[Batch], Outcome]
@@ -69,6 +73,13 @@ class Loss(NamedTuple):
 
     totals: Tensor  # (SLOTS,), over all ranks after the last micro-batch
     weighed: bool
+
+
+class Sample(NamedTuple):
+    """What the model will be called with, as far as a loader tells."""
+
+    inputs: tuple[Any, ...]  # a few samples
+    rows: int  # samples of a whole batch on this rank
 
 
 class Remote(Protocol):
@@ -161,10 +172,20 @@ class Part:
     """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the global mean by then."""
     uncertain: Set[str] = frozenset()
     """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as they get it."""
-    said: tuple[str, ...] = ()
-    """Lines about what was cut how, for the beginning of a run."""
     remote: Remote | None = None
     """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
+    sample: Sample | None = None
+    """What the model will be called with; None where there is no loader."""
+    line: Axis | None = None
+    """Ranks that hold other parts of the model, as the stages of a pipeline do: `module` and `owned` are a part."""
+    elsewhere: Set[str] = frozenset()
+    """Names of owned parameters that a rank further up the line owns too: with equal gradients, to be counted once."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names in `module` of parameters that the whole model calls otherwise: another name of a tied one is left here."""
+    many_passes: bool = False
+    """`run` is many backward passes through parts of the model, in any order: gradients are whole only after it."""
+    said: tuple[str, ...] = ()
+    """Lines about what was cut how, for the beginning of a run."""
 
 
 class Strategy(Protocol):
@@ -183,14 +204,14 @@ def spans(strategies: Iterable[Strategy]) -> dict[str, int]:
     return {axis: size for strategy in strategies for axis, size in getattr(strategy, "spans", {}).items()}
 
 
-def whole(module: nn.Module) -> Part:
+def whole(module: nn.Module, sample: Sample | None = None) -> Part:
     """The part of a world of one: all of the model, and nobody to talk to."""
 
     def forward(batch: Batch) -> Outcome:
         return objective(module(*batch.inputs), batch)
 
     owned = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return Part(module, forward, backward, owned, reduce=nothing, gather=nothing)
+    return Part(module, forward, backward, owned, reduce=nothing, gather=nothing, sample=sample)
 
 
 def nothing() -> None:
@@ -269,6 +290,15 @@ def settle(part: Part, loss: Loss, global_rows: int) -> None:
     gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def gradient_norm(part: Part, gradients: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of gradients by the names of `part.owned`, over all ranks that hold parts of the model. Collective."""
+    if part.line is None:
+        return global_norm(gradients.values())
+    mine = global_norm(gradient for name, gradient in gradients.items() if name not in part.elsewhere)
+    # In one type on all ranks: a stage without parameters has none of its own, and all must clip by the same factor.
+    return part.line.sum(mine.to(part.line.device, torch.float64).square()).sqrt()
 
 
 def nonzero_count(totals: Tensor) -> Tensor:

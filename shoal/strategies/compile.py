@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Mesh
+from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
 
 
@@ -13,6 +14,8 @@ class Compile:
     """Applied before the data strategy, whose hooks stay outside the compiled graph."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Compiles the module in place, at its first batch."""
+        """Compiles the module in place, at its first batch. Raises StrategyRefused: in a pipeline."""
+        if part.many_passes:
+            raise StrategyRefused("compile with a pipeline: stages are not compiled. Use compile=False.")
         part.module.compile()
         return part

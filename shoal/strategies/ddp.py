@@ -37,6 +37,7 @@ from shoal.comm.ordered import ordered_mean, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.late import Late
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -62,6 +63,9 @@ class Ddp:
 
         Raises: StrategyRefused: the model has no trainable parameter.
         """
+        if part.many_passes:
+            mesh.data.broadcast(part.module)
+            return replace(part, run=Late(part, mesh.data, int(self.bucket_mb * 2**20)).run)
         if not part.owned:
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:

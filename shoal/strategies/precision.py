@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import global_norm, local
+from shoal.comm.norm import local
 from shoal.errors import TrainingDiverged
-from shoal.strategies.base import Batch, Outcome, Part
+from shoal.strategies.base import Batch, Outcome, Part, gradient_norm
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 2.0**-20
@@ -88,13 +88,14 @@ def unscale(part: Part, loss_scale: LossScale) -> bool:
 
     Returns: whether they were finite.
     """
-    gradients = [p.grad for p in part.owned.values() if p.grad is not None]
-    if not gradients:
+    gradients = {name: p.grad for name, p in part.owned.items() if p.grad is not None}
+    if not gradients and part.line is None:
         return True
-    torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / loss_scale.scale)
-    finite = bool(torch.isfinite(global_norm(gradients)))
+    if gradients:
+        torch._foreach_mul_([local(gradient) for gradient in gradients.values()], 1.0 / loss_scale.scale)
+    finite = bool(torch.isfinite(gradient_norm(part, gradients)))
     if not finite:
-        for gradient in gradients:
+        for gradient in gradients.values():
             local(gradient).fill_(torch.nan)
     loss_scale.update(finite)
     return finite

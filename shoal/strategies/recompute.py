@@ -54,8 +54,8 @@ class Recompute:
                 "that is not negative."
             )
         # Without units inside: a unit's activations are all there at once when it is computed again.
-        chosen = [*innermost(units(part.module, self.unit)).values()][:: self.every]
-        if not chosen:
+        chosen = [*innermost(_units(part, self.unit)).values()][:: self.every]
+        if not chosen and not part.many_passes:  # a stage may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in it. Name the class of "
                 "its blocks: recompute,unit=CLASS."
@@ -64,6 +64,15 @@ class Recompute:
         for index, module in enumerate(chosen):
             module.forward = MethodType(_recomputed(module, index, budget), module)  # a copy's is bound to the copy
         return part
+
+
+def _units(part: Part, kind: str) -> dict[str, nn.Module]:
+    """`units`, where a stage may have none of a class that others have. Collective in a pipeline."""
+    if part.line is None or not kind:
+        return units(part.module, kind)
+    mine = any(type(module).__name__ == kind for module in part.module.modules())
+    anybody = part.line.sum(torch.tensor(float(mine), device=part.line.device)) > 0
+    return units(part.module, kind) if mine or not anybody else {}
 
 
 def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callable[..., Any]:
@@ -88,7 +97,7 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What one run of a unit stands in, and what stands around computing it again."""
     buffers = _Buffers(module)
-    return buffers.kept(), buffers.as_found()
+    return buffers.kept(), buffers
 
 
 class _Buffers:
@@ -98,6 +107,7 @@ class _Buffers:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.found: list[tuple[list[tuple[nn.Module, str]], Tensor]] = []
+        self.left: list[tuple[nn.Module, str, Tensor | None]] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -106,19 +116,21 @@ class _Buffers:
         yield
         self.found = [(places, copy) for places, buffer, copy in before if _may_differ(places, buffer, copy)]
 
-    @contextmanager
-    def as_found(self) -> Iterator[None]:
-        """Around computing it again: other tensors in the place of buffers, so that theirs are left alone."""
-        left = [(owner, key, owner._buffers[key]) for places, _ in self.found for owner, key in places]
+    def __enter__(self) -> None:
+        """Around computing it again: other tensors in the place of buffers, so that theirs are left alone.
+
+        There may be several backward passes, or one in two halves, as in a zero-bubble pipeline.
+        """
+        self.left = [(owner, key, owner._buffers[key]) for places, _ in self.found for owner, key in places]
         for places, copy in self.found:
-            again = copy.clone()  # there may be several backward passes
+            again = copy.clone()
             for owner, key in places:
                 owner._buffers[key] = again
-        try:
-            yield
-        finally:
-            for owner, key, buffer in left:
-                owner._buffers[key] = buffer
+
+    def __exit__(self, *_: object) -> None:
+        for owner, key, buffer in self.left:
+            owner._buffers[key] = buffer
+        self.left = []
 
     def _places(self) -> dict[Tensor, list[tuple[nn.Module, str]]]:
         """Every buffer with all places that hold it."""

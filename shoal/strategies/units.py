@@ -54,6 +54,15 @@ def innermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: m for name, m in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether a module draws random masks in training."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    return False
+
+
 def _below(module: nn.Module, prefix: str, total: int, paths: _Paths) -> Iterator[tuple[str, nn.Module]]:
     repeats = isinstance(module, CONTAINERS)
     alike = Counter(type(child) for child in module.children() if type(child) not in CONTAINERS)

@@ -34,6 +34,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, ensure_group
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.late_shards import LateShards
 from shoal.strategies.lockstep import Lockstep
 from shoal.strategies.units import innermost, units
 
@@ -58,6 +59,8 @@ class Zero1:
 
         Raises: StrategyRefused: no trainable parameter.
         """
+        if part.many_passes:
+            return self._after_many_passes(part, mesh)
         if not part.owned:
             raise StrategyRefused(f"strategy zero{self.stage} shards what is trained; the model has no such parameter.")
         if mesh.data.size == 1 and not self.offload:
@@ -78,6 +81,21 @@ class Zero1:
             all_forward=True,
             uncertain=engine.lockstep.lacking if engine.lockstep else frozenset(),
         )
+
+    def _after_many_passes(self, part: Part, mesh: Mesh) -> Part:
+        if self.hybrid or self.offload:
+            raise StrategyRefused(
+                f"zero{self.stage} in a pipeline shards over all data ranks and keeps shards on the device. Leave out "
+                "hybrid and offload."
+            )
+        mesh.data.broadcast(part.module)
+        if mesh.data.size == 1:
+            return part
+        late = LateShards(part, mesh.data, mesh.device_mesh["shard"])
+        said = part.said
+        if self.stage > 1:
+            said += (f"in a pipeline, zero{self.stage} keeps what zero1 keeps: optimizer states are sharded.",)
+        return replace(part, run=late.run, owned=late.owned, reduce=late.reduce, gather=late.gather, said=said)
 
     @property
     def spans(self) -> dict[str, int]:

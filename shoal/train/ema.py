@@ -18,20 +18,24 @@ from shoal.comm.norm import local
 
 
 class Ema:
-    """The average of one model's parameters. Every rank keeps its own; equal weights give equal averages.
+    """The average of parameters. Every rank keeps its own; equal weights give equal averages.
 
-    Args: decay: in (0, 1); 0.999 remembers about a thousand steps.
+    Args:
+        parameters: by name: a model's, or what this rank holds of them.
+        decay: in (0, 1); 0.999 remembers about a thousand steps.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay, self.steps = decay, 0
-        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._average = {name: weight.clone() for name, weight in self._weights.items()}
 
     def update(self) -> None:
         """Take in the weights after an optimizer step."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        if not self._average:  # a stage of a pipeline may have none
+            return
         # What this rank holds of them: torch takes no lists of shards and wholes.
         average, weights = ([local(value) for value in held.values()] for held in (self._average, self._weights))
         torch._foreach_lerp_(average, weights, 1 - decay)

@@ -30,7 +30,7 @@ def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int
     prefix = "model."
     weights = {n.removeprefix(prefix): value for n, value in saved.tensors.items() if n.startswith(prefix)}
     built.model.load_state_dict(weights)
-    ema = Ema(built.model, job.train.ema) if job.train.ema else None
+    ema = Ema(dict(built.model.named_parameters()), job.train.ema) if job.train.ema else None
     if ema is not None:
         ema.load(saved.tensors)
     with ema.in_place() if ema else nullcontext():

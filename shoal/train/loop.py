@@ -79,7 +79,7 @@ class Training:
         self.task, self.validation = built.task, built.validation_loader
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
-        self.ema = Ema(self.model, job.train.ema) if job.train.ema else None
+        self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
         beside = job.checkpoint.asynchronous
         group = self.run.mesh.new_group() if beside else None

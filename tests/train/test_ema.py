@@ -14,7 +14,7 @@ def linear(value: float) -> nn.Linear:
 
 def test_the_average_follows_its_formula_with_a_shorter_memory_at_first() -> None:
     model, expected = linear(1.0), 1.0
-    ema = Ema(model, decay=0.5)
+    ema = Ema(dict(model.named_parameters()), decay=0.5)
     for step, weight in enumerate([2.0, 3.0, 5.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0], start=1):
         nn.init.constant_(model.weight, weight)
         ema.update()
@@ -25,7 +25,7 @@ def test_the_average_follows_its_formula_with_a_shorter_memory_at_first() -> Non
 
 def test_weights_come_back_after_an_evaluation_even_if_it_fails() -> None:
     model = linear(1.0)
-    ema = Ema(model, decay=0.5)
+    ema = Ema(dict(model.named_parameters()), decay=0.5)
     nn.init.constant_(model.weight, 9.0)
 
     def fail() -> None:
@@ -40,7 +40,7 @@ def test_weights_come_back_after_an_evaluation_even_if_it_fails() -> None:
 
 def test_state_given_back_continues_the_average() -> None:
     one, other = linear(1.0), linear(1.0)
-    first, second = Ema(one, 0.9), Ema(other, 0.9)
+    first, second = Ema(dict(one.named_parameters()), 0.9), Ema(dict(other.named_parameters()), 0.9)
     nn.init.constant_(one.weight, 3.0)
     first.update()
     second.load({name: value.clone() for name, value in first.state().items()})

@@ -1,0 +1,244 @@
+"""What crosses the cuts: lists of tensors from one rank to the next, forward, and their gradients, backward.
+
+      stage 1 on rank 1   ── header ─ x ─ shortcut ──>   stage 2 on rank 2        the first micro-batch of a shape
+                          ── x ─ shortcut ───────────>                            all others
+                          <─ gradient of x ─ gradient of shortcut ──
+
+A header says types and shapes; it comes once for each shape of the model's inputs, which all ranks of a pipeline see.
+Gradients have the shapes of what was sent, so they need none. Everything is contiguous when it is sent, whatever the
+stages make of it: a `batch_first` LSTM gives a transposed tensor, which Gloo refuses and NCCL may corrupt
+(pytorch#62283).
+
+A rank asks for messages in the order in which their sender sends them, so that none needs a label.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.axis import Axis
+from shoal.errors import UsageError
+from shoal.pipeline.table import Action, Table
+
+HEADER = 256
+"""Numbers in a header."""
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+class Form(NamedTuple):
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_gradient: bool
+
+
+Forms = tuple[Form, ...]
+
+
+class Message(NamedTuple):
+    """Values from stage to stage + 1 ("F"), or their gradients back ("B")."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def messages(table: Table, sender: int, receiver: int) -> list[Message]:
+    """All that one rank sends another in a step, in the order in which it does."""
+    found = []
+    for action in table.rows[sender]:
+        message = message_after(table, action)
+        if message is not None and _goes_to(table, message) == receiver != sender:
+            found.append(message)
+    return found
+
+
+def message_after(table: Table, action: Action) -> Message | None:
+    """What an action gives to another stage."""
+    if action.kind == "F" and action.stage < table.num_stages - 1:
+        return Message("F", action.stage, action.microbatch)
+    if action.kind in "BI" and action.stage > 0:
+        return Message("B", action.stage - 1, action.microbatch)
+    return None
+
+
+def message_before(table: Table, action: Action) -> Message | None:
+    """What an action needs from another stage."""
+    if action.kind == "F" and action.stage > 0:
+        return Message("F", action.stage - 1, action.microbatch)
+    if action.kind in "BI" and action.stage < table.num_stages - 1:
+        return Message("B", action.stage, action.microbatch)
+    return None
+
+
+def _goes_to(table: Table, message: Message) -> int:
+    return table.rank_of(message.stage + 1 if message.kind == "F" else message.stage)
+
+
+class Wire:
+    """One rank's connections to the other ranks of its pipeline, for the whole run.
+
+    Args: axis: of the pipeline. Collective over the world.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.sent: dict[tuple[int, Hashable], Forms] = {}
+        self.received: dict[tuple[int, Hashable], Forms] = {}
+        self.sent_bytes = 0
+        self._work: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, tensor: Tensor, receiver: int) -> None:
+        """Send without waiting; `tensor` is not to be written into afterwards."""
+        tensor = tensor.detach().contiguous()
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        work = dist.isend(tensor, group=self.axis.group, group_dst=receiver)
+        assert work is not None
+        self._work.append((work, tensor))
+        while self._work and self._work[0][0].is_completed():
+            self._work.popleft()[0].wait()
+
+    def receive(self, form: Form, sender: int) -> tuple[dist.Work, Tensor]:
+        """Ask for a tensor; it is there once the work is done."""
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.axis.device)
+        work = dist.irecv(tensor, group=self.axis.group, group_src=sender)
+        assert work is not None
+        return work, tensor
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._work:
+            self._work.popleft()[0].wait()
+
+
+class Exchange:
+    """The messages of one step, seen from one rank.
+
+    Args:
+        key_of: micro-batch -> what the shapes of its values follow from; alike on all ranks.
+        backward: gradients come back.
+    """
+
+    def __init__(self, wire: Wire, table: Table, key_of: Callable[[int], Hashable], backward: bool = True) -> None:
+        self.wire, self.table, self.key_of, self.rank = wire, table, key_of, wire.axis.rank
+        self._coming = {
+            sender: deque(m for m in messages(table, sender, self.rank) if backward or m.kind == "F")
+            for sender in range(table.num_ranks)
+        }
+        self._asked: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
+        self._given: dict[Message, list[Tensor]] = {}  # from a stage on this very rank
+        self._forms: dict[Message, Forms] = {}
+
+    def give(self, message: Message, values: Sequence[Tensor]) -> None:
+        """Hand values or gradients on, to whatever rank."""
+        receiver = _goes_to(self.table, message)
+        if message.kind == "F":
+            self._forms[message] = forms = tuple(Form(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
+            if receiver != self.rank:
+                self._announce(message, forms, receiver)
+        if receiver == self.rank:
+            self._given[message] = [value.detach() for value in values]
+            return
+        for value in values:
+            self.wire.send(value, receiver)
+
+    def take(self, message: Message) -> tuple[list[Tensor], Forms]:
+        """Wait for values or gradients."""
+        if message in self._given:
+            return self._given.pop(message), self._form(message)
+        if message not in self._asked:
+            self.ask(message)
+        tensors = []
+        for work, tensor in self._asked.pop(message):
+            work.wait()
+            tensors.append(tensor)
+        return tensors, self._form(message)
+
+    def ask(self, message: Message) -> None:
+        """Ask for a message, and for all that its sender sends before it."""
+        sender = self.table.rank_of(message.stage if message.kind == "F" else message.stage + 1)
+        if sender == self.rank:
+            return
+        coming = self._coming[sender]
+        while message not in self._asked:
+            following = coming.popleft()
+            forms = self._expected(following, sender)
+            self._asked[following] = [self.wire.receive(form, sender) for form in forms]
+
+    def can_ask(self, message: Message) -> bool:
+        """Whether asking waits for nothing: no header has to come first."""
+        sender = self.table.rank_of(message.stage if message.kind == "F" else message.stage + 1)
+        if sender == self.rank or message in self._asked:
+            return False
+        for following in self._coming[sender]:
+            known = (following.stage, self.key_of(following.microbatch)) in self.wire.received
+            if following.kind == "F" and not known:
+                return False
+            if following.kind == "B" and Message("F", following.stage, following.microbatch) not in self._forms:
+                return False
+            if following == message:
+                return True
+        return False
+
+    def _form(self, message: Message) -> Forms:
+        return self._forms[message._replace(kind="F")]
+
+    def _announce(self, message: Message, forms: Forms, receiver: int) -> None:
+        key = (message.stage, self.key_of(message.microbatch))
+        known = self.wire.sent.setdefault(key, forms)
+        if known is forms:
+            self.wire.send(_encoded(forms, self.wire.axis.device), receiver)
+        elif known != forms:
+            raise UsageError(
+                f"pipeline: stage {message.stage} gave {_told(forms)} where for inputs of the same shape it gave "
+                f"{_told(known)} before. What crosses a cut must follow from the shapes of the model's inputs; put the "
+                "cut elsewhere with cuts=NAME."
+            )
+
+    def _expected(self, message: Message, sender: int) -> Forms:
+        if message.kind == "B":
+            return tuple(form for form in self._form(message) if form.has_gradient)
+        key = (message.stage, self.key_of(message.microbatch))
+        if key not in self.wire.received:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.wire.axis.device)
+            work = dist.irecv(header, group=self.wire.axis.group, group_src=sender)
+            assert work is not None
+            work.wait()
+            self.wire.received[key] = _decoded(header)
+        self._forms[message] = self.wire.received[key]
+        return self._forms[message]
+
+
+def _encoded(forms: Forms, device: torch.device) -> Tensor:
+    numbers = [len(forms)]
+    for form in forms:
+        numbers += [DTYPES.index(form.dtype), form.has_gradient, len(form.shape), *form.shape]
+    if len(numbers) > HEADER:
+        raise UsageError(
+            f"pipeline: {len(forms)} tensors cross one cut, more than a header describes. Put the cut where fewer do, "
+            "with cuts=NAME."
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=device)
+
+
+def _decoded(header: Tensor) -> Forms:
+    numbers = deque(header.tolist())
+    forms = []
+    for _ in range(numbers.popleft()):
+        dtype, has_gradient, dims = numbers.popleft(), numbers.popleft(), numbers.popleft()
+        forms.append(Form(DTYPES[dtype], tuple(numbers.popleft() for _ in range(dims)), bool(has_gradient)))
+    return tuple(forms)
+
+
+def _told(forms: Forms) -> str:
+    return ", ".join(f"{form.dtype} {list(form.shape)}" for form in forms)

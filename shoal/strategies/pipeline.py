@@ -1,0 +1,212 @@
+"""Pipeline parallel: each rank holds some layers; micro-batches go through all ranks, one behind the other.
+
+      rank 0   [embed  block 0]   f0f1f2f3 · · · · · ·b0── ·b1── ·b2── ·b3──        f3  forward of micro-batch 3
+      rank 1   [block 1]           ·f0f1f2 · · · ·b0──f3b1── ·b2── ·b3── · ·        b3  its backward
+      rank 2   [block 2]           · ·f0f1 · ·b0──f2b1──f3b2── ·b3── · · · ·
+      rank 3   [norm  head]        · · ·f0b0──f1b1──f2b2──f3b3── · · · · · ·        1f1b; `shoal schedule` draws others
+
+[1] *Cut*: the forward pass is traced and cut where stages take equally long (`shoal/pipeline/trace.py`, `plan.py`).
+    Shortcuts over a cut are carried along. Parameters keep the model's own names.
+[2] *Run*: a table says who computes what in which order (`schedules.py`); each rank runs its row (`engine.py`).
+[3] *Agree*: the last stage knows loss, count and measures, each rank its own stop request; one small sum over the
+    pipeline tells all of them. Gradients of tied weights are summed over the stages that hold them.
+The data strategy comes after that: its gradients are reduced once, when all micro-batches are through.
+
+Sources: Huang et al., NeurIPS 2019 (GPipe); Narayanan et al., SC 2021 (1F1B, interleaved); Qi et al., ICLR 2024 (zero
+bubble). The tables of the last three and the backward pass in halves are those of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import StrategyRefused
+from shoal.pipeline.plan import Plan, plan, trace_for
+from shoal.pipeline.schedules import SCHEDULES, problems, table
+from shoal.pipeline.stage import Stage, held, let_go, stages, unused
+from shoal.pipeline.table import Table
+from shoal.pipeline.ties import Ties
+from shoal.pipeline.timing import idle_shares, timeline
+from shoal.strategies.base import Part, Sample
+from shoal.strategies.staged import Staged
+from shoal.strategies.units import drops, innermost, units
+
+LATE = "a pipeline adds up the gradients of its micro-batches."
+PER_RANK = 4
+"""Micro-batches for each rank of a pipeline, unless it is said: 1F1B is idle for a fifth of the time or less."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Pipeline parallel.
+
+    Args:
+        ranks: of each pipeline.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv; `shoal schedule NAME` draws it.
+        microbatches: parts that a rank's share of the batch is split in; 0 to choose.
+        stages: on each rank, for interleaved and zero-bubble; 0 for the schedule's own number.
+        balance: time (forward and backward, measured on a sample) or parameters.
+        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
+    """
+
+    value: ClassVar = "ranks"
+    slices: ClassVar[bool] = True
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    stages: int = 0
+    balance: str = "time"
+    cuts: str = ""
+
+    @property
+    def spans(self) -> dict[str, int]:
+        """How far it spans the mesh."""
+        return {"pipeline": self.ranks}
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces module, forward, run, owned. Collective.
+
+        Raises: StrategyRefused: an option that is none; a model that cannot be cut so.
+        """
+        self._refuse(part)
+        if mesh.pipeline.size == 1:
+            return part
+        mesh.pipeline.broadcast(part.module)
+        chosen = self._table(part.sample)
+        where, pieces = self._pieces(part, mesh, chosen)
+        return _cut(part, mesh, chosen, where, pieces, self.microbatches == 0)
+
+    def _refuse(self, part: Part) -> None:
+        if self.balance not in ("time", "parameters"):
+            raise StrategyRefused(f"balance={self.balance}: by time or by parameters.")
+        if self.schedule not in SCHEDULES:
+            raise StrategyRefused("; ".join(problems(self.schedule, self.ranks, 1)))
+        if self.ranks > 1 and part.sample is None:
+            raise StrategyRefused(
+                "pipeline: all ranks of a pipeline must see the same samples, which a prepared loader takes care of. "
+                "Prepare a loader: run.prepare(model, optimizer, loader)."
+            )
+
+    def _table(self, sample: Sample | None) -> Table:
+        wanted = self.microbatches or _chosen(self.schedule, self.ranks, 0 if sample is None else sample.rows)
+        if found := problems(self.schedule, self.ranks, wanted, self.stages):
+            raise StrategyRefused("; ".join(found))
+        return table(self.schedule, self.ranks, wanted, self.stages)
+
+    def _pieces(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, list[Stage]]:
+        assert part.sample is not None
+        inputs = part.sample.inputs
+        whole = set(innermost(units(part.module)))
+        graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
+        where = plan(mesh, part.module, graph, chosen.num_stages, self.balance, self.cuts, inputs)
+        return where, stages(part.module, graph.training, graph.evaluating, where.begins)
+
+
+def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, pieces: list[Stage], free: bool) -> Part:
+    model, axis = part.module, mesh.pipeline
+    homes = {stage: chosen.rank_of(stage) for stage in range(chosen.num_stages)}
+    _refuse_shared_buffers(model, pieces, homes)
+    mine = chosen.stages_of(axis.rank)
+    others = unused(model, set().union(*(piece.targets for piece in pieces))) if homes[0] == axis.rank else set()
+    kept = held(model, set().union(*(pieces[stage].targets for stage in mine)), others)
+    here = {id(parameter) for parameter in kept.parameters()}
+    owned = {name: parameter for name, parameter in part.owned.items() if id(parameter) in here}
+    shared = _shared(part.owned, model, pieces, homes)
+    said = _said(model, chosen, where, part, free)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {n: names[id(p)] for n, p in kept.named_parameters() if names[id(p)] != n}
+    let_go(model, kept)
+    for stage in mine:
+        pieces[stage].home = kept
+    ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, kept, aliases)
+    staged = Staged(model, chosen, axis, {stage: pieces[stage] for stage in mine}, ties)
+    model.forward = staged.evaluate
+    return replace(
+        part,
+        module=kept,
+        forward=staged.forward,
+        run=staged.run,
+        owned=owned,
+        line=axis,
+        elsewhere=ties.elsewhere,
+        aliases=aliases,
+        many_passes=True,
+        late_gradients=LATE,
+        said=(*part.said, *said),
+    )
+
+
+def _chosen(schedule: str, ranks: int, rows: int) -> int:
+    """Micro-batches where none were asked for: four for each rank, but of a sample at least."""
+    if schedule == "naive":
+        return 1
+    most = PER_RANK * ranks if rows == 0 else min(PER_RANK * ranks, rows)
+    fitting = [m for m in range(1, most + 1) if not problems(schedule, ranks, m)]
+    return max((m for m in fitting if rows % m == 0 and m >= ranks), default=max(fitting))
+
+
+def _shared(
+    owned: Mapping[str, nn.Parameter], model: nn.Module, pieces: list[Stage], homes: Mapping[int, int]
+) -> dict[str, list[int]]:
+    """Trained parameters that stages of several ranks use, with these ranks."""
+    users: dict[int, set[int]] = {}
+    for stage, piece in enumerate(pieces):
+        for parameter in piece.parameters():
+            users.setdefault(id(parameter), set()).add(homes[stage])
+    found = {name: sorted(users.get(id(parameter), set())) for name, parameter in owned.items()}
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def _refuse_shared_buffers(model: nn.Module, pieces: list[Stage], homes: Mapping[int, int]) -> None:
+    """Raise StrategyRefused where a module with running statistics is called on several ranks."""
+    users: dict[str, set[int]] = {}
+    modules = dict(model.named_modules())
+    for stage, piece in enumerate(pieces):
+        for path in piece.targets:
+            if path in modules and any(True for _ in modules[path].buffers()):
+                users.setdefault(path, set()).add(homes[stage])
+    for path, ranks in users.items():
+        if len(ranks) > 1:
+            raise StrategyRefused(
+                f"pipeline: {path} has buffers and is called in stages of ranks {sorted(ranks)}, whose copies would "
+                "drift apart. Cut the model elsewhere with cuts=NAME."
+            )
+
+
+def _said(model: nn.Module, chosen: Table, where: Plan, part: Part, free: bool) -> list[str]:
+    what = "time" if where.measured else "parameters"
+    shares = " | ".join(f"{100 * share:.0f} %" for share in where.shares)
+    said = [f"pipeline of {chosen.num_ranks} ranks, cut before {', '.join(where.names)}: {what} {shares}"]
+    rows = part.sample.rows if part.sample else 0
+    idle = 100 * max(idle_shares(timeline(chosen)))
+    said.append(
+        f"{chosen.name}, {chosen.num_microbatches} micro-batches{' (chosen)' if free else ''} of {rows} rows: stages "
+        f"of equal time would be idle for {idle:.0f} % of a step"
+    )
+    if chosen.num_microbatches > max(rows, 1):
+        said.append(f"{rows} samples fill {rows} of {chosen.num_microbatches} micro-batches; the rest is idle time")
+    return said + _differences(model, chosen.num_microbatches)
+
+
+def _differences(model: nn.Module, microbatches: int) -> list[str]:
+    notes = []
+    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if norms and microbatches > 1:
+        notes.append(
+            f"note: BatchNorm ({norms[0]} and {len(norms) - 1} more) normalises over one micro-batch at a time, so "
+            "gradients differ from one device by design; GroupNorm has no such difference. Its running statistics are "
+            "those of the whole batch."
+        )
+    dropping = [name for name, m in model.named_modules() if drops(m)]
+    if dropping:
+        notes.append(
+            f"note: dropout ({dropping[0]}, ...) draws for one micro-batch at a time, in a stream of its own on every "
+            "rank: same law, other masks."
+        )
+    return notes

@@ -1,0 +1,46 @@
+"""A batch in micro-batches, along dimension 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from shoal.data.nest import nested
+from shoal.errors import UsageError
+from shoal.strategies.base import Batch
+
+
+def split(batch: Batch, parts: int, least: int = 1) -> Iterator[Batch]:
+    """Micro-batches of nearly equal size along dimension 0 of every tensor; the stop request goes with the last.
+
+    There are `parts` of them, or as many as samples, but `least` all the same: stand-ins fill up.
+    """
+    parts = min(parts, max(batch.rows, least))
+    base, extra = divmod(batch.rows, parts)
+    start = 0
+    for index in range(parts):
+        rows = base + (index < extra)
+        window = slice(start, start + rows) if rows else slice(0, 1)
+        last = index == parts - 1
+        yield batch._replace(
+            inputs=cut_rows(batch.inputs, window, batch.rows),
+            target=cut_rows(batch.target, window, batch.rows),
+            rows=rows,
+            last=last,
+            stop=batch.stop and last,
+        )
+        start += rows
+
+
+def cut_rows(value: Any, window: slice, rows: int) -> Any:
+    """The same rows of every tensor in a nest of tuples, lists and dicts; 0-dimensional tensors stay whole."""
+    if isinstance(value, Tensor):
+        if value.dim() and value.shape[0] != max(rows, 1):
+            raise UsageError(
+                f"accumulate and pipeline split batches along dimension 0; this rank has {rows} samples and a tensor "
+                f"of shape {tuple(value.shape)}. Put the batch dimension first, or use accumulate=1 and microbatches=1."
+            )
+        return value[window] if value.dim() else value
+    return nested(value, lambda item: cut_rows(item, window, rows))

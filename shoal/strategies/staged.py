@@ -1,0 +1,148 @@
+"""One rank's stages at work: a step through the pipeline, and an evaluation through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+
+from shoal.comm.axis import Axis
+from shoal.pipeline.deferred import DeferredStatistics
+from shoal.pipeline.engine import Computed, Engine
+from shoal.pipeline.stage import Stage
+from shoal.pipeline.table import Action, Table
+from shoal.pipeline.ties import Ties
+from shoal.pipeline.wire import Exchange, Wire, message_after, message_before
+from shoal.strategies.base import SLOTS, STOP, Batch, Forward, Loss, Outcome, objective
+from shoal.strategies.split import split
+
+WEIGHED = SLOTS
+"""In the sum over the pipeline: whether the loss counted for itself."""
+
+
+class Staged:
+    """What one rank does in a pipeline.
+
+    Args:
+        model: the user's own; this rank's modules in it are alive.
+        table: who computes what.
+        axis: of the pipeline.
+        stages: of this rank, by number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: Table,
+        axis: Axis,
+        stages: Mapping[int, Stage],
+        ties: Ties,
+    ) -> None:
+        self.model, self.table, self.axis, self.stages = model, table, axis, stages
+        self.ties, self.wire = ties, Wire(axis)
+        self.last = table.num_stages - 1
+        self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
+        floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        self.dtype = torch.promote_types(floating[0] if floating else torch.float32, torch.float32)
+
+    def forward(self, batch: Batch) -> Outcome:
+        """One stage; of the last one, the loss too."""
+        output = self.stages[batch.stage](self.model.training, *batch.inputs, *batch.values)
+        if batch.stage == self.last:
+            return objective(output, batch)
+        nothing = torch.zeros((), device=self.axis.device)
+        return Outcome(nothing, nothing, False, values=output)
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """All micro-batches through all stages; gradients add up in `.grad`. Collective over the pipeline."""
+        count = self.table.num_microbatches
+        # Every rank makes as many as the table has; where samples are fewer, stand-ins that weigh nothing fill up.
+        micros = list(split(batch._replace(before=None, stop=False), count, least=count))
+        outcomes: list[Outcome] = []
+
+        def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> Computed:
+            micro = micros[microbatch]
+            with self.statistics.counting(micro.rows):
+                outcome = forward(micro._replace(stage=stage, values=values))
+            if stage == self.last:
+                outcomes.append(outcome._replace(objective=outcome.totals))  # not its graph
+            return Computed(outcome.values, outcome.objective if stage == self.last else None)
+
+        exchange = Exchange(self.wire, self.table, lambda microbatch: self._key(micros[microbatch].inputs))
+        for _ in Engine(self.table, exchange, compute, lambda stage: self.stages[stage].parameters()).run():
+            pass
+        self.statistics.commit()
+        if batch.last:
+            self.ties.sum()
+        return self._agreed(outcomes, batch)
+
+    def evaluate(self, *inputs: Any) -> Any:
+        """The model's output, on every rank of the pipeline, without a graph. Collective over the pipeline."""
+        with torch.no_grad():
+            output = self._through(inputs)
+            return self._told(output)
+
+    def _through(self, inputs: tuple[Any, ...]) -> Any:
+        """The batch in one piece, stage after stage; None on ranks without the last one."""
+        exchange = Exchange(
+            self.wire, _straight(self.table), lambda _: ("evaluation", self._key(inputs)), backward=False
+        )
+        output = None
+        for stage, module in self.stages.items():
+            action = Action("F", stage, 0)
+            message = message_before(self.table, action)
+            values = exchange.take(message)[0] if message else []
+            output = module(self.model.training, *inputs, *values)
+            after = message_after(self.table, action)
+            if after is not None:
+                exchange.give(after, output)
+        self.wire.flush()
+        return output if self.last in self.stages else None
+
+    def _told(self, output: Any) -> Any:
+        """The last stage's output on every rank."""
+        source = self.table.rank_of(self.last)
+        leaves, spec = tree_flatten(output)
+        forms = [[str(x.dtype)[6:], list(x.shape)] if isinstance(x, Tensor) else {"is": x} for x in leaves]
+        said = json.dumps([treespec_dumps(spec), forms]) if self.axis.rank == source else ""
+        spec_text, forms = json.loads(next(text for text in self.axis.gather_text(said) if text))
+        found = []
+        for index, form in enumerate(forms):
+            if isinstance(form, dict):
+                found.append(form["is"])
+                continue
+            tensor = torch.empty(form[1], dtype=getattr(torch, form[0]), device=self.axis.device)
+            tensor = leaves[index].contiguous() if self.axis.rank == source else tensor
+            dist.broadcast(tensor, group=self.axis.group, group_src=source)
+            found.append(tensor)
+        return tree_unflatten(found, treespec_loads(spec_text))
+
+    def _key(self, inputs: tuple[Any, ...]) -> Hashable:
+        """What the shapes of all values follow from."""
+        shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(inputs))
+        return self.model.training, torch.is_grad_enabled(), shapes
+
+    def _agreed(self, outcomes: list[Outcome], batch: Batch) -> Loss:
+        """[3] Totals of the last stage and everybody's stop requests, on every rank."""
+        totals = torch.zeros(SLOTS + 1, dtype=torch.float64, device=self.axis.device)
+        for outcome in outcomes:
+            totals[:SLOTS] += outcome.totals
+            totals[WEIGHED] = outcome.weighed
+        totals[STOP] = batch.stop * batch.scale
+        totals = self.axis.sum(totals)
+        weighed = bool(totals[WEIGHED])
+        sums = totals[:SLOTS].to(self.dtype)
+        if batch.before is not None:
+            sums = sums + batch.before
+        return Loss(sums, weighed)
+
+
+def _straight(table: Table) -> Table:
+    """One micro-batch forward through all stages of a table."""
+    rows = tuple(tuple(Action("F", stage, 0) for stage in table.stages_of(rank)) for rank in range(table.num_ranks))
+    return Table(table.name, rows, table.num_stages, 1)
