@@ -1,21 +1,24 @@
 """`python -m shoal.proof.matrix docs/verified.md`: every strategy on every model of the zoo, as a page.
 
-`make verified` calls it. No hand writes that page.
+`make verified` calls it. No hand writes that page, nor verified.json beside it, of which it is made. With `--more` only
+those cells are measured that are not there yet, or were found to differ.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
-import re
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import shoal
-from shoal.proof.verdict import TOLERANCE, Verdict, prove
+from shoal.proof.trajectory import Experiment
+from shoal.proof.verdict import TOLERANCE, prove
 from shoal.proof.zoo import EXPERIMENTS
 
 LAYOUTS = [
@@ -74,69 +77,89 @@ Written by `make verified` on {date}: {circumstances}. Try it on your own model:
 """
 
 
-def main(path: str) -> None:
-    """Write the page."""
-    verdicts = {}
+Key = tuple[str, str, int, int]
+"""Model, strategy, ranks, parts."""
+
+
+class Cell(NamedTuple):
+    """What one strategy was found to do with one model."""
+
+    verdict: str
+    max_relative_error: float | None
+    reasons: list[str]
+    on: str  # a date
+
+
+def main() -> None:
+    """Measure, and write the page and what it is made of; after each model, so that a run may be broken off."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--more", action="store_true", help="keep what has been measured and does not differ")
+    options = parser.parse_args()
+    data = options.page.with_suffix(".json")
+    cells = read(data) if options.more else {}
     for name, experiment in EXPERIMENTS.items():
         for layout in LAYOUTS:
-            strategy, ranks, accumulate = layout
-            verdicts[name, layout] = verdict = prove(experiment, strategy, ranks, accumulate=accumulate, timeout_s=120)
-            print(f"{name}: {str(verdict).splitlines()[-1]}", flush=True)
-    Path(path).write_text(page(verdicts))
+            if (name, *layout) not in cells or cells[name, *layout].verdict == "differs":
+                cells[name, *layout] = _measured(name, experiment, *layout)
+        write(data, cells)
+        options.page.write_text(page(cells))
 
 
-def page(verdicts: dict[tuple[str, tuple[str, int, int]], Verdict]) -> str:
+def _measured(name: str, experiment: Experiment, strategy: str, ranks: int, accumulate: int) -> Cell:
+    verdict = prove(experiment, strategy, ranks, accumulate=accumulate, timeout_s=120)
+    print(f"{name}: {str(verdict).splitlines()[-1]}", flush=True)
+    error = verdict.to_json()["max_relative_error"]
+    return Cell(verdict.verdict, error, verdict.reasons, date.today().isoformat())
+
+
+def read(data: Path) -> dict[Key, Cell]:
+    """The cells that were measured before and that are still asked for."""
+    wanted = {(name, *layout) for name in EXPERIMENTS for layout in LAYOUTS}
+    found = ((tuple(key), Cell(*cell)) for key, cell in json.loads(data.read_text()))
+    return {key: cell for key, cell in found if key in wanted}
+
+
+def write(data: Path, cells: Mapping[Key, Cell]) -> None:
+    """The inverse: a line for each cell."""
+    lines = [json.dumps([key, cell]) for key, cell in cells.items()]
+    data.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def page(cells: Mapping[Key, Cell]) -> str:
     """The page in Markdown; reasons are numbered below the table. A row of which nothing was run is left out."""
     reasons: list[str] = []
     head = ["strategy", "ranks", *EXPERIMENTS]
     rows = [
         [f"`{strategy}`", _ranks(ranks, accumulate)]
-        + [_cell(verdicts.get((name, (strategy, ranks, accumulate))), reasons) for name in EXPERIMENTS]
+        + [_cell(cells.get((name, strategy, ranks, accumulate)), reasons) for name in EXPERIMENTS]
         for strategy, ranks, accumulate in LAYOUTS
-        if any((name, (strategy, ranks, accumulate)) in verdicts for name in EXPERIMENTS)
+        if any((name, strategy, ranks, accumulate) in cells for name in EXPERIMENTS)
     ]
-    steps = next(iter(EXPERIMENTS.values())).steps
+    days = sorted({cell.on for cell in cells.values()})
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, shoal {shoal.__version__}"
     return PAGE.format(
-        steps=steps,
+        steps=next(iter(EXPERIMENTS.values())).steps,
         tolerance=TOLERANCE,
         table="\n".join(_row(row) for row in [head, ["---"] * len(head), *rows]),
         notes="\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)),
-        date=date.today().isoformat(),
+        date=" to ".join(dict.fromkeys((days[0], days[-1]))),
         circumstances=versions,
     )
 
 
-def word(verdict: Verdict) -> str:
-    """What a cell begins with."""
-    return {"exact": "exact", "differs by design": "by design", "refused": "refused", "differs": "DIFFERS"}[
-        verdict.verdict
-    ]
-
-
-def words(text: str) -> dict[tuple[str, tuple[str, int, int]], str]:
-    """What each cell of a page begins with."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    found = {}
-    for strategy, ranks, *cells in lines[2:]:
-        number, _, parts = ranks.partition(" x ")
-        layout = (strategy.strip("`"), int(number), int(parts.partition(" ")[0] or 1))
-        for name, cell in zip(lines[0][2:], cells, strict=True):
-            found[name, layout] = re.sub(r"[^A-Za-z ].*", "", cell).strip()
-    return found
-
-
-def _cell(verdict: Verdict | None, reasons: list[str]) -> str:
-    if verdict is None:
+def _cell(cell: Cell | None, reasons: list[str]) -> str:
+    if cell is None:
         return "not run"
-    if verdict.verdict == "exact":
-        return f"exact {verdict.max_relative_error:.0e}"
+    if cell.verdict == "exact":
+        return f"exact {cell.max_relative_error:.0e}"
     numbers = []
-    for reason in verdict.reasons:
+    for reason in cell.reasons:
         if reason not in reasons:
             reasons.append(reason)
         numbers.append(str(reasons.index(reason) + 1))
-    return f"{word(verdict)} ({', '.join(numbers)})"
+    word = {"differs by design": "by design", "differs": "DIFFERS"}.get(cell.verdict, cell.verdict)
+    return f"{word} ({', '.join(numbers)})"
 
 
 def _ranks(ranks: int, accumulate: int) -> str:
@@ -148,4 +171,4 @@ def _row(cells: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

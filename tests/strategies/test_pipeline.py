@@ -20,6 +20,8 @@ from shoal.testing.check_strategy import check_strategy
         ("gpt", "pipeline=2,schedule=zbv", 2),
         ("U-Net", "pipeline=2,schedule=zero-bubble,zero1", 4),
         ("lstm", "pipeline=3,schedule=gpipe,microbatches=4", 3),
+        # A stage of the second input alone gives something that does not come from what it receives.
+        ("two inputs", "pipeline=2,schedule=zbv", 2),
     ],
 )
 def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: int) -> None:
