@@ -15,7 +15,7 @@ def printed(command: list[str], directory: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["digits", "text"])
+@pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.slow)])
 def test_an_example_prints_the_same_losses_on_one_process_and_on_three(name: str, tmp_path: Path) -> None:
     script, shoal = str(EXAMPLES / f"{name}.py"), str(Path(sys.executable).with_name("shoal"))
     one = printed([sys.executable, script], tmp_path)

@@ -87,14 +87,14 @@ ROUTED = Experiment(Routed, loader, F.cross_entropy, steps=6)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
     [
-        ("zero1", 2, 1),
         ("zero1", 3, 2),
         ("zero2", 2, 3),
-        ("zero3", 2, 1),
         ("zero3", 4, 2),
-        ("zero3,hybrid=2", 4, 1),
-        ("zero3,unit=Experts", 2, 1),
         ("recompute,zero3", 2, 1),
+        pytest.param("zero1", 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero3,hybrid=2", 4, 1, marks=pytest.mark.slow),
+        pytest.param("zero3,unit=Experts", 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_may_use_different_parameters(strategy: str, ranks: int, accumulate: int) -> None:

