@@ -24,7 +24,9 @@ class Stage:
 
     Modules are looked up by their paths in each pass, so that a strategy may put others in their places.
 
-    Args: home: where they are; `Held`, once the model is cut.
+    Args:
+        model: in which `training` and `evaluating` were traced.
+        home: where its modules are.
 
     Attributes:
         received, sent: names of the values that cross the cuts before and behind this stage.
@@ -32,25 +34,31 @@ class Stage:
     """
 
     def __init__(
-        self, home: nn.Module, training: fx.Graph, evaluating: fx.Graph, received: list[str], sent: list[str]
+        self,
+        model: nn.Module,
+        home: Held,
+        training: fx.Graph,
+        evaluating: fx.Graph,
+        received: list[str],
+        sent: list[str],
     ) -> None:
         self.home, self.received, self.sent = home, received, sent
-        graphs = (fx.GraphModule(home, graph) for graph in (evaluating, training))
+        graphs = (fx.GraphModule(model, graph) for graph in (evaluating, training))
         self._functions: list[Callable[..., Any]] = [type(graph).forward for graph in graphs]
         self.targets = targets_of(training)
 
     def __call__(self, training: bool, *values: Any) -> Any:
         """The model's inputs, then what was received."""
-        return self._functions[training](self.home, *values)
+        return self.home(self._functions[training], *values)
 
     def modules(self) -> list[nn.Module]:
         """What it calls, and all that lies inside."""
-        found = (_at(self.home, path) for path in self.targets)
+        found = (_at(self.home, path) for path in sorted(self.targets))
         return [inner for value in found if isinstance(value, nn.Module) for inner in value.modules()]
 
     def parameters(self) -> list[nn.Parameter]:
-        """What it uses, each once."""
-        found = [_at(self.home, path) for path in self.targets]
+        """What it uses, each once; in one order on all ranks, by which the half of a backward pass for weights goes."""
+        found = [_at(self.home, path) for path in sorted(self.targets)]
         alone = [value for value in found if isinstance(value, nn.Parameter)]
         inside = [p for value in found if isinstance(value, nn.Module) for p in value.parameters()]
         return list({id(parameter): parameter for parameter in (*alone, *inside)}.values())
@@ -60,8 +68,9 @@ def stages(model: nn.Module, training: fx.Graph, evaluating: fx.Graph, begins: S
     """All stages of a model that is cut before the steps `begins`."""
     both = [_cut(graph, begins) for graph in (training, evaluating)]
     sent = [[node.name for node in crossing(training)[place]] for place in begins]
+    home = held(model, targets_of(training))
     return [
-        Stage(model, a, b, received, after)
+        Stage(model, home, a, b, received, after)
         for a, b, received, after in zip(*both, [[], *sent], [*sent, []], strict=True)
     ]
 
@@ -149,13 +158,17 @@ class Branch(nn.ModuleDict):
 class Held(Branch):
     """All that one rank holds of a model, under the names of the whole."""
 
+    def forward(self, function: Callable[..., Any], *values: Any) -> Any:
+        """One stage, as a call of this module: a strategy may stand around it as around any other."""
+        return function(self, *values)
+
 
 def held(model: nn.Module, targets: Set[str], others: Set[str] = frozenset()) -> Held:
     """What `targets` are, and the parameters and buffers `others`, which no stage uses."""
     tree = Held()
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Outer ones first: what lies inside is there then.
-    for path in sorted(targets | others, key=lambda path: path.count(".")):
+    # Outer ones first: what lies inside is there then. In one order on all ranks: they send one tensor after the other.
+    for path in sorted(targets | others, key=lambda path: (path.count("."), path)):
         owner, _, name = path.rpartition(".")
         value = modules.get(path)
         if value is not None:
@@ -163,7 +176,6 @@ def held(model: nn.Module, targets: Set[str], others: Set[str] = frozenset()) ->
         else:
             home = model.get_submodule(owner)
             tree.put(path, getattr(home, name), name not in home._non_persistent_buffers_set)
-    tree.train(model.training)
     return tree
 
 

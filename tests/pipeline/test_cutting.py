@@ -72,6 +72,19 @@ def test_what_is_not_held_here_is_let_go_and_keeps_its_name() -> None:
     assert set(alive) == {name for name in names if name.startswith(("token_emb", "blocks.0."))} | {"head.weight"}
 
 
+def test_ranks_hold_their_modules_in_one_order_whatever_the_hashes_of_names() -> None:
+    model = zoo.UNet()
+    names = [name for name, _ in held(model, {name for name, _ in model.named_children()}).named_parameters()]
+    assert names == sorted(names, key=lambda name: name.partition(".")[0])
+
+
+def test_a_module_that_was_put_into_evaluation_mode_stays_in_it() -> None:
+    model = zoo.cnn_with_batchnorm()
+    model.stem[1].eval()
+    held(model, {"stem.1", "head"})
+    assert not model.stem[1].training
+
+
 def test_measuring_leaves_buffers_gradients_and_the_random_state_as_they_were() -> None:
     model = zoo.cnn_with_batchnorm()
     graph = traced(model, 1, frozenset(), (IMAGES,)).training
