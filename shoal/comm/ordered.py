@@ -46,6 +46,18 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
+def mean(tensor: Tensor, axis: Axis) -> Tensor:
+    """The mean over the ranks of a line, in place; on the CPU summed in their order. Collective."""
+    if needs_order(axis):
+        return ordered_mean(tensor, axis.group)
+    return axis.sum(tensor.div_(axis.size))
+
+
+def needs_order(axis: Axis) -> bool:
+    """Whether a sum over the line could come in several orders: of two ranks in one only; NCCL's is its own affair."""
+    return axis.size > 2 and axis.device.type == "cpu"
+
+
 def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the group's own all-reduce adds in the order of ranks."""
     group = group or dist.group.WORLD

@@ -1,8 +1,11 @@
-"""Means over the data axis of gradients that DistributedDataParallel does not take: those of sliced parameters.
+"""Means over the data axis of gradients that DistributedDataParallel does not take: of slices, of a pipeline's stages.
 
       backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in the reverse of their order, in buckets; a bucket is sent
                └ bucket 1 ┐ └ bucket 2 ┐         once its gradients are there and those before it are under way
                                      totals      ride in the last one, with how many ranks had each gradient
+
+      f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   in a pipeline gradients are whole only after the last of many passes:
+                                     totals      all are sent then; what that shows is one micro-batch's passes
 
 Each rank of a tensor group sends its slices along a data axis of its own. What no rank has a gradient of gets none.
 """
@@ -22,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import local
-from shoal.comm.ordered import ordered_mean
+from shoal.comm.ordered import needs_order, ordered_mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 
 MIB = 2**20
@@ -41,34 +44,32 @@ class Averaged:
     def __init__(self, part: Part, data: Axis, bucket_mb: float) -> None:
         self.part, self.data = part, data
         self.buckets = [_Bucket(members) for members in _split(part.owned, int(bucket_mb * MIB))]
-        self.sender = _Sender(data)
+        self.sender = _Sender(data, beside=not part.many_passes)
         self.reducing, self.next = False, 0
-        self.totals: Tensor | None = None
         # Whether ranks change buffers, each by its own samples; the first step looks.
         self.buffers = [b for _, b in sorted(_changing(part.module).items())]
         self.before: list[int] | None = [b._version for b in self.buffers]
-        for bucket in self.buckets:
+        for bucket in self.buckets if not part.many_passes else []:
             for parameter in bucket.members:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
 
     def forward(self, batch: Batch) -> Outcome:
         for buffer in self.buffers if self.before is None else []:
             self.data.broadcast_tensor(buffer)
-        outcome = self.part.forward(batch)
-        if batch.last:
-            self.totals = outcome.totals
-        return outcome
+        return self.part.forward(batch)
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
-        """One micro-batch; gradients become means over ranks, and the objectives of all ranks are to be summed."""
+        """One micro-batch, or all that a pipeline makes of it.
+
+        Gradients become means over ranks, and the objectives of all ranks are to be summed.
+        """
         self.reducing, self.next = batch.last, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
         if not batch.last:
             return loss
-        assert self.totals is not None
-        return Loss(self._finish(self.totals), loss.weighed)
+        return Loss(self._finish(loss.totals), loss.weighed)
 
     def close(self) -> None:
         """Let go of the process group."""
@@ -136,14 +137,16 @@ class _Bucket:
 
 
 class _Sender:
-    """Means in place, one after the other in the order in which they are asked for."""
+    """Means in place, one after the other in the order in which they are asked for.
 
-    def __init__(self, data: Axis) -> None:
+    Args: beside: something else may be sent meanwhile.
+    """
+
+    def __init__(self, data: Axis, beside: bool) -> None:
         self.data = data
-        ordered = data.size > 2 and data.device.type == "cpu"  # two ranks add in one order only
         # A group of its own: what is sent beside the backward pass must not come between other messages.
-        self.group = data.new_group() if data.device.type == "cpu" else data.group
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="ordered-mean") if ordered else None
+        self.group = data.new_group() if beside and data.device.type == "cpu" else data.group
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="ordered-mean") if needs_order(data) else None
 
     def mean(self, message: Tensor) -> _Waits:
         if self.worker is not None:

@@ -14,7 +14,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the backend, or by
     `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit.
 
-The engine takes no sliced parameters: beside tensor, gradients are averaged by `averaged.py`.
+The engine takes no sliced parameters, and one backward pass a micro-batch: beside tensor, and in a pipeline, gradients
+are averaged by `averaged.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, close_before_leaving
-from shoal.comm.ordered import ordered_mean, use_ordered_mean
+from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
-from shoal.strategies.late import Late
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -63,18 +63,17 @@ class Ddp:
 
         Raises: StrategyRefused: the model has no trainable parameter.
         """
-        if part.many_passes:
-            mesh.data.broadcast(part.module)
-            return replace(part, run=Late(part, mesh.data, int(self.bucket_mb * 2**20)).run)
-        if not part.owned:
+        if not part.owned and not part.many_passes:  # a stage may have none
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:
             return part
         mesh.data.broadcast(part.module)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
-        engine = Averaged(part, mesh.data, self.bucket_mb) if sliced else _Engine(self, part, mesh.data)
+        ours = part.many_passes or sliced
+        engine = Averaged(part, mesh.data, self.bucket_mb) if ours else _Engine(self, part, mesh.data)
         close_before_leaving(engine)
-        return replace(part, forward=engine.forward, run=engine.run, late_gradients=LATE)
+        late = part.late_gradients or LATE
+        return replace(part, forward=engine.forward, run=engine.run, late_gradients=late)
 
 
 class _Engine:
@@ -86,8 +85,6 @@ class _Engine:
         self.look = _Look(self.riding)
         self.ddp: DistributedDataParallel | None = None
         self.failures: list[Exception] = []
-        # Two ranks add in one order only. With NCCL the order is its own affair.
-        self.ordered = data.size > 2 and data.device.type == "cpu"
 
     def forward(self, batch: Batch) -> Outcome:
         """Through the engine, so that it knows which gradients to wait for."""
@@ -123,15 +120,9 @@ class _Engine:
         for parameter, count in zip(self.look.parameters, users, strict=True):
             if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self._mean(parameter.grad)
+                mean(parameter.grad, self.data)
         always = all(count == self.data.size for count in users)
         return self._build(find_unused=self.options.unused or not always, sync_buffers=changes > 0)
-
-    def _mean(self, gradient: Tensor) -> None:
-        if self.ordered:
-            ordered_mean(gradient, self.data.group)
-        else:
-            self.data.sum(gradient.div_(self.data.size))
 
     def _build(self, find_unused: bool, sync_buffers: bool) -> DistributedDataParallel:
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -148,7 +139,7 @@ class _Engine:
             **arguments,
         )
         self.riding.searched = find_unused
-        if self.ordered:
+        if needs_order(self.data):
             use_ordered_mean(ddp, self.data, self.failures)
         return ddp
 

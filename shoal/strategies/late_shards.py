@@ -7,6 +7,14 @@
 
 That is ZeRO-1, also where zero2 or zero3 is asked for: a micro-batch's gradients are needed until all are through, and
 parameters by every micro-batch in turn, so sharding either would save nothing at the peak of a step.
+
+Of a parameter in slices, a rank's slice is what is sharded:
+
+      8 rows in 2 slices    tensor 0   rows 0 1 2 3    data 0 has 0 1, data 1 has 2 3
+                            tensor 1   rows 4 5 6 7    data 0 has 4 5, data 1 has 6 7
+
+DTensor takes the axes in the order of the mesh, data before tensor, so in its eyes data 0 has rows 0 1 4 5: every
+second one of 4 pieces, `_StridedShard`. `fully_shard` says it so too; a checkpoint of either is one of the other.
 """
 
 from __future__ import annotations
@@ -16,25 +24,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shoal.comm.axis import Axis
-from shoal.comm.ordered import all_gather
+from shoal.comm.norm import local
+from shoal.comm.ordered import all_gather, mean
 from shoal.strategies.base import Batch, Forward, Loss, Part
-from shoal.strategies.late import fill, mean
 
 
 class LateShards:
     """Shards of one part's parameters along dimension 0, and their steps.
 
-    Args: over: the ranks of `data` as torch's engines know them.
+    Args: mesh: all ranks as torch's engines know them; "shard" is `data`.
     """
 
-    def __init__(self, part: Part, data: Axis, over: DeviceMesh) -> None:
+    def __init__(self, part: Part, data: Axis, mesh: DeviceMesh) -> None:
         self.part, self.data = part, data
         # Scalars have no rows; every rank steps them.
         self.cut = {name: p for name, p in part.owned.items() if p.dim() > 0}
-        self.shards = {name: self._shard(parameter, over) for name, parameter in self.cut.items()}
-        self.rows = {name: _rows(parameter, data.size) for name, parameter in self.cut.items()}
+        self.rows = {name: _rows(local(parameter), data.size) for name, parameter in self.cut.items()}
+        self.shards = {name: self._shard(name, parameter, mesh) for name, parameter in self.cut.items()}
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
@@ -51,7 +60,7 @@ class LateShards:
     def reduce(self) -> None:
         """Each rank gets the mean gradient of its rows. Collective."""
         self.part.reduce()
-        fill(self.part.owned, self.data)
+        self._fill()
         for name, parameter in self.part.owned.items():
             if name not in self.cut and parameter.grad is not None:
                 mean(parameter.grad, self.data)
@@ -63,7 +72,8 @@ class LateShards:
         """All rows of all parameters on every rank. Collective."""
         for dtype in {parameter.dtype: None for parameter in self.cut.values()}:
             names = [name for name, parameter in self.cut.items() if parameter.dtype == dtype]
-            columns = [[self.cut[name].detach()[self.rows[name][r]] for name in names] for r in range(self.data.size)]
+            held = {name: local(self.cut[name].detach()) for name in names}
+            columns = [[held[name][self.rows[name][r]] for name in names] for r in range(self.data.size)]
             length = max(sum(t.numel() for t in column) for column in columns)
             mine = _flat(columns[self.data.rank], length)
             everyone = mine.new_empty(self.data.size * length)
@@ -72,10 +82,18 @@ class LateShards:
                 _unflatten(flat, column)
         self.part.gather()
 
+    def _fill(self) -> None:
+        """Zeros for gradients that only other ranks have; what nobody has stays without. Collective."""
+        owned = self.part.owned.values()
+        flags = torch.tensor([p.grad is not None for p in owned], dtype=torch.int64, device=self.data.device)
+        for parameter, users in zip(owned, self.data.sum(flags).tolist(), strict=True):
+            if users and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def _scatter(self, names: list[str]) -> None:
         size, rank = self.data.size, self.data.rank
-        gradients = {name: self.cut[name].grad for name in names}
-        columns = [[_rows_of(gradients[name], self.rows[name][r]) for name in names] for r in range(size)]
+        gradients = {name: _dense(self.cut[name].grad) for name in names}
+        columns = [[gradients[name][self.rows[name][r]] for name in names] for r in range(size)]
         length = max(sum(t.numel() for t in column) for column in columns)
         sent = torch.cat([_flat(column, length) for column in columns])
         received = torch.empty_like(sent)
@@ -89,13 +107,24 @@ class LateShards:
             self.shards[name].grad = _as_shard(gradient, self.shards[name])
             self.cut[name].grad = None
 
-    def _shard(self, parameter: nn.Parameter, over: DeviceMesh) -> nn.Parameter:
-        rows = _rows(parameter, self.data.size)[self.data.rank]
-        view = parameter.detach()[rows]  # one memory: what steps the shard steps the parameter
+    def _shard(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        # One memory: what steps the shard steps the parameter.
+        view = local(parameter.detach())[self.rows[name][self.data.rank]]
+        over, placements = _layout(parameter, mesh)
         made = DTensor.from_local(
-            view, over, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            view, over, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         return nn.Parameter(made)
+
+
+def _layout(parameter: Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Placement]]:
+    """How shards along dimension 0, of a parameter or of its slices, make up the whole."""
+    if not isinstance(parameter, DTensor):
+        return mesh["shard"], [Shard(0)]
+    (sliced,) = parameter.placements
+    assert isinstance(sliced, Shard)
+    slices = parameter.device_mesh.size()
+    return mesh["shard", "tensor"], [_StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0), sliced]
 
 
 def _rows(parameter: Tensor, ranks: int) -> list[slice]:
@@ -104,9 +133,10 @@ def _rows(parameter: Tensor, ranks: int) -> list[slice]:
     return [slice(min(r * each, parameter.shape[0]), min((r + 1) * each, parameter.shape[0])) for r in range(ranks)]
 
 
-def _rows_of(gradient: Tensor | None, rows: slice) -> Tensor:
+def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
-    return gradient[rows]
+    own = local(gradient)
+    return own.to_dense() if own.is_sparse else own
 
 
 def _flat(tensors: list[Tensor], length: int) -> Tensor:

@@ -91,7 +91,7 @@ class Zero1:
         mesh.data.broadcast(part.module)
         if mesh.data.size == 1:
             return part
-        late = LateShards(part, mesh.data, mesh.device_mesh["shard"])
+        late = LateShards(part, mesh.data, mesh.device_mesh)
         said = part.said
         if self.stage > 1:
             said += (f"in a pipeline, zero{self.stage} keeps what zero1 keeps: optimizer states are sharded.",)
