@@ -13,8 +13,8 @@ as the budget reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.mesh import Mesh
@@ -88,16 +90,41 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
         if budget is not None and (keeps := budget.turn(index, self)) is not None:
             with keeps:
                 return forward(self, *inputs, **options)
-        aside: dict[str, Any] = {"context_fn": lambda: _contexts(self)} if has_buffers else {}
+        modes = _modes()
+        aside: dict[str, Any] = {"context_fn": lambda: _contexts(self, modes)} if has_buffers or modes else {}
         return checkpoint(forward, self, *inputs, use_reentrant=False, **aside, **options)
 
     return run
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _modes() -> list[TorchFunctionMode]:
+    """What stands around functions of torch just now, and would not when they are computed again: dropout of slices,
+    say, that is drawn for the whole. The device for new tensors is everywhere anyway."""
+    found = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
+    return [mode for mode in found if not isinstance(mode, DeviceContext)]
+
+
+def _contexts(
+    module: nn.Module, modes: list[TorchFunctionMode]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What one run of a unit stands in, and what stands around computing it again."""
     buffers = _Buffers(module)
-    return buffers.kept(), buffers
+    return buffers.kept(), _Again([buffers, *modes])
+
+
+class _Again:
+    """Around computing a unit again, as often as that is done."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self.contexts, self.around = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        self.around = ExitStack()
+        for context in self.contexts:
+            self.around.enter_context(context)
+
+    def __exit__(self, *_: object) -> None:
+        self.around.close()
 
 
 class _Buffers:
