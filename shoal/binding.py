@@ -81,6 +81,12 @@ def refuse_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> No
             f"{kind.__name__} cannot step the shards of {_listed(sharded)}: {NEED_WHOLE[kind.__name__]}. Use ddp, or "
             "another optimizer such as AdamW."
         )
+    sliced = [name for name in sharded if _is_sliced(owned[name])]
+    if sliced and isinstance(optimizer, Quantised):
+        raise StrategyRefused(
+            f"{kind.__name__} quantises blocks of whole rows, and {_listed(sliced)} are cut along the tensor axis. Use "
+            "AdamW, or leave out tensor."
+        )
     if kind.__module__.startswith("torchao."):
         raise StrategyRefused(
             f"torchao's {kind.__name__} quantises what each rank holds of {_listed(sharded)}, so its numbers depend on "
@@ -101,6 +107,10 @@ def _refuse_lists(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> No
 
 def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and not all(isinstance(axis, Replicate) for axis in parameter.placements)
+
+
+def _is_sliced(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def optimizer_state(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], Scalars]:
