@@ -57,6 +57,11 @@ LAYOUTS = [
     ("pipeline=2,schedule=zbv,zero1", 4, 1),
     ("pipeline=2,zero3", 4, 2),
     ("pipeline=2,schedule=zero-bubble,recompute,zero2", 4, 1),
+    ("tensor=2,pipeline=2,balance=parameters,ddp", 4, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=gpipe,ddp", 8, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=interleaved,zero1", 8, 2),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=zbv,zero1", 8, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1),
 ]
 """Strategy, ranks, parts that each rank's share is accumulated in."""
 

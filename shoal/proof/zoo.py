@@ -18,6 +18,8 @@ from shoal.proof.trajectory import Experiment
 from shoal.proof.zoo_models import Encoder, UNet
 
 SAMPLES, BATCH = 31, 10
+WORDS = 18
+"""Of the GPTs: one more than there are, so that the vocabulary can be cut in two."""
 
 
 def images(side: int = 8) -> TensorDataset:
@@ -102,11 +104,11 @@ def lstm() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    return build("gpt", 17, (13,), {"width": 8, "layers": 2, "heads": 2})
+    return build("gpt", WORDS, (13,), {"width": 8, "layers": 2, "heads": 2})
 
 
 def gpt_untied() -> nn.Module:
-    return build("gpt", 17, (13,), {"width": 8, "layers": 2, "heads": 2, "tied": False})
+    return build("gpt", WORDS, (13,), {"width": 8, "layers": 2, "heads": 2, "tied": False})
 
 
 def resnet18() -> nn.Module:
