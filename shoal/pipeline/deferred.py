@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.comm.norm import local
+
 
 class DeferredStatistics:
     """Watches the BatchNorms of one rank's stages.
@@ -28,16 +30,14 @@ class DeferredStatistics:
         found = {id(m): m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats}
         self._norms = list(found.values())
         self._sums: dict[int, list[Tensor]] = {}
-        self._rows = 0
-        for norm in self._norms:
-            norm.register_forward_pre_hook(self._look)
 
     @contextmanager
     def counting(self, rows: int) -> Iterator[None]:
         """The time of a forward pass through a micro-batch; running statistics stay what they are."""
         norms = [norm for norm in self._norms if norm.training]
-        self._rows = rows
         kept = [(norm, norm.momentum, _count(norm).clone()) for norm in norms]
+        # Looked at now only: not while a forward pass is computed again, nor for a stand-in.
+        watched = [norm.register_forward_pre_hook(self._look) for norm in norms if rows]
         for norm in norms:
             norm.momentum = 0.0  # nothing of this micro-batch alone
         try:
@@ -46,12 +46,10 @@ class DeferredStatistics:
             for norm, momentum, count in kept:
                 norm.momentum = momentum
                 _count(norm).copy_(count)
-            self._rows = 0
+            for hook in watched:
+                hook.remove()
 
     def _look(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Not while a forward pass is computed again, nor for a stand-in."""
-        if not norm.training or self._rows == 0:
-            return
         with torch.no_grad():
             x = inputs[0]
             dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -74,8 +72,9 @@ class DeferredStatistics:
             assert norm.running_var is not None
             _count(norm).add_(1)
             share = 1.0 / float(_count(norm)) if norm.momentum is None else norm.momentum
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
+            # This rank's channels, where a norm is in slices.
+            local(norm.running_mean).lerp_(mean.to(norm.running_mean.dtype), share)
+            local(norm.running_var).lerp_(variance.to(norm.running_var.dtype), share)
 
 
 def _count(norm: _BatchNorm) -> Tensor:

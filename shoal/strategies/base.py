@@ -25,6 +25,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import global_norm, local
 from shoal.errors import UsageError
+from shoal.pipeline.uncut import Uncut
 from shoal.server.history import Event
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -178,6 +179,8 @@ class Part:
     """What the model will be called with; None where there is no loader."""
     line: Axis | None = None
     """Ranks that hold other parts of the model, as the stages of a pipeline do: `module` and `owned` are a part."""
+    uncut: Uncut | None = None
+    """The whole model, where `line` has parts of it."""
     elsewhere: Set[str] = frozenset()
     """Names of owned parameters that a rank further up the line owns too: with equal gradients, to be counted once."""
     aliases: Mapping[str, str] = field(default_factory=dict)

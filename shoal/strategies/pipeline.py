@@ -33,6 +33,7 @@ from shoal.pipeline.stage import Stage, held, let_go, stages, unused
 from shoal.pipeline.table import Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.timing import idle_shares, timeline
+from shoal.pipeline.uncut import Uncut
 from shoal.strategies.base import Part, Sample
 from shoal.strategies.staged import Staged
 from shoal.strategies.units import drops, innermost, units
@@ -79,8 +80,8 @@ class Pipeline:
             return part
         mesh.pipeline.broadcast(part.module)
         chosen = self._table(part.sample)
-        where, pieces = self._pieces(part, mesh, chosen)
-        return _cut(part, mesh, chosen, where, pieces, self.microbatches == 0)
+        where, uncut = self._where(part, mesh, chosen)
+        return _cut(part, mesh, chosen, where, uncut, self.microbatches == 0)
 
     def _refuse(self, part: Part) -> None:
         if self.balance not in ("time", "parameters"):
@@ -99,17 +100,18 @@ class Pipeline:
             raise StrategyRefused("; ".join(found))
         return table(self.schedule, self.ranks, wanted, self.stages)
 
-    def _pieces(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, list[Stage]]:
+    def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut]:
         assert part.sample is not None
         inputs = part.sample.inputs
         whole = set(innermost(units(part.module)))
         graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
         where = plan(mesh, part.module, graph, chosen.num_stages, self.balance, self.cuts, inputs)
-        return where, stages(part.module, graph.training, graph.evaluating, where.begins)
+        return where, Uncut(part.module, (graph.training, graph.evaluating), where.begins)
 
 
-def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, pieces: list[Stage], free: bool) -> Part:
+def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, free: bool) -> Part:
     model, axis = part.module, mesh.pipeline
+    pieces = stages(model, *uncut.graphs, uncut.begins)
     homes = {stage: chosen.rank_of(stage) for stage in range(chosen.num_stages)}
     _refuse_shared_buffers(model, pieces, homes)
     mine = chosen.stages_of(axis.rank)
@@ -134,6 +136,7 @@ def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, pieces: list[Stage]
         run=staged.run,
         owned=owned,
         line=axis,
+        uncut=uncut,
         elsewhere=ties.elsewhere,
         aliases=aliases,
         many_passes=True,

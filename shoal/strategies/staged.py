@@ -117,7 +117,8 @@ class Staged:
                 found.append(form["is"])
                 continue
             tensor = torch.empty(form[1], dtype=getattr(torch, form[0]), device=self.axis.device)
-            tensor = leaves[index].contiguous() if self.axis.rank == source else tensor
+            if self.axis.rank == source:
+                tensor.copy_(leaves[index])  # a plain tensor, whatever kind the model gives: logits in slices, say
             dist.broadcast(tensor, group=self.axis.group, group_src=source)
             found.append(tensor)
         return tree_unflatten(found, treespec_loads(spec_text))

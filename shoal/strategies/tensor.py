@@ -8,6 +8,9 @@
 What is whole (the stream x, norms, whatever no rule knows) is computed by every rank of the group alike, from the same
 parameters and the same random numbers, so that its gradients are equal without a word; the first step makes sure.
 
+In a pipeline the layers of each stage are cut so. The ranks of a tensor group hold the same stages and take the same
+actions in the same order, so their sums meet; each sends what is whole, alike on all of them, along its own pipeline.
+
 Source: Shoeybi et al., arXiv:1909.08053 (Megatron-LM).
 """
 
@@ -22,10 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import STOP, Batch, Outcome, Part
+from shoal.pipeline.stage import let_go
+from shoal.pipeline.uncut import Uncut
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
 from shoal.strategies.sliced.plan import Plan, plan
+
+IN_STAGES = "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME. "
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class TensorParallel:
         return {"tensor": self.degree}
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Replaces module (in place), forward, owned, reduce and said. Collective.
+        """Replaces module (in place), forward or run, owned, reduce and said. Collective.
 
         Raises: StrategyRefused: nothing of the model can be cut, with the reasons; a name that is none of its modules.
         """
@@ -59,34 +66,34 @@ class TensorParallel:
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. Use compile=False "
                 "(model.compile=false)."
             )
-        if part.line is not None:
-            raise StrategyRefused(
-                f"tensor={self.degree} with pipeline={mesh.pipeline.size}: nobody has shown that stages in slices "
-                "give the same numbers. Use tensor with ddp or zero, or pipeline with ddp or zero1."
-            )
         mesh.tensor.broadcast(part.module)
-        made = plan_of(part.module, self)
-        apply(made, part.module, mesh)
-        held = dict(part.module.named_parameters())
+        made = plan_of(part.module if part.uncut is None else part.uncut.model, self, part.uncut)
+        apply(made.within(dict(part.module.named_modules())), part.module, mesh)
+        if part.uncut is not None:
+            let_go(part.uncut.model, part.module)  # wholes of what is in slices now
+        held = {part.aliases.get(name, name): parameter for name, parameter in part.module.named_parameters()}
         engine = _Engine(part, mesh)
         owned = {name: held[name] for name in part.owned}
         said = (*part.said, *lines(made))
-        return replace(part, forward=engine.forward, owned=owned, reduce=engine.reduce, said=said)
+        return replace(part, forward=engine.forward, run=engine.run, owned=owned, reduce=engine.reduce, said=said)
 
 
-def plan_of(model: nn.Module, options: TensorParallel) -> Plan:
-    """The plan for these options. Raises StrategyRefused."""
+def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = None) -> Plan:
+    """The plan for these options. Raises StrategyRefused.
+
+    Args: uncut: where the model is cut in stages, if it is.
+    """
     problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
     keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    made = plan(model, options.degree, keep, options.cut_by)
+    made = plan(model, options.degree, keep, options.cut_by, uncut)
     if not made:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.whole.items())
         raise StrategyRefused(
             f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold and compute all of "
-            f"it.\n{reasons}\nUse ddp, or zero3 for less memory."
+            f"it.\n{reasons}\n{'' if uncut is None else IN_STAGES}Use ddp, or zero3 for less memory."
         )
     return made
 
@@ -120,11 +127,18 @@ class _Engine:
         self.part, self.axis, self.compared = part, mesh.tensor, False
 
     def forward(self, batch: Batch) -> Outcome:
-        """A stop that one rank of the group was asked for is a stop of all."""
+        """A stop that one rank of the group was asked for is a stop of all, before the totals are summed."""
         outcome = self.part.forward(batch)
-        if batch.last:
+        if batch.last and not self.part.many_passes:
             self.axis.largest(outcome.totals[STOP])
         return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """The same for a pipeline, whose totals are known after all of its passes."""
+        loss = self.part.run(forward, batch)
+        if batch.last and self.part.many_passes:
+            self.axis.largest(loss.totals[STOP])
+        return loss
 
     def reduce(self) -> None:
         """In the first step, see whether what is whole has the same gradients on all ranks of the group."""

@@ -103,6 +103,42 @@ class Apart(nn.Module):
         return scores
 
 
+class Core(nn.Module):
+    """The part of attention that is worth computing again: no parameters, many activations."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = F.dropout((query @ key.transpose(-2, -1)).softmax(-1), 0.3, self.training)
+        return (weights @ value).transpose(1, 2).flatten(-2)
+
+
+class Selective(nn.Module):
+    """Attention with dropout inside a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(8, 8) for _ in range(4))
+        self.head_width, self.core = 4, Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        found: Tensor = self.output(self.core(*(layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in layers)))
+        return found
+
+
+class Rows(nn.Module):
+    """Attention between the rows of an image, then layers in a list, which nobody calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Selective()
+        self.layers = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x.squeeze(1)).mean(1)
+        scores: Tensor = self.layers[1](self.layers[0](x).relu())
+        return scores
+
+
 CUT = {
     "mlp": Experiment(mlp, image_loader, F.cross_entropy),
     "gpt": Experiment(gpt, token_loader, mean_over_tokens),
@@ -113,6 +149,7 @@ CUT = {
     "cnn": EXPERIMENTS["cnn"],
     "cnn with BatchNorm": EXPERIMENTS["cnn with BatchNorm"],
     "gated": Experiment(Gated, image_loader, F.cross_entropy),
+    "rows": Experiment(Rows, image_loader, F.cross_entropy),
     "apart": Experiment(Apart, image_loader, F.cross_entropy),
     "dropout": EXPERIMENTS["dropout"],
     "vit": Experiment(vit, image_loader, F.cross_entropy, steps=2),

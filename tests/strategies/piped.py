@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.norm import whole
 from shoal.errors import ShoalError
 from shoal.proof import zoo
+from shoal.proof.trajectory import Experiment
 from shoal.run import begin
 from shoal.strategies.base import LossFunction
 from shoal.train.checkpoint import Checkpoints
@@ -26,6 +28,7 @@ class Told:
     sums: dict[str, float] = field(default_factory=dict)
     output: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)  # those that this rank has a part of, whole
     said: list[str] = field(default_factory=list)
 
 
@@ -53,8 +56,9 @@ def train(
     told.sums = run.evaluate(lambda output, _: {"size": output.abs().sum()}, model, experiment.loader_fn())
     told.output = model(*batches[0][:-1]).detach() if batches else None
     told.weights = {name: value.clone() for name, value in run.weights().items()}
+    tensors, info, private = run.state()
+    told.moments = {name: whole(t).clone() for name, t in tensors.items() if name.startswith("optimizer.")}
     if save is not None:
-        tensors, info, private = run.state()
         Checkpoints(save).save(steps, tensors, info, private)
         run.save(save / "model.pt")
     return told
@@ -79,15 +83,16 @@ def alike(one: Told, other: Told) -> None:
         torch.testing.assert_close(weight, other.weights[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-def statistics(strategy: str) -> dict[str, Tensor]:
+def statistics(
+    strategy: str, experiment: Experiment = zoo.EXPERIMENTS["cnn with BatchNorm"], prefix: str = "stem.1."
+) -> dict[str, Tensor]:
     """The running statistics of the first BatchNorm after one step, whole."""
-    experiment = zoo.EXPERIMENTS["cnn with BatchNorm"]
     run = begin(strategy, precision="fp64", announce=lambda _: None)
     model = experiment.model_fn().double()
     model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), experiment.loader_fn())
     *inputs, target = next(iter(loader))
     run.forward_backward(experiment.loss_fn, model, *inputs, target)
-    return {name: value.clone() for name, value in run.weights().items() if name.startswith("stem.1.")}
+    return {name: value.clone() for name, value in run.weights().items() if name.startswith(prefix)}
 
 
 def half(strategy: str, precision: Any, factor: float) -> tuple[list[float], dict[str, Tensor]]:

@@ -169,10 +169,18 @@ def in_half(strategy: str, precision: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_goes_with_slices(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "precision"),
+    [
+        ("tensor=2", 2, "bf16"),
+        ("tensor=2", 2, "fp16"),
+        pytest.param("tensor=2,pipeline=2", 4, "bf16", marks=pytest.mark.slow),
+        ("tensor=2,pipeline=2,schedule=zbv", 4, "fp16"),
+    ],
+)
+def test_half_precision_goes_with_slices(strategy: str, ranks: int, precision: str) -> None:
     expected = in_half("single", precision)
-    for found in world.run(2, in_half, "tensor=2", precision):
+    for found in world.run(ranks, in_half, strategy, precision):
         assert found == pytest.approx(expected, rel=2e-2)
         assert len(found) == 4
 
@@ -188,13 +196,21 @@ def with_fused() -> str:
     return fused(fused=True)
 
 
+def in_8_bits() -> str:
+    from shoal.adamw8bit import AdamW8bit
+
+    run, model = shoal.init("tensor=2", announce=lambda _: None), gpt()
+    with pytest.raises(StrategyRefused) as refusal:
+        run.prepare(model, AdamW8bit(model.parameters()), DataLoader(tokens(), batch_size=10))
+    return str(refusal.value)
+
+
+def test_blocks_of_whole_rows_are_refused_where_rows_are_in_slices() -> None:
+    assert "Use AdamW, or leave out tensor" in world.run(2, in_8_bits)[0]
+
+
 def test_an_optimizer_that_steps_lists_is_refused() -> None:
     assert "Leave fused out" in world.run(2, with_fused)[0]
-
-
-def test_slices_inside_the_stages_of_a_pipeline_are_refused() -> None:
-    with pytest.raises(LaunchError, match="Use tensor with ddp or zero, or pipeline with ddp or zero1"):
-        world.run(4, a_step, "tensor=2,pipeline=2", Path("unused"))
 
 
 def test_servers_are_refused_beside_slices() -> None:

@@ -14,6 +14,7 @@ from shoal.train.loop import RUN_ME_AGAIN
 
 LAYOUTS = [
     ("tensor=2,zero3", 4),
+    ("tensor=2,pipeline=2,zero1", 8),
     ("ddp", 1),
     ("tensor=2", 2),
     ("zero3", 2),
@@ -36,7 +37,7 @@ def test_a_run_goes_on_cut_in_any_way(tmp_path: Path, settings: dict[str, Any]) 
     tiny_jobs.trains(tiny(tmp_path / "one", settings))
     steps = metrics(tmp_path / "one")[-1]["step"]
     for leg, (strategy, ranks) in enumerate(LAYOUTS):
-        stop_at = 2 * (leg + 1) if leg + 1 < len(LAYOUTS) else 99
+        stop_at = leg + 2 if leg + 1 < len(LAYOUTS) else 99
         job = tiny(tmp_path / "run", settings, strategy=strategy)
         with world.start(ranks, tiny_jobs.is_signalled, job, stop_at - 1) as running:
             expected = RUN_ME_AGAIN if stop_at < steps else 0
@@ -61,11 +62,14 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.tensors.items() if value.is_floating_point() and value.numel()}
 
 
-def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(tmp_path: Path) -> None:
-    settings = {**GPT, "strategy": "tensor=2"}  # with dropout and an average
-    world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor=2", 2), ("tensor=2,pipeline=2,cuts=blocks.0", 4)])
+def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    settings = {**GPT, "strategy": strategy}  # with dropout and an average
+    world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
     job = tiny(tmp_path / "run", settings)
-    with world.start(2, tiny_jobs.is_signalled, job, 5, 15, 1) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
-    world.run(2, tiny_jobs.trains, job)
+    with world.start(ranks, tiny_jobs.is_signalled, job, 5, 15, 1) as stopping:
+        assert stopping.wait() == [RUN_ME_AGAIN] * ranks
+    world.run(ranks, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))

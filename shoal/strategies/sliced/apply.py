@@ -44,7 +44,7 @@ PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 def apply(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
     """Cut `model` in place. Every rank of the tensor axis holds the same values. Collective on the first use of the
-    device mesh only: each rank takes its slices of what it has."""
+    device mesh only, of which a stage without a cut is part: each rank takes its slices of what it has."""
     cutting = _Cutting(model, mesh)
     for name in plan.multihead:
         cutting.multihead(name)
@@ -64,6 +64,7 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 class _Cutting:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.modules, self.mesh = dict(model.named_modules()), mesh
+        self.device_mesh = mesh.device_mesh  # asked for by all ranks together, whether or not they cut anything
         self.made: dict[int, nn.Parameter] = {}
         self.originals: list[nn.Parameter] = []  # alive, or another could get the id of one
         self.regions: dict[str, Region] = {}
@@ -116,6 +117,9 @@ class _Cutting:
 
     def region(self, name: str) -> Region:
         module = self.modules[name]
+        while name and isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls it
+            name = name.rpartition(".")[0]
+            module = self.modules[name]
         if name not in self.regions:
             self.regions[name] = Region(module, name, self.mesh.tensor)
             module.forward = self.regions[name]

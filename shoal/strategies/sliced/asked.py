@@ -55,6 +55,12 @@ def asked(model: nn.Module, text: str, modules: Modules) -> list[Heads]:
         for row, (_, columns) in rows.items()
         if not columns
     ]
+    problems += [
+        f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into it: name pairs inside one "
+        "of its blocks, or leave out pipeline"
+        for row, (region, _) in rows.items()
+        if modules.uncut is not None and not modules.uncut.running(region)
+    ]
     if problems:
         raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
     return [_heads(region, columns, row, modules) for row, (region, columns) in rows.items()]

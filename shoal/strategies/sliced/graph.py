@@ -15,13 +15,23 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
+from shoal.pipeline.uncut import Uncut
 
-def graphs(model: nn.Module, leaves: set[nn.Module]) -> Iterator[tuple[str, list[fx.Graph]]]:
+
+def graphs(
+    model: nn.Module, leaves: set[nn.Module], uncut: Uncut | None = None
+) -> Iterator[tuple[str, list[fx.Graph]]]:
     """For each module that is looked into as a root its name and its graphs, in which names count from the model.
 
-    Args: leaves: modules that are not looked into.
+    Args:
+        leaves: modules that are not looked into.
+        uncut: the model's forward pass as it was cut in stages; what stages call are roots then.
     """
     waiting = [("", model)]
+    if uncut is not None:
+        yield "", list(uncut.graphs)
+        called = [(name, model.get_submodule(name)) for name in sorted(uncut.called) if not uncut.called_twice(name)]
+        waiting = [(name, module) for name, module in called if not _of_torch(module)]
     while waiting:
         name, module = waiting.pop(0)
         if module in leaves or not any(True for _ in module.parameters()):
@@ -34,6 +44,11 @@ def graphs(model: nn.Module, leaves: set[nn.Module]) -> Iterator[tuple[str, list
             waiting += [(f"{name}.{n}" if name else n, m) for n, m in _outermost(below)]
             continue
         waiting += [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
+
+
+def _of_torch(module: nn.Module) -> bool:
+    """What a tracer does not look into: layers, and no containers."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -86,6 +86,10 @@ def _heads(name: str, module: nn.Module, columns: tuple[str, ...], row: str, mod
     head_width = head_width or (width // heads if heads else None)
     if head_width is None or "forward" in vars(module):
         return None
+    if module not in modules.left:
+        if modules.uncut is not None and not modules.uncut.running(name):
+            modules.reasons[name] = "its forward function does not run as a whole: the pipeline has looked into it"
+        return None
     cut = {id(p) for layer in layers for p in layer.parameters()}  # type: ignore[union-attr]
     if strangers := [n for n, p in owner.named_parameters() if id(p) not in cut]:
         # On a slice of the heads its gradient would be that of a slice.

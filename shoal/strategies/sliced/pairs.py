@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+
+from shoal.pipeline.uncut import Uncut
 
 LINEAR = (nn.Linear,)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -57,17 +59,35 @@ class Pair:
 class Modules:
     """What may be cut of a model.
 
-    Args: degree: T. taken: modules that are cut already.
+    Args:
+        degree: T.
+        taken: modules that are cut already.
+        uncut: where the model is cut in stages, if it is.
     """
 
-    def __init__(self, model: nn.Module, degree: int, taken: Iterable[nn.Module]) -> None:
-        self.degree = degree
+    def __init__(self, model: nn.Module, degree: int, taken: Iterable[nn.Module], uncut: Uncut | None = None) -> None:
+        self.degree, self.uncut = degree, uncut
         self.by_name = dict(model.named_modules())
         self.left = {m: name for name, m in self.by_name.items() if m not in set(taken)}
         parameters = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
         self.shared = {m for m in self.left if any(parameters[id(p)] > 1 for p in m.parameters(recurse=False))}
         self.shared |= {m for m, times in Counter(m for _, m in _all_paths(model)).items() if times > 1}
         self.reasons: dict[str, str] = {}
+        if uncut is not None:
+            self._leave_to_stages(uncut)
+
+    def _leave_to_stages(self, uncut: Uncut) -> None:
+        """What a plan must know the surroundings of, and stages call in parts or in several ways, stays whole."""
+        read = {id(tensor) for tensor in uncut.read}
+        for module, name in list(self.left.items()):
+            if not uncut.running(name):
+                del self.left[module]
+            elif uncut.called_twice(name):
+                self.reasons[name] = "stages call it by itself, and what it lies in"
+            elif any(id(p) in read for p in module.parameters(recurse=False)):
+                self.reasons[name] = "stages read its parameters by themselves"
+            if name in self.reasons:
+                del self.left[module]
 
     def take(self, names: Iterable[str]) -> None:
         """These are cut, with all that is in them."""
@@ -87,9 +107,12 @@ def pairs(graph: fx.Graph, root: str, modules: Modules) -> set[Pair]:
     read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     found: set[Pair] = set()
     taken: set[fx.Node] = set()
+    uncut = modules.uncut
+    in_stages = uncut is not None and graph in uncut.graphs
+    stages = uncut.stages_in(graph) if uncut is not None and in_stages else dict.fromkeys(graph.nodes, 0)
     for node in graph.nodes:
         for kinds in (LINEAR, CONVOLUTIONS):
-            walk = _Walk(root, modules, kinds, uses, read, taken)
+            walk = _Walk(root, modules, kinds, uses, read, taken, stages)
             if walk.is_layer(node) and walk.comes_from_columns(node):
                 found.add(walk.pair(node))
                 taken |= {node, *walk.columns}
@@ -97,7 +120,10 @@ def pairs(graph: fx.Graph, root: str, modules: Modules) -> set[Pair]:
 
 
 class _Walk:
-    """Backwards from one row layer."""
+    """Backwards from one row layer, as far as its own stage reaches.
+
+    Args: stages: of the nodes, where the graph is cut in stages; else 0 for each.
+    """
 
     def __init__(
         self,
@@ -107,9 +133,11 @@ class _Walk:
         uses: Counter[Any],
         read: set[str],
         taken: set[fx.Node],
+        stages: Mapping[fx.Node, int],
     ) -> None:
         self.prefix, self.modules, self.kinds = f"{root}." if root else "", modules, kinds
-        self.uses, self.read, self.taken = uses, read, taken
+        self.uses, self.read, self.taken, self.stages = uses, read, taken, stages
+        self.stage: int | None = None
         self.columns: list[fx.Node] = []
         self.inside: set[fx.Node] = set()
         self.between: list[str] = []
@@ -126,7 +154,7 @@ class _Walk:
 
     def comes_from_columns(self, row: fx.Node) -> bool:
         """Whether its input is known back to column layers, and is seen by it alone."""
-        source = row.args[0]
+        source, self.stage = row.args[0], self.stages.get(row)
         if not isinstance(source, fx.Node) or not self._known(source):
             return False
         takes_slices = self.inside - {*self.columns} | {row}  # a column layer takes what is whole
@@ -140,6 +168,8 @@ class _Walk:
     def _known(self, node: fx.Node) -> bool:
         if node in self.inside:
             return True
+        if self.stages.get(node) != self.stage:
+            return False
         self.inside.add(node)
         if self.is_layer(node):
             self.columns.append(node)

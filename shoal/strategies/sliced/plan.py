@@ -6,13 +6,14 @@ the vocabulary, then pairs of linear layers and of convolutions that a look into
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
+from shoal.pipeline.uncut import Uncut
 from shoal.strategies.sliced.asked import asked
 from shoal.strategies.sliced.graph import graphs
 from shoal.strategies.sliced.heads import Heads, attentions
@@ -44,6 +45,17 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.heads or self.multihead or self.embeddings or self.vocabulary_heads or self.pairs)
 
+    def within(self, names: Container[str]) -> Plan:
+        """What of it concerns these modules, those of one rank of a pipeline. What belongs together is in one stage."""
+        return replace(
+            self,
+            heads=tuple(heads for heads in self.heads if heads.row in names),
+            multihead=tuple(name for name in self.multihead if name in names),
+            embeddings=tuple(name for name in self.embeddings if name in names),
+            vocabulary_heads=tuple(name for name in self.vocabulary_heads if name in names),
+            pairs=tuple(pair for pair in self.pairs if pair.row in names),
+        )
+
     def cuts(self) -> dict[str, str]:
         """How each module is cut, by its name."""
         found: dict[str, str] = dict.fromkeys(self.multihead, "heads")
@@ -55,17 +67,18 @@ class Plan:
         return found
 
 
-def plan(model: nn.Module, degree: int, keep: tuple[str, ...] = (), own: str = "") -> Plan:
+def plan(model: nn.Module, degree: int, keep: tuple[str, ...] = (), own: str = "", uncut: Uncut | None = None) -> Plan:
     """What of `model` can be cut in `degree` slices. It is not changed; parameters may be on the meta device.
 
     Args:
         keep: names of modules that stay whole, with all that is in them.
         own: what is to be cut and nothing else, in the user's words: see `asked.py`.
+        uncut: where `model` is cut in stages, if it is: no pair lies in two of them.
 
     Raises: StrategyRefused: `own` is not what can be done.
     """
     kept = {m for n, m in model.named_modules() if any(n == name or n.startswith(f"{name}.") for name in keep)}
-    modules = Modules(model, degree, kept)
+    modules = Modules(model, degree, kept, uncut)
     if own:
         made = Plan(degree, heads=tuple(asked(model, own, modules)))
         return replace(made, whole=dict.fromkeys(_whole(model, made, modules, kept), "it is not in the plan"))
@@ -77,7 +90,7 @@ def plan(model: nn.Module, degree: int, keep: tuple[str, ...] = (), own: str = "
     embeddings, vocabulary_heads = _vocabulary(model, modules)
     modules.take((*embeddings, *vocabulary_heads))
     found = [*feed_forward]
-    for root, looked_at in graphs(model, leaves):
+    for root, looked_at in graphs(model, leaves, uncut):
         common = set.intersection(*(pairs(graph, root, modules) for graph in looked_at))
         found += sorted(common, key=lambda pair: [*modules.by_name].index(pair.row))
     made = Plan(degree, heads, multihead, embeddings, vocabulary_heads, tuple(found))
@@ -136,20 +149,26 @@ def _vocabulary(model: nn.Module, modules: Modules) -> tuple[tuple[str, ...], tu
                 modules.reasons[name] = f"its {module.num_embeddings} words are no multiple of {modules.degree}"
             elif module in modules.left and "forward" not in vars(module) and not module._forward_hooks:
                 embeddings.append(name)
-    tied = {id(modules.by_name[name].weight): name for name in embeddings}
     for name, module in candidates.items():
-        others = [
-            m for m in model.modules() if m is not module and any(p is module.weight for p in m._parameters.values())
-        ]
-        free = not others or (id(module.weight) in tied and all(type(m) is nn.Embedding for m in others))
         plain = module in modules.left and "forward" not in vars(module) and not module._forward_hooks
         if module.out_features % modules.degree:
             modules.reasons[name] = f"its {module.out_features} words are no multiple of {modules.degree}"
-        elif free and plain:
+        elif modules.uncut is not None and modules.uncut.running(name) != {modules.uncut.last}:
+            modules.reasons[name] = "the pipeline is cut behind it"
+        elif plain:
             heads.append(name)
-    lonely = {id(model.get_submodule(name).weight) for name in candidates if name not in heads}
-    embeddings = [name for name in embeddings if id(modules.by_name[name].weight) not in lonely]
-    return tuple(embeddings), tuple(heads)
+    cut = _without_loose_ties(model, {*embeddings, *heads})
+    return tuple(name for name in embeddings if name in cut), tuple(name for name in heads if name in cut)
+
+
+def _without_loose_ties(model: nn.Module, names: set[str]) -> set[str]:
+    """Those whose parameters nothing else has: one that is tied to what stays whole stays whole too."""
+    while True:
+        outside = {id(p) for name, m in model.named_modules() if name not in names for p in m.parameters(recurse=False)}
+        tied = {n for n in names if any(id(p) in outside for p in model.get_submodule(n).parameters(recurse=False))}
+        if not tied:
+            return names
+        names = names - tied
 
 
 def _is_head(name: str, module: nn.Linear, model: nn.Module) -> bool:

@@ -39,6 +39,8 @@ class Region:
 
     def copied(self, x: Tensor) -> Tensor:
         """`x` for a column layer. Layers with one input share it: their gradients need one sum."""
+        if not self.depth and _in_backward():  # a checkpoint computes the layer again, and nothing else
+            return copy(x, self.axis)
         if not self.depth:
             raise UsageError(
                 f"a layer of {self.name or 'the model'} that is cut along the tensor axis was called from outside of "
@@ -51,6 +53,10 @@ class Region:
         made = copy(x, self.axis)
         self.copies.append((x, x._version, made))
         return made
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def here(tensor: Tensor | None) -> Any:

@@ -1,0 +1,70 @@
+"""The model before it was cut in stages: what a strategy that comes later has to know about all of them.
+
+      stage 0   token_embedding  blocks.0         alive on this rank
+      stage 1   blocks.1  norm  head              hollow here: names, shapes, and who is tied to whom
+
+Every rank knows the same, so whatever follows from it is the same decision on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from torch import Tensor, fx, nn
+
+from shoal.pipeline.steps import steps_of
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """All of a model of which a rank holds some stages.
+
+    Attributes:
+        model: its tensors have shapes, and memory only where this rank holds them.
+        graphs: its forward pass in training and in evaluation; a unit is one node.
+        begins: steps that stages 1, 2, ... begin with.
+    """
+
+    model: nn.Module
+    graphs: tuple[fx.Graph, fx.Graph]
+    begins: Sequence[int]
+
+    @property
+    def last(self) -> int:
+        """The stage that gives the model's output."""
+        return len(self.begins)
+
+    def stages_in(self, graph: fx.Graph) -> dict[fx.Node, int]:
+        """Step of one of `graphs` -> its stage."""
+        steps = steps_of(graph)
+        marks = [0, *self.begins, len(steps)]
+        return {step: stage for stage, (a, b) in enumerate(pairwise(marks)) for step in steps[a:b]}
+
+    @cached_property
+    def called(self) -> dict[str, set[int]]:
+        """Paths of the modules that stages call, with these stages."""
+        found: dict[str, set[int]] = {}
+        for step, stage in self.stages_in(self.graphs[0]).items():
+            if step.op == "call_module":
+                found.setdefault(str(step.target), set()).add(stage)
+        return found
+
+    @cached_property
+    def read(self) -> list[Tensor]:
+        """Parameters and buffers that stages read by themselves, and not through a module that they call."""
+        paths = {str(node.target).rpartition(".") for node in self.graphs[0].nodes if node.op == "get_attr"}
+        return [getattr(self.model.get_submodule(owner), name) for owner, _, name in sorted(paths)]
+
+    def running(self, path: str) -> set[int]:
+        """Stages in which a module's own forward function runs: it is called there, or something that it lies in."""
+        words = path.split(".")
+        outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        return set().union(*(self.called.get(name, set()) for name in outer))
+
+    def called_twice(self, path: str) -> bool:
+        """Whether a module is called by itself, and something that it lies in is called too."""
+        words = path.split(".")
+        return sum(".".join(words[:count]) in self.called for count in range(1, len(words) + 1)) > 1
