@@ -100,7 +100,7 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
 def _modes() -> list[TorchFunctionMode]:
     """What stands around functions of torch just now, and would not when they are computed again: dropout of slices,
     say, that is drawn for the whole. The device for new tensors is everywhere anyway."""
-    found = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
+    found: list[TorchFunctionMode] = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
     return [mode for mode in found if not isinstance(mode, DeviceContext)]
 
 
