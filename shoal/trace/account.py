@@ -1,0 +1,212 @@
+"""What the time of steps was: every moment of a step on a rank is one of six things, so they sum to the step.
+
+      aside, or none of the below                     other
+      blocked, and somebody needed has not come yet   waiting         for the slowest
+      blocked, and everybody has come                 communication   exposed: it hides behind no computing
+      fetching samples                                data
+      in optimizer.step()                             optimizer
+      in the forward or backward pass                 compute
+
+A moment that could be several of these is the first. Communication under way while its rank computes is hidden, and
+stands beside the sum. Spans in, numbers out: nothing here knows a clock, a file or a process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shoal.trace.intervals import Stretch, Stretches, both, length, union, without
+from shoal.trace.span import ASIDE, BACKWARD, BLOCKED, DATA, EXCHANGE, FORWARD, OPTIMIZER, STEP, Span
+
+Spans = Mapping[int, Sequence[Span]]
+"""Of each rank, on one clock."""
+Meetings = Mapping[tuple[str, int], Mapping[int, Span]]
+"""By meeting and number: the span of each rank that came."""
+PARTS = ("compute", "communication", "waiting", "data", "optimizer", "other")
+SLOW = 0.02
+"""Share of a step that others must have waited for a rank before it is called slow."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """One rank's mean step, in seconds.
+
+    Args:
+        compute_s to other_s: sum to step_s.
+        hidden_s: communication was under way while the rank did something else.
+        blamed_s: the other ranks were blocked because this one had not come; summed over them.
+        sent_bytes: size of all exchanges of a step.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    waiting_s: float
+    data_s: float
+    optimizer_s: float
+    other_s: float
+    hidden_s: float
+    blamed_s: float
+    sent_bytes: float
+
+
+class Slowest(NamedTuple):
+    """Whom the others waited for.
+
+    Args:
+        waited_s: by all others together, in a step.
+        part: in which of PARTS it takes longer than the others do, and more_s by how much in the mean.
+    """
+
+    rank: int
+    waited_s: float
+    part: str
+    more_s: float
+
+
+class Wait(NamedTuple):
+    """Somebody needed has not come to an exchange. Args: rank: the last one that came."""
+
+    stretch: Stretch
+    rank: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """Args: steps: how many the means are over. shares: by rank. slowest: None where nobody is."""
+
+    steps: int
+    shares: Mapping[int, Shares]
+    slowest: Slowest | None
+
+
+def account(spans: Spans) -> Account:
+    """Where the traced steps went."""
+    waits = waits_in(spans)
+    blamed_ns: dict[int, float] = defaultdict(float)
+    shares, steps = {}, 0
+    for rank, mine in spans.items():
+        count = sum(span.kind == STEP for span in mine)
+        parts = parts_of(mine, waits[rank])
+        for other, time_ns in _blame(parts["waiting"], waits[rank]).items():
+            blamed_ns[other] += time_ns / max(count, 1)
+        shares[rank] = _shares(mine, parts, max(count, 1))
+        steps = max(steps, count)
+    shares = {rank: replace(share, blamed_s=blamed_ns[rank] * 1e-9) for rank, share in shares.items()}
+    return Account(steps, shares, _slowest(shares))
+
+
+def _shares(spans: Sequence[Span], parts: Mapping[str, list[Stretch]], steps: int) -> Shares:
+    """Means over the steps of one rank. Args: parts: from `parts_of`."""
+    unit = 1e-9 / steps
+    times_s = {f"{name}_s": length(parts[name]) * unit for name in PARTS}
+    exchanges = [span for span in spans if span.kind == EXCHANGE]
+    flown = both(union(span.stretch for span in exchanges), union(span.stretch for span in spans if span.kind == STEP))
+    seen = union([*parts["communication"], *parts["waiting"]])
+    return Shares(
+        step_s=sum(times_s.values()),
+        **times_s,
+        hidden_s=length(without(flown, seen)) * unit,
+        blamed_s=0.0,
+        sent_bytes=sum(span.size_bytes for span in exchanges) / steps,
+    )
+
+
+def _blame(waiting: Stretches, waits: Sequence[Wait]) -> dict[int, int]:
+    """For whom one rank waited how long, in nanoseconds; no moment counts twice."""
+    found: dict[int, int] = defaultdict(int)
+    for wait in sorted(waits, key=lambda wait: wait.stretch[1]):
+        found[wait.rank] += length(both(waiting, [wait.stretch]))
+        waiting = without(waiting, [wait.stretch])
+    return found
+
+
+def parts_of(spans: Sequence[Span], waits: Sequence[Wait]) -> dict[str, list[Stretch]]:
+    """One rank's steps, as moments of each of PARTS. Args: waits: its own, from `waits_in`."""
+
+    def of(*kinds: str) -> list[Stretch]:
+        return union(span.stretch for span in spans if span.kind in kinds)
+
+    left: Stretches = without(of(STEP), of(ASIDE))
+    other = both(of(STEP), of(ASIDE))
+    flown = of(EXCHANGE)
+    known = union(span.stretch for span in spans if span.kind == BLOCKED and span.meeting)
+    guessed = union(span.stretch for span in spans if span.kind == BLOCKED and not span.meeting)
+    blocked = union([*known, *both(guessed, flown)])
+    waiting = both(blocked, union(wait.stretch for wait in waits))
+    found: dict[str, list[Stretch]] = {}
+    for name, moments in (
+        ("waiting", waiting),
+        ("communication", blocked),
+        ("data", of(DATA)),
+        ("optimizer", of(OPTIMIZER)),
+        ("compute", of(FORWARD, BACKWARD)),
+    ):
+        found[name] = both(left, moments)
+        left = without(left, moments)
+    return {**found, "other": union([*other, *left])}
+
+
+def waits_in(spans: Spans) -> dict[int, list[Wait]]:
+    """For each rank, when it was blocked for an exchange to which somebody it needs had not come yet."""
+    met = meetings(spans)
+    found: dict[int, list[Wait]] = {}
+    for rank, mine in spans.items():
+        blocked: dict[tuple[str, int], list[Stretch]] = defaultdict(list)
+        for span in mine:
+            if span.kind == BLOCKED:
+                blocked[span.meeting, span.number].append(span.stretch)
+        guessed = union(blocked["", 0])
+        found[rank] = []
+        for span in mine:
+            wait = wait_of(span, met) if span.kind == EXCHANGE else None
+            if wait is not None:
+                known = union(blocked.get((span.meeting, span.number), ()))
+                stretches = union([*both([wait.stretch], known), *both([wait.stretch], guessed)])
+                found[rank] += [Wait(stretch, wait.rank) for stretch in stretches]
+    return found
+
+
+def meetings(spans: Spans) -> Meetings:
+    """Who came to which exchange."""
+    met: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+    for rank, mine in spans.items():
+        for span in mine:
+            if span.kind == EXCHANGE:
+                met[span.meeting, span.number][rank] = span
+    return met
+
+
+def wait_of(span: Span, met: Meetings) -> Wait | None:
+    """How long an exchange stood still because somebody needed had not come; None where all had, or nobody knows."""
+    came = met.get((span.meeting, span.number), {})
+    needed = {rank: came[rank] for rank in span.ranks if rank in came}
+    if len(needed) < len(span.ranks) or not needed or not all(_is_same(span, other) for other in needed.values()):
+        return None
+    last = max(needed, key=lambda rank: needed[rank].start_ns)
+    end_ns = min(needed[last].start_ns, span.end_ns)
+    return Wait((span.start_ns, end_ns), last) if end_ns > span.start_ns else None
+
+
+def _is_same(span: Span, other: Span) -> bool:
+    """Whether two ranks mean one exchange: what one calls sending, the other calls receiving."""
+    return " > " in span.meeting or span.name.split()[0] == other.name.split()[0]
+
+
+def _slowest(shares: Mapping[int, Shares]) -> Slowest | None:
+    if len(shares) < 2:
+        return None
+    rank = max(shares, key=lambda one: shares[one].blamed_s)
+    mine = shares[rank]
+    if mine.blamed_s < SLOW * mine.step_s:
+        return None
+    others = [share for other, share in shares.items() if other != rank]
+
+    def more(part: str) -> float:
+        return float(getattr(mine, f"{part}_s") - sum(getattr(o, f"{part}_s") for o in others) / len(others))
+
+    part = max(("compute", "data", "optimizer", "other"), key=more)
+    return Slowest(rank, mine.blamed_s, part, more(part))
