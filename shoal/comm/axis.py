@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.backend.group import ShoalGroup
 from shoal.comm.norm import local
+from shoal.comm.registration import BESIDE
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Axis:
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A Gloo group of this line for what goes on beside training; None for one rank. Collective over the world."""
-        return new_group(self.lines, backend="gloo") if self.size > 1 else None
+        beside = BESIDE if isinstance(dist.group.WORLD, ShoalGroup) else "gloo"
+        return new_group(self.lines, backend=beside) if self.size > 1 else None
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""

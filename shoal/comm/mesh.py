@@ -20,6 +20,7 @@ from shoal.comm.layout import Degrees, lines, problems
 from shoal.errors import EnvironmentConflict, StrategyRefused
 from shoal.launch.environment import Place
 from shoal.launch.nursery import Nursery
+from shoal.trace.recorder import Recorder
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -53,6 +54,8 @@ class Mesh(Axis):
     nursery: Nursery | None = None
     """On one rank of each machine, where a strategy has asked for it: starts helper processes."""
     degrees: Degrees = field(default_factory=Degrees)
+    recorder: Recorder = field(default_factory=Recorder, compare=False)
+    """Told by strategies what they do when, while a trace is taken."""
     axes: Axes | None = None
     """None where there is the data axis alone: it is the world, with no group of its own."""
 

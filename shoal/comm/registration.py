@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+BESIDE = "shoal_gloo"
+"""Gloo in a group of ours, for what goes on beside training: a trace sees it."""
 HOME = "torch.distributed.distributed_c10d"
 
 
@@ -29,13 +31,19 @@ def register_with(module: ModuleType) -> None:
     """`module` is torch.distributed.distributed_c10d."""
     if "SHOAL" not in module.Backend._plugins:
         module.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
+        module.Backend.register_backend(BESIDE, _create_beside, extended_api=True, devices=["cpu"])
 
 
-def _create(options: Any, _: Any) -> Any:
+def _create(options: Any, _: Any, meets: bool = True) -> Any:
     from shoal.comm.backend.group import ShoalGroup
 
     timeout: timedelta = options.timeout
-    return ShoalGroup(options.store, options.group_rank, options.group_size, timeout, options.global_ranks_in_group)
+    ranks, label = options.global_ranks_in_group, str(options.group_id)
+    return ShoalGroup(options.store, options.group_rank, options.group_size, timeout, ranks, label, meets)
+
+
+def _create_beside(options: Any, more: Any) -> Any:
+    return _create(options, more, meets=False)
 
 
 class _WhenImported(MetaPathFinder):

@@ -25,6 +25,8 @@ from shoal.comm.backend.order import Order
 from shoal.comm.backend.peers import Peers
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.waiting import SPIN_S, Waiting
+from shoal.comm.backend.watched import watch_steps, watch_work
+from shoal.trace.recorder import Flight, Recorder
 
 logger = logging.getLogger("shoal.comm")
 GLOO = dist.ProcessGroup.BackendType.GLOO
@@ -49,10 +51,26 @@ class ShoalGroup(Base):
         store: of this group alone.
         ranks: the global ranks of the group, for messages; empty for all there are.
         timeout: for each meeting in a call.
+        label: what all its ranks call the group, in traces.
+        meets: ranks use shared memory; without it Gloo does all.
+
+    Attributes:
+        recorder: is told of every call while a trace is taken.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        ranks: Sequence[int],
+        label: str = "",
+        meets: bool = True,
+    ) -> None:
         super().__init__(rank, size)
+        self.recorder: Recorder | None = None
+        self._label = label
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         self._register_backend(torch.device("cpu"), GLOO, gloo)
         self._set_default_backend(GLOO)
@@ -61,7 +79,8 @@ class ShoalGroup(Base):
         self._order: Order | None = None
         self._peers: Peers | None = None
         self._between: BetweenHosts | None = None
-        self._settle(store, meet(PrefixStore("meeting", store), rank, size), timeout)
+        if meets:
+            self._settle(store, meet(PrefixStore("meeting", store), rank, size), timeout)
 
     def _settle(self, store: Store, meeting: Meeting, timeout: timedelta) -> None:
         here = next(ranks for ranks in meeting.hosts if self.rank() in ranks)
@@ -309,7 +328,14 @@ class ShoalGroup(Base):
             flats,
             results,
             opts,
+            sum(row.nbytes for row in rows),
         )
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
+        return self._leave("send", tensors, tensors, receiver, tag)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> Work:
+        return self._leave("recv", tensors, tensors, sender, tag)
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or Options.BarrierOptions()
@@ -359,11 +385,18 @@ class ShoalGroup(Base):
         flats: Sequence[Tensor],
         results: Sequence[Tensor],
         opts: Any,
+        size_bytes: int = 0,
     ) -> Work:
         assert self._order is not None
         strided = [(flat, output) for flat, output in zip(flats, outputs, strict=True) if not output.is_contiguous()]
         begin = (lambda: _back(strided, start())) if strided else start
-        return self._order.call(*call, begin, results, at_once=not opts.asyncOp)
+        order, at_once = self._order, not opts.asyncOp
+        if self.recorder is None:
+            return order.call(*call, begin, results, at_once)
+        kind, root = call[0].kind, call[0].root
+        size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
+        flight = self.recorder.depart(kind, size_bytes, self._label, self._awaited(kind, root))
+        return watch_steps(self.recorder, flight, begin, lambda steps: order.call(*call, steps, results, at_once))
 
     def _run_each(
         self,
@@ -380,7 +413,9 @@ class ShoalGroup(Base):
         if len(calls) == 1:
             return self._run(*calls[0], outputs, flats, results, opts)
         first = calls[0][0] if calls else (Call("barrier"), Call("barrier").word)
-        return self._run(first, partial(_one_after_the_other, self._exchange, calls), outputs, flats, results, opts)
+        size_bytes = sum(call.length * call.dtype.itemsize for (call, _), _ in calls)
+        steps = partial(_one_after_the_other, self._exchange, calls)
+        return self._run(first, steps, outputs, flats, results, opts, size_bytes)
 
     def _leave(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Work:
         """Somebody else's affair: Gloo's."""
@@ -388,8 +423,33 @@ class ShoalGroup(Base):
             logger.debug("%s: Gloo does %s of %s", self, name, tensors[0].dtype if tensors else "nothing")
         # Asked for by name: the base class would ask this one again.
         backend = self._get_backend(tensors[0].device if tensors else torch.device("cpu"))
-        work: Work = getattr(backend, name)(*args)
-        return work
+        call: Callable[[], Work] = partial(getattr(backend, name), *args)
+        if self.recorder is None:
+            return call()
+        flight = self._departs(self.recorder, name, sum(tensor.nbytes for tensor in tensors), args)
+        return watch_work(self.recorder, flight, call, tells=name not in ("send", "recv"))
+
+    # --- while a trace is taken
+
+    def _departs(self, recorder: Recorder, name: str, size_bytes: int, args: tuple[Any, ...]) -> Flight:
+        """A call of Gloo's begins."""
+        if name not in ("send", "recv"):
+            root = int(getattr(args[-1], "rootRank", 0))
+            return recorder.depart(f"{name} (Gloo)", size_bytes, self._label, self._awaited(name, root))
+        here, there = self._ranks[self.rank()], self._ranks[args[1]]
+        ends = (here, there) if name == "send" else (there, here)
+        meeting = f"{self._label}: {ends[0]} > {ends[1]}, tag {args[2]}"
+        word = "to" if name == "send" else "from"
+        return recorder.depart(f"{name} {word} {there}", size_bytes, meeting, () if name == "send" else (there,))
+
+    def _awaited(self, kind: str, root: int) -> tuple[int, ...]:
+        """Whom a rank has to wait for in such a call."""
+        others = tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
+        if kind in ("broadcast", "scatter"):
+            return () if root == self.rank() else (self._ranks[root],)
+        if kind in ("reduce", "gather"):
+            return others if root == self.rank() else ()
+        return others
 
     def _leave_each(self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]) -> Work:
         *before, last = calls
