@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from shoal.config import window
 from shoal.errors import ConfigError, EnvironmentConflict, LaunchError, ShoalError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epo
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own
   shoal launch -n 4 train.py                    your own script
+  shoal train digits -n 2 --trace               where does a step's time go? then: shoal trace runs/digits
   shoal scale runs/digits 4                     four processes from now on, while it trains
 """
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings: list[tuple[str, str]] = []
         if words and words[0] in TAKES_SETTINGS:
             words, settings = _split_settings(words)
-        options = parser.parse_args(words)
+        options = parser.parse_args(_with_window(words))
         if options.verb is None:
             parser.print_help()
             raise SystemExit(0)
@@ -60,6 +62,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # `shoal config digits | head` has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _with_window(words: list[str]) -> list[str]:
+    """`--trace` may stand alone, and a name or a script may follow: what no window can be is not taken for one."""
+    if words[:1] not in (["train"], ["import"], ["launch"]) or "--trace" not in words:
+        return words
+    at = words.index("--trace")
+    if words[0] == "launch" and _has_script(words[1:at]):
+        return words  # the script's own
+    follows = words[at + 1] if at + 1 < len(words) else ""
+    if follows[:1].isdecimal() and not Path(follows).exists():
+        return [*words[:at], f"--trace={follows}", *words[at + 2 :]]
+    return [*words[:at], f"--trace={window.DEFAULT}", *words[at + 1 :]]
+
+
+def _has_script(words: list[str]) -> bool:
+    """Whether a word among these, which follow `launch`, is neither an option nor an option's value."""
+    before = ""
+    for word in words:
+        if not word.startswith("-") and before not in LAUNCH_OPTIONS:
+            return True
+        before = word
+    return False
 
 
 def _parser() -> Parser:
@@ -78,11 +103,13 @@ def _parser() -> Parser:
     train = verb("train", "train an experiment, on one process or many; the same command again resumes it")
     _job_arguments(train)
     _record_argument(train)
+    _trace_argument(train)
     _restarts_argument(train)
     start = verb("import", "train an experiment from the weights in a file: .safetensors, or a state dict of torch's")
     start.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
     _job_arguments(start)
     _record_argument(start)
+    _trace_argument(start)
     _restarts_argument(start)
     replay = verb("replay", "do a recorded run of parameter servers again in one process, and compare bit for bit")
     replay.add_argument("run", type=Path, help="run directory, trained with --record")
@@ -125,6 +152,14 @@ def _parser() -> Parser:
     plot.add_argument(
         "-o", "--output", type=Path, default=Path("curves.png"), help=".png or .svg (default: curves.png)"
     )
+    trace = verb(
+        "trace",
+        "say where the time of traced steps went: compute, communication, waiting for the slowest, data",
+        "\n\nhttps://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself",
+    )
+    trace.add_argument("run", type=Path, metavar="RUN", help="directory of a run trained with --trace, or a trace file")
+    trace.add_argument("--json", action="store_true", help="print one JSON object")
+    trace.add_argument("-o", "--output", type=Path, help="draw it into this .png or .svg")
     schedule = verb("schedule", "draw a schedule of a pipeline: what each rank computes when, and how long it is idle")
     schedule.add_argument("name", help="naive, gpipe, 1f1b, interleaved, zero-bubble or zbv")
     schedule.add_argument("-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)")
@@ -137,6 +172,10 @@ def _parser() -> Parser:
     launch.add_argument("--accumulate", type=int, help="parts that each rank's share of a batch is computed in")
     launch.add_argument(
         "--output", choices=("first", "all"), default="first", help="whose stdout is shown (default: first)"
+    )
+    _trace_argument(launch)
+    launch.add_argument(
+        "--trace-to", default=".", metavar="DIR", help="where the script's trace.json goes (default: here)"
     )
     launch.add_argument("script", help="Python file")
     launch.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -167,6 +206,14 @@ def _record_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trace_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace",
+        metavar="N@S",
+        help=f"trace N steps, after the first S of this start, into trace.json (--trace alone: {window.DEFAULT})",
+    )
+
+
 def _restarts_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, help="with -n: how often a run goes on by itself when a process was killed (default: 3)"
@@ -177,7 +224,7 @@ def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
     own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance", "--record"}
     own |= {"--tensor"}
-    own |= {"--restarts"}
+    own |= {"--restarts", "--trace"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)
@@ -222,6 +269,8 @@ def _train(options: argparse.Namespace) -> int:
     ranks = options.processes or place.world
     restarts = _restarts(options, place)
     options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
+    if options.trace is not None:
+        options.settings.append(("log.trace", str(options.trace)))
     settings, notes = _settings(options, ranks)
     if settings.job.train.record:
         refuse_to_record(settings.job.strategy)
@@ -378,6 +427,25 @@ def _plot(options: argparse.Namespace) -> int:
     return 0
 
 
+def _trace(options: argparse.Namespace) -> int:
+    from shoal.plot import refuse_suffix
+    from shoal.trace import chrome, report
+    from shoal.trace.account import account
+
+    if options.output is not None:
+        refuse_suffix(options.output)
+    trace = chrome.read(options.run)
+    found = account(trace.spans)
+    print(json.dumps(report.to_json(trace, found)) if options.json else "\n".join(report.lines(trace, found)))
+    if options.output is not None:
+        from shoal.plot_trace import save
+
+        save(trace, found, options.output)
+        if not options.json:
+            print(options.output)
+    return 0
+
+
 def _schedule(options: argparse.Namespace) -> int:
     from shoal.pipeline.draw import explained
     from shoal.pipeline.schedules import table
@@ -405,7 +473,10 @@ def _launch(options: argparse.Namespace) -> int:
         )
     if options.strategy is not None:
         named(options.strategy)
-    chosen = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
+    chosen: dict[str, object] = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
+    if options.trace is not None:
+        window.parse(options.trace, "--trace")
+        chosen |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
     environment = {name: str(value) for name, value in chosen.items() if value is not None}
     return run_script(options.script, options.arguments, options.processes, environment, options.output)
 
@@ -454,10 +525,12 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "plan-tensor": _plan_tensor,
     "plot": _plot,
+    "trace": _trace,
     "schedule": _schedule,
     "launch": _launch,
     "replay": _replay,
     "servers": _servers,
     "doctor": _doctor,
 }
+LAUNCH_OPTIONS = ("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to")
 TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shoal.config import window
+
 Check = tuple[Callable[[Any], bool], str]
 POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
 NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
@@ -16,6 +18,7 @@ SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
 NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
+STEPS: Check = (window.is_window, window.MEANING)
 SIZES: Check = (lambda v: len(v) > 0 and all(size > 0 for size in v), "must be one or more sizes greater than 0")
 
 
@@ -159,6 +162,9 @@ class Log:
 
     every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
     tensorboard: bool = setting(True, "write TensorBoard events")
+    trace: str | None = setting(
+        None, "steps to trace into trace.json, as N@S: N, after the first S of this start; see `shoal trace`", STEPS
+    )
 
 
 @dataclass(frozen=True)

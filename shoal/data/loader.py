@@ -19,6 +19,8 @@ from shoal.data.shares import Share, shares
 from shoal.data.source import Batched
 from shoal.data.yielded import Yielded
 from shoal.errors import UsageError
+from shoal.trace.recorder import Recorder
+from shoal.trace.span import DATA
 
 
 class ShareLoader:
@@ -28,6 +30,7 @@ class ShareLoader:
         loader: a map-style DataLoader whose `batch_size` is the global batch.
         rank, ranks: whose share.
         seed: of the run.
+        recorder: is told how long batches take to come, where a trace is asked for.
 
     Attributes:
         share: the share that was yielded last.
@@ -36,12 +39,12 @@ class ShareLoader:
         yielded: which batch came with which share.
     """
 
-    def __init__(self, loader: DataLoader, rank: int, ranks: int, seed: int) -> None:
+    def __init__(self, loader: DataLoader, rank: int, ranks: int, seed: int, recorder: Recorder | None = None) -> None:
         _refuse_what_cannot_be_shared(loader)
         assert loader.batch_size is not None
         self.dataset, self.batch_size, self.drop_last = loader.dataset, loader.batch_size, loader.drop_last
         self.rank, self.ranks, self.seed, self.sampler = rank, ranks, seed, loader.sampler
-        self.epoch, self.position = 0, 0
+        self.epoch, self.position, self._recorder = 0, 0, recorder
         self.share: Share | None = None
         self.yielded = Yielded()
         self._fetch = _Fetch(loader.dataset, loader.collate_fn, seed)
@@ -77,7 +80,8 @@ class ShareLoader:
         coming = list(self._remaining())
         try:
             batches = map(self._fetch.__getitem__, coming) if self._fetched is None else self._fetched
-            for self.share, batch in zip(coming, batches, strict=True):
+            timed = batches if self._recorder is None else _timed(batches, self._recorder)
+            for self.share, batch in zip(coming, timed, strict=True):
                 self.position = self.share.stop
                 self.yielded.remember(batch, self.share)
                 yield batch
@@ -118,6 +122,17 @@ class ShareLoader:
                     self.sampler.set_epoch(epoch)
                 self._orders = {epoch: [int(index) for index in self.sampler]}
         return self._orders[epoch]
+
+
+def _timed(batches: Iterable[Any], recorder: Recorder) -> Iterator[Any]:
+    """The same batches."""
+    coming, end = iter(batches), object()
+    while True:
+        with recorder.during(DATA, "data"):
+            batch = next(coming, end)
+        if batch is end:
+            return
+        yield batch
 
 
 class _Remaining(Sampler):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.pipeline.table import Action, Table
 from shoal.pipeline.wire import Exchange, Form, message_after, message_before
+from shoal.trace.span import BACKWARD, FORWARD
 
 
 class Computed(NamedTuple):
@@ -76,12 +77,13 @@ class Engine:
 
     def run(self) -> Iterator[Action]:
         """Take all actions of this rank, one at a time: yields each when it is done."""
-        row = self.table.rows[self.exchange.rank]
+        row, recorder = self.table.rows[self.exchange.rank], self.exchange.wire.recorder
         for action, following in zip(row, [*row[1:], None], strict=True):
             self._ask_ahead(action)
             if following is not None:
                 self._ask_ahead(following)
-            {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[action.kind](action)
+            with recorder.during(FORWARD if action.kind == "F" else BACKWARD, _named(action)):
+                {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[action.kind](action)
             yield action
         self.exchange.wire.flush()
 
@@ -160,6 +162,11 @@ class Engine:
     def _give_gradients(self, action: Action, held: _Held) -> None:
         wanted = [leaf for leaf in held.leaves if leaf.requires_grad]
         self._give(action, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted])
+
+
+def _named(action: Action) -> str:
+    """As traces and `shoal schedule` call it."""
+    return f"{action.kind}{action.microbatch} of stage {action.stage}"
 
 
 def _leaf(value: Tensor, form: Form) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
 from shoal.pipeline.table import Action, Table
+from shoal.trace.recorder import Recorder
 
 HEADER = 256
 """Numbers in a header."""
@@ -88,11 +89,11 @@ def _goes_to(table: Table, message: Message) -> int:
 class Wire:
     """One rank's connections to the other ranks of its pipeline, for the whole run.
 
-    Args: axis: of the pipeline. Collective over the world.
+    Args: axis: of the pipeline. recorder: is told which message is for which micro-batch. Collective over the world.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, recorder: Recorder) -> None:
+        self.axis, self.recorder = axis, recorder
         self.sent: dict[tuple[int, Hashable], Forms] = {}
         self.received: dict[tuple[int, Hashable], Forms] = {}
         self.sent_bytes = 0
@@ -149,8 +150,9 @@ class Exchange:
         if receiver == self.rank:
             self._given[message] = [value.detach() for value in values]
             return
-        for value in values:
-            self.wire.send(value, receiver)
+        with self.wire.recorder.about(f"{message.kind}{message.microbatch}"):
+            for value in values:
+                self.wire.send(value, receiver)
 
     def take(self, message: Message) -> tuple[list[Tensor], Forms]:
         """Wait for values or gradients."""
@@ -172,8 +174,9 @@ class Exchange:
         coming = self._coming[sender]
         while message not in self._asked:
             following = coming.popleft()
-            forms = self._expected(following, sender)
-            self._asked[following] = [self.wire.receive(form, sender) for form in forms]
+            with self.wire.recorder.about(f"{following.kind}{following.microbatch}"):
+                forms = self._expected(following, sender)
+                self._asked[following] = [self.wire.receive(form, sender) for form in forms]
 
     def can_ask(self, message: Message) -> bool:
         """Whether asking waits for nothing: no header has to come first."""

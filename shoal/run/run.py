@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from shoal.run.refusals import (
 )
 from shoal.run.rows import Rows
 from shoal.run.saved import Resumable, like, refuse_incomplete, save_model, whole_weights
+from shoal.run.tracing import Tracing
 from shoal.run.watch import Watch
 from shoal.strategies import base
 from shoal.strategies.precision import LossScale
@@ -63,12 +64,13 @@ class Run:
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
         step_in_backward: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.mesh, self.rank, self.world, self.device = mesh, mesh.rank, mesh.size, mesh.device
         self.totals: Tensor | None = None
         self._strategies, self._seed, self._accumulate = strategies, seed, accumulate
         self._loss_scale, self._announce = loss_scale, announce
-        self._step_in_backward = step_in_backward
+        self._step_in_backward, self._tracing = step_in_backward, tracing
         self._early: InBackward | None = None
         self._overflow: Overflow | None = None
         self._part: base.Part | None = None
@@ -100,7 +102,8 @@ class Run:
             refuse_without_loader(self._accumulate, self._step_in_backward)
         groups = binding.names_in(optimizer, model)
         data = self.mesh.data
-        shared = None if loader is None else ShareLoader(loader, data.rank, data.size, self._seed)
+        recorder = None if self._tracing is None else self.mesh.recorder
+        shared = None if loader is None else ShareLoader(loader, data.rank, data.size, self._seed, recorder)
         if shared is not None:
             close_before_leaving(shared)
         for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
@@ -117,6 +120,8 @@ class Run:
         self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
         self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
+        if self._tracing is not None:
+            self._tracing.over(part, optimizer)
         # From here on ranks with other samples draw differently: one dropout mask for all would be a smaller sample.
         # So do ranks with other layers.
         layers = (self.mesh.pipeline.rank,) if self.mesh.pipeline.size > 1 else ()
@@ -154,8 +159,7 @@ class Run:
         step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
         earlier = take_gradients(part) if self._early is None else {}
         with self._watch.inside(), nullcontext() if self._early is None else self._early.during():
-            loss = part.run(part.forward, step)
-            part.reduce()
+            loss = base.both_passes(part, step) if self._tracing is None else self._tracing.passes(part, step)
         base.settle(part, loss, global_rows)
         if self._overflow is not None:
             self._overflow.unscale(earlier)
@@ -279,6 +283,15 @@ class Run:
         part = self._prepared()
         self.agree()
         save_model(part, self.mesh, path)
+
+    def aside(self, doing: str) -> AbstractContextManager[None]:
+        """Around what belongs to no step, such as a save of one's own: a trace counts it as other time."""
+        return nullcontext() if self._tracing is None else self._tracing.aside(doing)
+
+    def end_trace(self) -> None:
+        """Write what was traced so far, where the run ends before all that was asked for. Collective."""
+        if self._tracing is not None:
+            self._tracing.finish()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """Everything that the rest of the run depends on, as (tensors, info, private). Collective.

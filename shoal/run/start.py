@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 
 from shoal.comm.layout import Degrees
 from shoal.comm.mesh import join
+from shoal.config.window import parse as parse_window
 from shoal.errors import ConfigError
 from shoal.in_backward import refuse_with
 from shoal.launch.environment import read
 from shoal.run.run import Run
+from shoal.run.tracing import Tracing
 from shoal.strategies import base, parse
 from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.compile import Compile
@@ -32,6 +35,8 @@ def init(
     precision: PrecisionName = "fp32",
     compile: bool = False,
     step_in_backward: bool = False,
+    trace: str | None = None,
+    trace_to: str | Path = ".",
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Take this process's place in the world that the launcher made. Collective: every rank calls it first.
@@ -48,10 +53,12 @@ def init(
         compile: compile the model with torch.compile.
         step_in_backward: step each parameter inside the backward pass, as soon as its gradient is known, and free the
             gradient. The loop stays as it is; its `optimizer.step()` has nothing left to do.
+        trace: steps to trace, as "3@20": three, after the first twenty. `shoal launch --trace` overrides it.
+        trace_to: directory for trace.json, which `shoal trace` reads and https://ui.perfetto.dev opens.
         announce: is given what there is to say before the first step; called on rank 0 only.
 
     Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no such strategy, or
-        step_in_backward with accumulate or fp16.
+        step_in_backward with accumulate or fp16, or no such steps to trace.
     """
     return begin(
         os.environ.get("SHOAL_STRATEGY", strategy),
@@ -60,6 +67,8 @@ def init(
         precision=precision,
         compile=compile,
         step_in_backward=step_in_backward,
+        trace=os.environ.get("SHOAL_TRACE", trace),
+        trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
         announce=announce,
     )
 
@@ -72,6 +81,8 @@ def begin(
     precision: PrecisionName = "fp32",
     compile: bool = False,
     step_in_backward: bool = False,
+    trace: str | None = None,
+    trace_to: str | Path = ".",
     announce: Callable[[str], None] = print,
 ) -> Run:
     """`init` for a job that has all its settings from elsewhere: nothing is overridden. Collective."""
@@ -79,6 +90,7 @@ def begin(
         raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
     if step_in_backward:
         refuse_with(accumulate, loss_scale=precision == "fp16")
+    window = None if trace is None else parse_window(trace, "trace")
     chosen = parse(strategy)
     helpers = any(getattr(strategy, "helpers", False) for strategy in chosen)
     mesh = join(read(os.environ), helpers, Degrees(**base.spans(chosen)))
@@ -91,8 +103,9 @@ def begin(
     strategies: list[base.Strategy] = [*slicing, Precision(precision, scale)]
     strategies += [Compile()] if compile else []
     strategies += [*(strategy for strategy in chosen if strategy not in slicing), Accumulate(accumulate)]
+    tracing = None if window is None else Tracing(window, Path(trace_to), mesh)
     say = announce if mesh.rank == 0 else _silent
-    return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward)
+    return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward, tracing)
 
 
 def _silent(_: str) -> None:

@@ -35,6 +35,7 @@ from shoal.server.peer import Payload
 from shoal.server.placement import Placement
 from shoal.server.said import Order
 from shoal.server.views import AGAIN_S, Views
+from shoal.trace.recorder import Flight, Recorder
 
 UNEVEN = 2.0
 """Shards whose bandwidths differ by less are taken for alike: one measurement is no better than that."""
@@ -50,6 +51,7 @@ class Client:
         flat: this worker's memory: values are written there as they come.
         shares: whether gradients are read from its memory by servers of this machine.
         staleness: which no answer may exceed; None for any.
+        recorder: is told when parts go and come. awaited: ranks whose gradients a step waits for.
 
     Attributes:
         step: steps that were ordered so far.
@@ -67,6 +69,8 @@ class Client:
         job: str,
         staleness: int | None = 0,
         shares: bool = True,
+        recorder: Recorder | None = None,
+        awaited: tuple[int, ...] = (),
     ) -> None:
         self.worker, self.parts, self.values = worker, parts, flat.values
         self._places, own_bytes = offsets(parts)
@@ -77,6 +81,8 @@ class Client:
         self._answers: dict[tuple[int, int], memoryview] = {}
         self._failure: ServerLost | None = None
         self._gone = threading.Event()
+        self._recorder, self._awaited = recorder or Recorder(), awaited
+        self._flights: dict[int, Flight] = {}
         self._far = not ipaddress.ip_address(arbiter[0]).is_loopback  # servers of one machine do not differ
         self._flat, self._key, self._job, self._shares = flat, key, job, shares
         self._routes = threading.Lock()
@@ -104,6 +110,10 @@ class Client:
         Args: sparse: most of it is zeros, which need not be sent.
         """
         self.wait([part])
+        if self._recorder.on:
+            self._flights[part] = self._recorder.depart(
+                f"push and pull part {part}", gradient.nbytes, f"part {part}", self._awaited
+            )
         with self._routes:
             link, now = self._route(part)
             link.push(part, (self.step, gradient, present, sparse), now)
@@ -121,10 +131,17 @@ class Client:
         """Until the values of the last step are here. Raises ServerLost."""
         with self._news:
             for part in parts:
-                while self._arrived[part] < self.step:
-                    if self._failure is not None:
-                        raise self._failure
-                    self._news.wait()
+                if self._arrived[part] < self.step:
+                    begun_ns = self._recorder.now()
+                    self._await(part)
+                    if part in self._flights:
+                        self._recorder.blocked(self._flights[part], begun_ns)
+
+    def _await(self, part: int) -> None:
+        while self._arrived[part] < self.step:
+            if self._failure is not None:
+                raise self._failure
+            self._news.wait()
 
     def ask_to_stop(self) -> None:
         """Have all workers stop after the same step, which none of them has reached."""
@@ -352,5 +369,7 @@ class Client:
         assert self.staleness is None or oldest >= clock - self.staleness, (clock, oldest, self.staleness)
         with self._news:
             self._arrived[header.part] = clock
+            if header.part in self._flights:
+                self._flights[header.part].land()
             self.stop_at = self.stop_at or header.worker
             self._news.notify_all()

@@ -283,6 +283,13 @@ def _known(rows: int, stop: bool, scale: float, dtype: torch.dtype, device: torc
     return torch.tensor(known, dtype=dtype, device=device)
 
 
+def both_passes(part: Part, batch: Batch) -> Loss:
+    """Forward and backward of a rank's share, until the owned gradients are global means. Collective."""
+    loss = part.run(part.forward, batch)
+    part.reduce()
+    return loss
+
+
 def settle(part: Part, loss: Loss, global_rows: int) -> None:
     """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
     if not loss.weighed:

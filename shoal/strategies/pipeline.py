@@ -127,7 +127,7 @@ def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, free:
     for stage in mine:
         pieces[stage].home = kept
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, kept, aliases)
-    staged = Staged(model, chosen, axis, {stage: pieces[stage] for stage in mine}, ties)
+    staged = Staged(model, chosen, axis, {stage: pieces[stage] for stage in mine}, ties, mesh.recorder)
     model.forward = staged.evaluate
     return replace(
         part,

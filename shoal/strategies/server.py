@@ -305,6 +305,8 @@ class Engine:
             job=job.name,
             staleness=self.staleness,
             shares=self.options.shared_memory and self.compression is None,
+            recorder=self.mesh.recorder,
+            awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
         )
 
     def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:

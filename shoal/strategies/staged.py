@@ -20,6 +20,7 @@ from shoal.pipeline.ties import Ties
 from shoal.pipeline.wire import Exchange, Wire, message_after, message_before
 from shoal.strategies.base import SLOTS, STOP, Batch, Forward, Loss, Outcome, objective
 from shoal.strategies.split import split
+from shoal.trace.recorder import Recorder
 
 WEIGHED = SLOTS
 """In the sum over the pipeline: whether the loss counted for itself."""
@@ -33,6 +34,7 @@ class Staged:
         table: who computes what.
         axis: of the pipeline.
         stages: of this rank, by number.
+        recorder: is told of each pass and each message.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Staged:
         axis: Axis,
         stages: Mapping[int, Stage],
         ties: Ties,
+        recorder: Recorder,
     ) -> None:
         self.model, self.table, self.axis, self.stages = model, table, axis, stages
-        self.ties, self.wire = ties, Wire(axis)
+        self.ties, self.wire = ties, Wire(axis, recorder)
         self.last = table.num_stages - 1
         self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]

@@ -66,6 +66,8 @@ class Training:
             precision=job.train.precision,
             compile=job.model.compile,
             step_in_backward=job.optimizer.in_backward,
+            trace=job.log.trace,
+            trace_to=job.directory,
             announce=lines.append,
         )
         # From now on: building a model can take minutes, and the first step tells the other ranks.
@@ -322,16 +324,18 @@ class Training:
         self._settle_save()
         if self.saved_step != self.step:
             self._save(self._is_best(), must=True)  # again, where the save after the evaluation has failed
+        self.run.end_trace()
         self.log.note(f"stopped at step {self.step}, and saved; the same command goes on from there")
         raise SystemExit(RUN_ME_AGAIN)
 
     @contextmanager
     def _pause(self, doing: str) -> Iterator[None]:
         """What is not training counts neither as slow training nor as its time."""
-        with self.progress.paused(doing), self.watch.paused():
+        with self.progress.paused(doing), self.watch.paused(), self.run.aside(doing):
             yield
 
     def _finish(self) -> None:
+        self.run.end_trace()
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
             for line in self.run.report():

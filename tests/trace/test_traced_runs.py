@@ -1,0 +1,164 @@
+"""Runs on several ranks: what their traces say, under every strategy, and what a trace leaves as it was."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from traced import LATE_S, run_traced
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.testing import world
+from shoal.trace import chrome
+from shoal.trace.account import PARTS, Account, account
+from shoal.trace.chrome import Trace
+from shoal.trace.span import BACKWARD, BLOCKED, EXCHANGE, FORWARD, STEP
+
+
+def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Account]:
+    for _, recording in world.run(ranks, run_traced, directory, *args):
+        assert recording == 0  # nobody notes anything any more
+    trace = chrome.read(directory)
+    found = account(trace.spans)
+    assert sorted(found.shares) == list(range(ranks))
+    for shares in found.shares.values():
+        assert sum(getattr(shares, f"{part}_s") for part in PARTS) == pytest.approx(shares.step_s)
+        assert shares.compute_s > 0
+        assert shares.optimizer_s > 0
+    return trace, found
+
+
+def names(trace: Trace, kind: str, rank: int = 0) -> list[str]:
+    return [span.name for span in trace.spans[rank] if span.kind == kind]
+
+
+@pytest.mark.parametrize("slow", ["data", "compute"])
+def test_a_slow_rank_is_named_with_what_it_is_slow_at_and_the_other_waits(tmp_path: Path, slow: str) -> None:
+    trace, found = traced(tmp_path, 2, "ddp", "2@2", slow)
+    assert trace.steps == [3, 4]
+    assert names(trace, STEP) == ["step 3", "step 4"]
+    assert found.slowest is not None
+    assert (found.slowest.rank, found.slowest.part) == (1, slow)
+    assert getattr(found.shares[1], f"{slow}_s") >= LATE_S
+    assert found.shares[0].waiting_s > found.shares[1].waiting_s
+    assert found.slowest.waited_s == pytest.approx(found.shares[0].waiting_s)
+
+
+def test_a_bucket_of_ddp_is_seen_with_its_bytes_on_both_ranks(tmp_path: Path) -> None:
+    trace, found = traced(tmp_path)
+    assert names(trace, FORWARD) == ["forward"] * 2
+    assert names(trace, BACKWARD) == ["backward"] * 2
+    assert "all_reduce" in names(trace, EXCHANGE)
+    gradients = 4 * (16 * 64 + 64 + 64 * 64 + 64 + 64 * 4 + 4 + 16)  # and sixteen totals
+    assert found.shares[0].sent_bytes >= gradients
+    assert found.shares[0].sent_bytes == found.shares[1].sent_bytes
+    met = [{(s.meeting, s.number) for s in spans if s.kind == EXCHANGE} for spans in trace.spans.values()]
+    assert met[0] == met[1]
+
+
+def test_zero_gathers_and_scatters(tmp_path: Path) -> None:
+    trace, _ = traced(tmp_path, 2, "zero3")
+    assert {"all_gather", "reduce_scatter"} <= {name.split()[0] for name in names(trace, EXCHANGE)}
+
+
+def test_messages_of_a_pipeline_say_for_which_micro_batch_they_are(tmp_path: Path) -> None:
+    trace, found = traced(tmp_path, 2, "pipeline=2,microbatches=4")
+    assert {"F0 of stage 0", "F3 of stage 0"} <= set(names(trace, FORWARD))
+    assert {"B0 of stage 1", "B3 of stage 1"} <= set(names(trace, BACKWARD, rank=1))
+    assert {"send to 1 F0", "send to 1 F3", "recv from 1 B0", "recv from 1 B3"} <= set(names(trace, EXCHANGE))
+    assert {"recv from 0 F0", "send to 0 B3"} <= set(names(trace, EXCHANGE, rank=1))
+    assert found.shares[1].waiting_s > 0  # its first forward pass needs the other's
+
+
+def test_pushes_and_pulls_of_parameter_servers_are_seen(tmp_path: Path) -> None:
+    trace, _ = traced(tmp_path, 2, "server=1,part_mb=0.001")
+    parts = [name for name in names(trace, EXCHANGE) if name.startswith("push and pull part")]
+    assert len(parts) % 2 == 0
+    assert len(set(parts)) > 1
+    assert any(name.startswith("push and pull") for name in names(trace, BLOCKED))
+
+
+def test_sums_of_slices_and_the_means_beside_them_are_seen_in_groups_of_their_own(tmp_path: Path) -> None:
+    trace, _ = traced(tmp_path, 4, "tensor=2,ddp")
+    groups = {span.meeting: span.ranks for span in trace.spans[0] if span.kind == EXCHANGE}
+    assert {(1,), (2,)} <= set(groups.values())
+    assert any("Gloo" in name for name in names(trace, EXCHANGE))
+
+
+def test_one_rank_has_nobody_to_wait_for(tmp_path: Path) -> None:
+    _, found = traced(tmp_path, 1, "ddp")
+    assert found.slowest is None
+    assert found.shares[0].communication_s == found.shares[0].waiting_s == 0
+
+
+def test_a_trace_changes_no_number(tmp_path: Path) -> None:
+    plain, seen = (world.run(2, run_traced, tmp_path, "ddp", window) for window in (None, "3@0"))
+    assert [losses for losses, _ in plain] == [losses for losses, _ in seen]
+    assert chrome.read(tmp_path).steps == [1, 2, 3]
+
+
+def test_clocks_of_other_hosts_are_aligned_and_the_error_is_told(tmp_path: Path) -> None:
+    for ahead_ns, error_ns in world.run(2, _measured)[:1]:
+        assert error_ns < 50e6
+        assert abs(ahead_ns - 3_000_000_000) <= error_ns
+
+
+def _measured() -> tuple[int, int]:
+    from shoal.comm.clocks import offsets
+
+    run = shoal.init("ddp", announce=lambda _: None)
+    rank = dist.get_rank()
+    found = offsets(run.mesh, f"clock {rank}", lambda: time.monotonic_ns() + 3_000_000_000 * rank)
+    assert offsets(run.mesh, "one clock")[1] == (0, 0)
+    return found[1]
+
+
+def test_a_run_that_is_killed_while_it_is_traced_leaves_the_trace_before_as_it_was(tmp_path: Path) -> None:
+    traced(tmp_path)
+    before = (tmp_path / "trace.json").read_bytes()
+    with world.start(2, _dies_in_its_trace, tmp_path) as ranks:
+        assert -signal.SIGKILL in ranks.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert (tmp_path / "trace.json").read_bytes() == before
+
+
+def _dies_in_its_trace(directory: Path) -> None:
+    if dist.get_rank() == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    run_traced(directory, "ddp", "100@2", "compute", 200)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    found = world.run(2, run_traced, tmp_path / "file")
+    assert len(found[0][0]) == 5
+    assert "no trace was written" in capfd.readouterr().err
+
+
+def test_a_group_that_hides_what_ranks_send_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"hides what ranks send.*cpu:shoal"):
+        world.run(2, _over_gloo, tmp_path)
+
+
+def _over_gloo(directory: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    run_traced(directory)
+
+
+def test_the_json_has_every_figure(tmp_path: Path) -> None:
+    from shoal.trace.report import lines, to_json
+
+    trace, found = traced(tmp_path, 2, "ddp", "2@2", "data")
+    told = json.loads(json.dumps(to_json(trace, found)))
+    assert told["slowest"]["rank"] == 1
+    assert told["ranks"]["0"]["waiting_s"] == found.shares[0].waiting_s
+    text = "\n".join(lines(trace, found))
+    assert "steps 3 to 4, mean of 2, in milliseconds" in text
+    assert "rank 1 is the slowest: the other one waited" in text
+    assert "ms more in data" in text
