@@ -13,8 +13,6 @@ does, this is a plain all-reduce, and comes to the same bits.
 """
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with types.
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.comm.backend.group import ShoalGroup
+from shoal.comm.beside import reduce_beside
 
 # torch 2.13 renamed it, and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -70,23 +69,13 @@ def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Ex
 
     Args:
         axis: whose ranks `ddp` averages over.
-        failures: what went wrong is added here; the caller looks after each backward pass. A future of torch's does not
-            carry a Python error through the backward pass.
+        failures: what went wrong is added here; the caller looks after each backward pass.
     """
     if sums_in_order(ddp.process_group):
         ddp.register_comm_hook(ddp.process_group, _mean_of_bucket)
         return
-    # A group of its own: the engine's collectives, in the other thread, must not come between.
     group = axis.new_group()
-    # One thread: buckets are ready in the same order on every rank, and collectives must start in one order.
-    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ordered-mean")
-
-    def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        worker.submit(_reduce, bucket.buffer(), group, done, failures)
-        return done
-
-    ddp.register_comm_hook(None, hook)
+    reduce_beside(ddp, lambda bucket: ordered_mean(bucket, group), failures)
 
 
 def _mean_of_bucket(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -98,13 +87,3 @@ def _mean_of_bucket(process_group: dist.ProcessGroup, bucket: GradBucket) -> tor
 
 def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return done.value()[0]
-
-
-def _reduce(
-    buffer: Tensor, group: dist.ProcessGroup | None, done: torch.futures.Future[Tensor], failures: list[Exception]
-) -> None:
-    try:
-        ordered_mean(buffer, group)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the backward pass must not wait for ever
-        failures.append(error)
-    done.set_result(buffer)
