@@ -1,0 +1,134 @@
+"""The mean over a line of ranks by an algorithm that has a name, for gradients beside the backward pass."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.algorithms import halving_doubling, hierarchical, ring, tree
+from shoal.comm.algorithms.neighbours import group_inside, hosts_of
+from shoal.comm.algorithms.pairs import Pairs
+from shoal.comm.algorithms.table import MEASURED, Row, described, fastest, parse, refuse_unknown
+from shoal.comm.axis import Axis, new_group
+from shoal.comm.ordered import ordered_mean
+from shoal.errors import CollectiveFailed, PeerLost
+
+FLAT = {"ring": ring.all_reduce, "tree": tree.all_reduce, "halving-doubling": halving_doubling.all_reduce}
+"""Algorithms that take a tensor and pairs of ranks, and know of no hosts."""
+
+
+class NamedAllReduce:
+    """The mean over ranks by one algorithm, or by the fastest for each size. Every rank of the world makes it together.
+
+    Args:
+        name: ring, tree, halving-doubling, hierarchical, backend or auto.
+        axis: whose ranks are averaged over.
+        table: a file of one's own, for `auto`; the first rank's is what counts.
+
+    Attributes:
+        hosts: the ranks of this line by host.
+    """
+
+    def __init__(self, name: str, axis: Axis, table: str = "") -> None:
+        refuse_unknown(name, table)
+        self.name, self.axis = name, axis
+        self._rows: list[Row] = []
+        self._machine = ""
+        lines = hosts_of(axis)
+        self.hosts = next(hosts for hosts in lines if any(dist.get_rank() in ranks for ranks in hosts))
+        if name == "auto":
+            found = parse(axis.broadcast_text(_text(axis, table)), table or MEASURED.name)
+            self._rows, self._machine = found.for_ranks(axis.size, len(self.hosts)), found.machine
+        self._failed: CollectiveFailed | None = None
+        # Groups of its own: what is sent beside the backward pass must not come between other messages.
+        self._group: dist.ProcessGroup | None = new_group(axis.lines)
+        self._pairs: Pairs | None = Pairs(self._group)
+        self._inside = group_inside(lines) if self._uses("hierarchical") else None
+        line = sorted(rank for ranks in self.hosts for rank in ranks)
+        leaders = [line.index(ranks[0]) for ranks in self.hosts]
+        self._leaders = Pairs(self._group, leaders) if axis.rank in leaders else None
+
+    def describe(self) -> str:
+        """One line for the run's header."""
+        over = f"{self.axis.size} ranks on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
+        if not self._rows:
+            return f"all-reduce: {self.name}, over {over}"
+        near = f"{self._rows[0].ranks} ranks on {self._rows[0].hosts}"
+        return f"all-reduce: auto, over {over}: {described(self._rows)} (measured for {near}: {self._machine})"
+
+    def said(self) -> tuple[str, ...]:
+        """Lines for the run's header."""
+        note = (
+            "note: this all-reduce adds in an order that depends on where in which bucket a number lies, so a run that "
+            "is stopped and resumed can differ from an undisturbed one in the last bit. With allreduce=tree or "
+            "halving-doubling it does not."
+        )
+        return (self.describe(), note) if self.place_matters else (self.describe(),)
+
+    @property
+    def place_matters(self) -> bool:
+        """Whether the last bit of a sum depends on where in a tensor, or in how large a one, a number lies."""
+        used = {row.fastest for row in self._rows} or {self.name}
+        over_hosts = "hierarchical" in used and len(self.hosts) > 2
+        return self.axis.size > 2 and (len(used) > 1 or "ring" in used or over_hosts)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over all ranks, in place, the same bits on each. Collective; one call at a time.
+
+        A rank that has failed must end its process: Gloo has no way to tell its neighbours, who then wait for the
+        group's time-out.
+
+        Raises: CollectiveFailed: a rank does not come in time. PeerLost: one is gone. No later call works either.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._mean(tensor)
+        except RuntimeError as error:
+            self._failed = self._cause(error)
+            raise self._failed from None
+        return tensor
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+        self._group = self._inside = self._pairs = self._leaders = None
+
+    def _mean(self, tensor: Tensor) -> None:
+        name = fastest(self._rows, tensor.nbytes) if self._rows else self.name
+        if name == "backend":
+            ordered_mean(tensor, self._group)
+            return
+        flat = tensor.reshape(-1)
+        if name == "hierarchical":
+            hierarchical.all_reduce(flat, self._inside, self._leaders)
+        else:
+            assert self._pairs is not None
+            FLAT[name](flat, self._pairs)
+        flat.div_(self.axis.size)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
+
+    def _uses(self, name: str) -> bool:
+        """Whether this algorithm may be called."""
+        return name in (row.fastest for row in self._rows) if self._rows else name == self.name
+
+    def _cause(self, error: RuntimeError) -> CollectiveFailed:
+        """What broke first: a rank that fails ends, so its neighbours fail, and theirs. The first one leaves a note."""
+        mine = error if isinstance(error, CollectiveFailed) else CollectiveFailed(f"all-reduce {self.name}: {error}")
+        assert self._group is not None
+        with suppress(RuntimeError):  # the store may have died with its rank
+            store, key = dist.distributed_c10d._get_default_store(), f"shoal/lost/{self._group.group_name}"
+            first = store.compare_set(key, "", f"{type(mine).__name__} {mine}").decode()
+            kind, _, text = first.partition(" ")
+            return (PeerLost if kind == "PeerLost" else CollectiveFailed)(text)
+        return mine
+
+
+def _text(axis: Axis, table: str) -> str:
+    """The table, on the first rank; nothing on others, or where it cannot be read: all are to hear of that."""
+    with suppress(OSError):
+        return Path(table or MEASURED).read_text() if axis.rank == 0 else ""
+    return ""

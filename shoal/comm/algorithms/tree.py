@@ -1,0 +1,43 @@
+"""All-reduce on a tree: sums climb to rank 0, and the total comes down the way they went.
+
+    rank        0     1     2     3     4     5           six ranks
+    [1] up      <──── 1     <──── 3     <──── 5           whoever has sent is done
+                <────────── 23
+                <────────────────────── 45
+    [2] down    ──────────────────────> A                 the same messages backwards, the last one first
+                ──────────> A
+                ────> A     ────> A     ────> A
+
+2 log2(n) messages one after the other, rounded up, each of all M bytes: few, so it is the one for small tensors. Rank 0
+sends and receives log2(n) M. Every number is summed in the same pairs of ranks, wherever in the tensor it lies.
+
+Source: the binomial tree of Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
+MPICH, IJHPCA 19(1), 2005. Two trees at once use all links (Sanders, Speck and Träff, Two-tree algorithms for full
+bandwidth broadcast, reduction and scan, Parallel Computing 35(12), 2009); this is one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.comm.algorithms.pairs import Pairs
+
+
+def all_reduce(tensor: Tensor, pairs: Pairs) -> None:
+    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each. Collective."""
+    rank, size = pairs.rank, pairs.size
+    arrived = torch.empty_like(tensor)
+    distance = 1
+    while distance < size and not rank & distance:  # [1]
+        if rank + distance < size:
+            pairs.receive(arrived, rank + distance)
+            tensor += arrived
+        distance *= 2
+    if rank:
+        pairs.send(tensor, rank - distance)
+        pairs.receive(tensor, rank - distance)  # [2]
+    while distance > 1:
+        distance //= 2
+        if rank + distance < size:
+            pairs.send(tensor, rank + distance)
