@@ -169,6 +169,7 @@ def _parser() -> Parser:
     launch = verb("launch", "run your own script on several processes")
     launch.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
     launch.add_argument("--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp")
+    _allreduce_argument(launch, "; needs --strategy")
     launch.add_argument("--accumulate", type=int, help="parts that each rank's share of a batch is computed in")
     launch.add_argument(
         "--output", choices=("first", "all"), default="first", help="whose stdout is shown (default: first)"
@@ -194,10 +195,18 @@ def _parser() -> Parser:
 def _job_arguments(parser: argparse.ArgumentParser, processes: str = "processes on this machine (default: 1)") -> None:
     parser.add_argument("-n", "--processes", type=int, help=processes)
     parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
+    _allreduce_argument(parser)
     parser.add_argument("--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow")
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="FILE", help="register models, data"
     )
+
+
+def _allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    from shoal.comm.algorithms.table import CHOICES
+
+    help = f"algorithm of ddp: {', '.join(CHOICES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
+    parser.add_argument("--allreduce", choices=CHOICES, metavar="ALGORITHM", help=help)
 
 
 def _record_argument(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +232,7 @@ def _restarts_argument(parser: argparse.ArgumentParser) -> None:
 def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; argparse sees the rest."""
     own = {"--cfg", "--import", "--processes", "--explain", "--help", "--json", "--steps", "--tolerance", "--record"}
-    own |= {"--tensor"}
+    own |= {"--tensor", "--allreduce"}
     own |= {"--restarts", "--trace"}
     rest, settings, waiting = [], [], list(words)
     while waiting:
@@ -242,10 +251,19 @@ def _split_settings(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]
 
 def _settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[str]]:
     """The job that the words describe, and notes to print before it runs."""
+    settings, notes = _read_settings(options, ranks, list(options.settings))
+    if options.allreduce is None:
+        return settings, notes
+    from shoal.strategies import with_allreduce
+
+    line = with_allreduce(settings.job.strategy, options.allreduce)
+    return _read_settings(options, ranks, [*options.settings, ("strategy", line)])
+
+
+def _read_settings(options: argparse.Namespace, ranks: int, flags: list[tuple[str, str]]) -> tuple[Settings, list[str]]:
     from shoal import config
     from shoal.strategies import named
 
-    flags = list(options.settings)
     if options.imports:
         flags += [("import", str(Path(file).resolve())) for file in options.imports]
     if options.cfg is not None:
@@ -463,7 +481,7 @@ def _schedule(options: argparse.Namespace) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
-    from shoal.strategies import named
+    from shoal.strategies import named, with_allreduce
 
     place = _place(None)
     if place.world > 1:
@@ -471,6 +489,10 @@ def _launch(options: argparse.Namespace) -> int:
             f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
             f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
         )
+    if options.allreduce is not None:
+        if options.strategy is None:
+            raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
+        options.strategy = with_allreduce(options.strategy, options.allreduce)
     if options.strategy is not None:
         named(options.strategy)
     chosen: dict[str, object] = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}

@@ -246,3 +246,14 @@ def test_a_directory_that_cannot_be_made_is_said_at_once(capsys: pytest.CaptureF
     assert (
         f"{tmp_path / 'file/run'} cannot be written: {tmp_path / 'file'} is no directory. Choose another --out" in err
     )
+
+
+def test_the_flag_allreduce_is_short_for_an_option_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = shoal(capsys, "config", "digits", "--allreduce", "ring", "--strategy", "ddp,bucket_mb=1")
+    assert yaml.safe_load(printed)["strategy"] == "ddp,bucket_mb=1,allreduce=ring"
+    status, _, err = shoal(capsys, "config", "digits", "--strategy", "zero3", "--allreduce", "ring")
+    assert (status, "only ddp has algorithms to choose from; the strategy is 'zero3'" in err) == (2, True)
+    status, _, err = shoal(capsys, "config", "digits", "--allreduce", "rnig")
+    assert (status, "invalid choice: 'rnig'" in err) == (2, True)
+    status, _, err = shoal(capsys, "launch", "-n", 2, "--allreduce", "ring", "script.py")
+    assert (status, "Say it too: --strategy ddp" in err) == (2, True)

@@ -78,6 +78,22 @@ def named(line: str) -> list[Named]:
     return sorted(found, key=lambda strategy: order.index(strategy.name) if strategy.name in order else len(order))
 
 
+def with_allreduce(line: str, algorithm: str) -> str:
+    """The line with `allreduce=algorithm` for its ddp: what the flag --allreduce stands for. Raises ConfigError."""
+    found = named(line)
+    words = []
+    for strategy in found:
+        if strategy.name in DATA and strategy.name != "ddp":
+            problem = f"only ddp has algorithms to choose from; the strategy is '{line}'. Leave one of both out"
+            raise ConfigError([f"flag --allreduce: {problem}"])
+        options = dict(strategy.options)
+        if strategy.name == "ddp":
+            options["allreduce"] = algorithm
+        value = "" if strategy.value is None else f"={strategy.value}"
+        words += [f"{strategy.name}{value}", *(f"{name}={text}" for name, text in options.items())]
+    return ",".join(words)
+
+
 def parse(line: str) -> list[Strategy]:
     """The strategies that `line` names. Raises ConfigError with every problem of the line."""
     problems: list[str] = []

@@ -41,6 +41,8 @@ class Averaged:
     Args: bucket_mb: size of what is sent at once, in MiB.
     """
 
+    said: tuple[str, ...] = ()
+
     def __init__(self, part: Part, data: Axis, bucket_mb: float) -> None:
         self.part, self.data = part, data
         self.buckets = [_Bucket(members) for members in _split(part.owned, int(bucket_mb * MIB))]

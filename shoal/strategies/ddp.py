@@ -12,7 +12,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
     the forward pass changes; the engine is then built for that. Only a model with such a parameter pays for the search
     in every step, which is an all-reduce more.
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the backend, or by
-    `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit.
+    `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit. With `allreduce=` another
+    algorithm's order takes its place (`comm/algorithms`).
 
 The engine takes no sliced parameters, and one backward pass a micro-batch: beside tensor, and in a pipeline, gradients
 are averaged by `averaged.py`.
@@ -32,7 +33,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.algorithms.all_reduce import NamedAllReduce
+from shoal.comm.algorithms.table import refuse_unknown
 from shoal.comm.axis import Axis
+from shoal.comm.beside import reduce_beside
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
@@ -53,27 +57,50 @@ class Ddp:
         unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
             step which ones these are; parameters that never get one are found by themselves.
         bucket_mb: size of the buckets that gradients are reduced in, in MiB.
+        allreduce: the algorithm: ring, tree, halving-doubling, hierarchical, or auto, which takes the fastest for each
+            size; backend leaves it to the process group.
+        table: what auto goes by; the measured table that comes with Shoal where it is empty.
     """
 
     unused: bool = False
     bucket_mb: float = 25.0
+    allreduce: str = "backend"
+    table: str = ""
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.allreduce, self.table)
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run and late_gradients. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter.
         """
+        sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
+        ours = part.many_passes or sliced
+        self._refuse_algorithm(mesh, alone=not ours)
         if not part.owned and not part.many_passes:  # a stage may have none
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:
             return part
         mesh.data.broadcast(part.module)
-        sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
-        ours = part.many_passes or sliced
         engine = Averaged(part, mesh.data, self.bucket_mb) if ours else _Engine(self, part, mesh.data)
         close_before_leaving(engine)
-        late = part.late_gradients or LATE
-        return replace(part, forward=engine.forward, run=engine.run, late_gradients=late)
+        late, said = part.late_gradients or LATE, (*part.said, *engine.said)
+        return replace(part, forward=engine.forward, run=engine.run, late_gradients=late, said=said)
+
+    def _refuse_algorithm(self, mesh: Mesh, alone: bool) -> None:
+        if self.allreduce == "backend":
+            return
+        if not alone:
+            raise StrategyRefused(
+                f"ddp,allreduce={self.allreduce} does not stand beside tensor or pipeline, whose gradients are "
+                "averaged in another way. Leave allreduce out."
+            )
+        if mesh.device.type != "cpu":
+            raise StrategyRefused(
+                f"ddp,allreduce={self.allreduce} moves tensors of the CPU; this run is on {mesh.device.type}, where "
+                "NCCL has algorithms of its own. Leave allreduce out; NCCL_ALGO=Ring or NCCL_ALGO=Tree chooses one."
+            )
 
 
 class _Engine:
@@ -85,6 +112,8 @@ class _Engine:
         self.look = _Look(self.riding)
         self.ddp: DistributedDataParallel | None = None
         self.failures: list[Exception] = []
+        self.named = None if options.allreduce == "backend" else NamedAllReduce(options.allreduce, data, options.table)
+        self.said = () if self.named is None else self.named.said()
 
     def forward(self, batch: Batch) -> Outcome:
         """Through the engine, so that it knows which gradients to wait for."""
@@ -111,6 +140,8 @@ class _Engine:
     def close(self) -> None:
         """Let go of the process group, which the engine holds."""
         self.ddp = None
+        if self.named is not None:
+            self.named.close()
 
     def _after_the_first(self) -> DistributedDataParallel:
         """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""
@@ -120,9 +151,15 @@ class _Engine:
         for parameter, count in zip(self.look.parameters, users, strict=True):
             if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                mean(parameter.grad, self.data)
+                self._mean(parameter.grad)
         always = all(count == self.data.size for count in users)
         return self._build(find_unused=self.options.unused or not always, sync_buffers=changes > 0)
+
+    def _mean(self, gradient: Tensor) -> None:
+        if self.named is not None:
+            self.named.mean(gradient)
+        else:
+            mean(gradient, self.data)
 
     def _build(self, find_unused: bool, sync_buffers: bool) -> DistributedDataParallel:
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -139,7 +176,9 @@ class _Engine:
             **arguments,
         )
         self.riding.searched = find_unused
-        if needs_order(self.data):
+        if self.named is not None:
+            reduce_beside(ddp, self.named.mean, self.failures)
+        elif needs_order(self.data):
             use_ordered_mean(ddp, self.data, self.failures)
         return ddp
 
