@@ -13,13 +13,25 @@ from typing import TYPE_CHECKING, Any
 from shoal.comm.registration import register
 
 if TYPE_CHECKING:
+    from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
     from shoal.errors import ShoalError
     from shoal.proof import Verdict, verify
     from shoal.run import Run, init
     from shoal.train.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoints", "Run", "ShoalError", "Verdict", "init", "verify"]
+__all__ = [
+    "Checkpoints",
+    "Run",
+    "ShoalError",
+    "Verdict",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "init",
+    "verify",
+]
 
 _HOMES = {
     "init": "shoal.run",
@@ -28,6 +40,10 @@ _HOMES = {
     "Verdict": "shoal.proof",
     "Checkpoints": "shoal.train.checkpoint",
     "ShoalError": "shoal.errors",
+    "allreduce": "shoal.comm.arrays",
+    "allgather": "shoal.comm.arrays",
+    "broadcast": "shoal.comm.arrays",
+    "barrier": "shoal.comm.arrays",
 }
 
 

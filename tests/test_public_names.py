@@ -2,7 +2,8 @@ import shoal
 
 
 def test_the_public_names_are_these_and_only_these() -> None:
-    assert sorted(shoal.__all__) == ["Checkpoints", "Run", "ShoalError", "Verdict", "init", "verify"]
+    names = ["Checkpoints", "Run", "ShoalError", "Verdict", "allgather", "allreduce", "barrier", "broadcast", "init"]
+    assert sorted(shoal.__all__) == [*names, "verify"]
     assert all(getattr(shoal, name) is not None for name in shoal.__all__)
 
 

@@ -1,0 +1,135 @@
+"""shoal.allreduce, allgather, broadcast and barrier: what goes in as an array of some kind comes back as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from shoal.errors import CollectiveFailed, UsageError
+from shoal.testing import world
+
+
+class Foreign:
+    """An array of a library that offers DLPack, as the array API standard has it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=lambda other: Foreign(torch.from_dlpack(other)))
+
+
+def test_the_same_kind_comes_back_as_went_in() -> None:
+    assert world.run(3, _kinds) == [True] * 3
+
+
+def _kinds() -> bool:
+    rank = dist.get_rank()
+    tensor = torch.full((2, 3), float(rank))
+    assert torch.equal(shoal.allreduce(tensor), torch.ones(2, 3))
+    assert torch.equal(tensor, torch.full((2, 3), float(rank)))  # what went in is as it was
+    for op, expected in (("sum", 6.0), ("min", 1.0), ("max", 3.0), ("product", 6.0)):
+        array = np.asfortranarray(np.full((2, 2), rank + 1.0))
+        found = shoal.allreduce(array, op=op)  # type: ignore[arg-type]
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.float64
+        assert (found == expected).all()
+    assert shoal.allreduce(np.array(rank), op="sum") == 3  # of no dimensions
+    foreign = shoal.allreduce(Foreign(torch.tensor([rank, 1.0])))
+    assert isinstance(foreign, Foreign)
+    assert foreign.tensor.tolist() == [1.0, 1.0]
+    assert shoal.broadcast(torch.tensor([rank == 1, False]), root=1).tolist() == [True, False]
+    halves = shoal.broadcast(np.full(3, rank, dtype=np.float16), root=2)
+    assert halves.dtype == np.float16
+    assert halves.tolist() == [2, 2, 2]
+    shoal.barrier()
+    return True
+
+
+def test_arrays_of_different_lengths_are_gathered_in_the_order_of_ranks() -> None:
+    assert world.run(3, _gathered) == [True] * 3
+
+
+def _gathered() -> bool:
+    rank = dist.get_rank()
+    found = shoal.allgather(torch.full((rank, 2), rank, dtype=torch.int32))  # rank 0 has none
+    assert found.tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert found.dtype == torch.int32
+    assert shoal.allgather(np.array(rank)).tolist() == [0, 1, 2]
+    assert shoal.allgather(torch.zeros(0, 3)).shape == (0, 3)
+    return True
+
+
+def test_ranks_that_make_different_calls_are_all_told_who_calls_what() -> None:
+    assert world.run(2, _differing) == [True] * 2
+
+
+def _differing() -> bool:
+    rank = dist.get_rank()
+    with pytest.raises(CollectiveFailed, match=r"rank 0 allreduce\(float32 \(2,\), op='mean'\); rank 1 barrier\(\)"):
+        shoal.allreduce(torch.ones(2)) if rank == 0 else shoal.barrier()
+    with pytest.raises(CollectiveFailed, match=r"float32 \(6,\).*float32 \(2, 3\)"):  # as many numbers, another shape
+        shoal.allreduce(torch.ones((6,) if rank == 0 else (2, 3)))
+    shoal.barrier()  # and the ranks go on
+    return True
+
+
+def test_one_process_gets_copies() -> None:
+    array = np.arange(3.0)
+    found = shoal.allreduce(array)
+    found += 1
+    assert array.tolist() == [0.0, 1.0, 2.0]
+    assert shoal.allgather(array).tolist() == array.tolist()
+    assert shoal.broadcast(array).tolist() == array.tolist()
+    shoal.barrier()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3.0, "float is no array"),
+        (np.array(["a"]), "torch cannot take"),
+        (torch.ones(2).to_sparse(), "to_dense"),
+        (torch.ones(2, requires_grad=True) * 2, "detach"),
+        (torch.ones(2, dtype=torch.int64), "op='sum'"),
+        (torch.ones(2, dtype=torch.bool), "mean of bool"),
+        (SimpleNamespace(__dlpack__=lambda: None, __dlpack_device__=lambda: (1, 0)), "cannot take|no from_dlpack"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused_with_the_cure(value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shoal.allreduce(value)
+
+
+def test_ranks_that_have_not_met_are_told_to_call_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"rank 1 of 2.*shoal\.init\(\)"):
+        shoal.barrier()
+
+
+def test_a_script_under_shoal_launch_uses_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, shoal\n"
+        "run = shoal.init()\n"
+        "print(shoal.allreduce(np.array([run.rank + 1.0])), shoal.allgather(np.array([run.rank])))\n"
+    )
+    command = [sys.executable, "-m", "shoal", "launch", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)
+    assert done.stdout == "[1.5] [0 1]\n"
