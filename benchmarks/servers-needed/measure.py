@@ -12,22 +12,20 @@ import json
 import random
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.hosts import network
+from benchmarks.hosts.exchange import Work
+from benchmarks.hosts.step import by_all_reduce, by_servers, link
 from benchmarks.page import circumstances
 from shoal.errors import ShoalError
-from shoal.server.key import new_key_file
 
-from . import exchange, network, training
-from .cast import Cast
-from .exchange import Work
+from . import training
 
 RESULT = Path(__file__).with_name("result.json")
 RATE_MBIT, SIZE_MIB, PART_MIB, STEPS = 400, 24, 1, 3
 WORKERS, SERVERS, COMPUTE_S = (1, 2, 3, 4), (1, 2, 3, 4, 6), (0.75, 1.5)
-LIMIT_S = 120.0
 
 
 class Cell(NamedTuple):
@@ -52,32 +50,14 @@ def cells() -> list[Cell]:
 def measured(cell: Cell) -> dict[str, float]:
     """The slowest worker's seconds of a step, and the share of the cores' time that was used."""
     work = Work(SIZE_MIB, PART_MIB, STEPS, cell.compute_s)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
-        if cell.by == "servers":
-            job = exchange.new_job(work, new_key_file(Path(folder)), cell.workers, cell.servers)
-            arbiter = cast.hear(cast.start(1, exchange.judge, job, 1), LIMIT_S)
-            for shard in range(cell.servers):
-                host = len(WORKERS) + 1 + shard
-                cast.start(host, exchange.server, job, shard, arbiter, host)
-            actors = [cast.start(r + 1, exchange.worker, work, job, arbiter, r) for r in range(cell.workers)]
-        else:
-            play = {"ring": exchange.ring, "ordered": exchange.ordered}[cell.by]
-            actors = [cast.start(r + 1, play, work, cell.workers, r) for r in range(cell.workers)]
-        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
-    return {name: max(answer[name] for answer in answers) for name in answers[0]}
-
-
-def link() -> float:
-    """Bytes a second that one link carries."""
-    with Cast() as cast:
-        actors = [cast.start(rank + 1, exchange.link, SIZE_MIB * 2**20, rank) for rank in (0, 1)]
-        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
-    return float(answers[0]["bytes_per_s"])
+    if cell.by == "servers":
+        return by_servers(work, cell.workers, cell.servers, first_host=len(WORKERS) + 1)
+    return by_all_reduce(work, {"ring": "ring (Gloo)"}.get(cell.by, cell.by), cell.workers)
 
 
 def measure_round(result: dict[str, Any], number: int) -> None:
     """Add a round to what there is."""
-    result["link_bytes_per_s"].append(link())
+    result["link_bytes_per_s"].append(link(SIZE_MIB * 2**20))
     for cell in random.Random(number).sample(cells(), len(cells())):
         found = measured(cell)
         print(*cell, {name: round(value, 3) for name, value in found.items()}, flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.hosts.closed_form import ring_is_beaten_by, saturation
 from benchmarks.page import fill, table, told
 
 from . import picture
-from .closed_form import ring_is_beaten_by, saturation
 from .fit import Point, deviation, efficiency, enough, points
 
 HERE = Path(__file__).parent

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.hosts.cast import Cast
+from benchmarks.hosts.network import address
 from shoal.errors import LaunchError
-
-from .cast import Cast
-from .network import address
 
 RANKS, PORT, LIMIT_S = 3, 29600, 200.0
 # Hosts are networks of one machine, so they could share memory; real ones cannot.

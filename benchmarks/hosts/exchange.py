@@ -1,4 +1,4 @@
-"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, by Shoal's own sum in the order of ranks.
+"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, or by an all-reduce of Shoal's own.
 
 Each host holds the same parameters; the gradient of rank r is r + 1 everywhere and the learning rate 1, so that the
 right values are known after any number of steps, and are checked.
@@ -11,16 +11,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.algorithms.all_reduce import NamedAllReduce
+from shoal.comm.axis import Axis
 from shoal.comm.ordered import ordered_mean
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address
@@ -126,16 +129,6 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
     return found
 
 
-def ring(pipe: Connection, work: Work, workers: int, rank: int) -> dict[str, float]:
-    """Step by Gloo's all-reduce of each bucket, beside the backward pass."""
-    return _reduced(work, workers, rank, lambda bucket: dist.all_reduce(bucket, async_op=True))
-
-
-def ordered(pipe: Connection, work: Work, workers: int, rank: int) -> dict[str, float]:
-    """Step by Shoal's sum in the order of ranks, one bucket after the other."""
-    return _reduced(work, workers, rank, lambda bucket: ordered_mean(bucket).mul_(workers))
-
-
 def link(pipe: Connection, size_bytes: int, rank: int) -> dict[str, float]:
     """Bytes a second from rank 1 to rank 0, by one connection; counted by rank 0, from the first byte on."""
     _gather(rank, 2)
@@ -150,8 +143,10 @@ def link(pipe: Connection, size_bytes: int, rank: int) -> dict[str, float]:
     return found
 
 
-def _reduced(work: Work, workers: int, rank: int, reduce: Callable[[Tensor], Any]) -> dict[str, float]:
-    _gather(rank, workers)
+def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> dict[str, float]:
+    """Step by an all-reduce of each bucket, as soon as it is there. Args: by: see `_reduction`."""
+    _gather(rank, workers, "gloo" if by in ("ring (Gloo)", "ordered") else "cpu:shoal")
+    reduce = _reduction(by, rank, workers)
     weight, optimizer = work.model()
     gradient = torch.zeros_like(weight)
     buckets = [gradient[p.segments[0].start : p.segments[0].start + p.length] for p in work.parts]
@@ -163,9 +158,8 @@ def _reduced(work: Work, workers: int, rank: int, reduce: Callable[[Tensor], Any
         for bucket in reversed(buckets):
             _compute(work, 1 - FORWARD)
             under_way.append(reduce(bucket.fill_(rank + 1)))
-        for done in under_way:
-            if isinstance(done, dist.Work):
-                done.wait()
+        for finish in under_way:
+            finish()
         weight.grad = gradient
         optimizer.step()
 
@@ -173,6 +167,23 @@ def _reduced(work: Work, workers: int, rank: int, reduce: Callable[[Tensor], Any
     _check(weight, workers, work.steps)
     _part(workers)
     return found
+
+
+def _reduction(by: str, rank: int, workers: int) -> Callable[[Tensor], Callable[[], object]]:
+    """What starts to sum a bucket over all workers, and gives what waits for it.
+
+    Args: by: "ring (Gloo)"; "ordered", Shoal's sum in the order of ranks, which waits at once; or the name of an
+        algorithm of Shoal's, in a thread beside the backward pass as in ddp.
+    """
+    if workers == 1:
+        return lambda bucket: lambda: None
+    if by == "ring (Gloo)":
+        return lambda bucket: dist.all_reduce(bucket, async_op=True).wait
+    if by == "ordered":
+        return lambda bucket: partial(bool, ordered_mean(bucket).mul_(workers)[0])
+    algorithm = NamedAllReduce(by, Axis(rank, workers, torch.device("cpu")))
+    beside = ThreadPoolExecutor(1)
+    return lambda bucket: beside.submit(lambda: algorithm.mean(bucket).mul_(workers)).result
 
 
 def _compute(work: Work, share: float) -> None:
@@ -207,12 +218,12 @@ def _check(weight: Tensor, workers: int, steps: int) -> None:
     assert bool((weight == expected).all()), (weight.min(), weight.max(), expected)
 
 
-def _gather(rank: int, workers: int) -> None:
+def _gather(rank: int, workers: int, backend: str = "gloo") -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if workers > 1:
         meeting = f"tcp://{address(1)}:{RENDEZVOUS_PORT}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT)
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT)
 
 
 def _barrier() -> None:

@@ -3,7 +3,8 @@
 M bytes of gradients and as many of values, m workers, n servers that do nothing else, B bytes/s of every host's link in
 each direction, C parts on each server. Time to compute is t, a third of it forward.
 
-Sources: Li et al., OSDI 2014, and Jiang et al., OSDI 2020 (servers); Patarasuk and Yuan, JPDC 2009 (the ring).
+Sources: Li et al., OSDI 2014, and Jiang et al., OSDI 2020 (servers); Patarasuk and Yuan, JPDC 2009 (the ring);
+Thakur et al., IJHPCA 2005 (the others).
 """
 
 from __future__ import annotations
@@ -33,10 +34,35 @@ def servers_beside(
 
 
 def ring_beside(size_bytes: float, rate: float, workers: int, parts: float, compute_s: float = 0.0) -> float:
-    """All-reduce beside the backward pass, A = 2 (m-1)/m M/B: t_f + max(t_b + A/P, t_b/P + A), with P buckets."""
+    """A step with a ring all-reduce of A = 2 (m-1)/m M/B."""
+    return reduced_beside(2 * (workers - 1) / workers * size_bytes / rate, parts, compute_s)
+
+
+def reduced_beside(reduce_s: float, parts: float, compute_s: float = 0.0) -> float:
+    """All-reduce of A seconds beside the backward pass: t_f + max(t_b + A/P, t_b/P + A), with P buckets."""
     forward_s, backward_s = FORWARD * compute_s, (1 - FORWARD) * compute_s
-    reduce_s = 2 * (workers - 1) / workers * size_bytes / rate
     return forward_s + max(backward_s + reduce_s / parts, backward_s / parts + reduce_s)
+
+
+def all_reduce(by: str, size_bytes: float, rate: float, hosts: int, ranks_per_host: int = 1) -> float:
+    """Seconds of an all-reduce over k hosts with one link each, without what the messages' number costs.
+
+    ring 2 (n-1)/n M/B over all n ranks; tree 2 ceil(log2 n) M/B; halving-doubling 2 (p-1)/p M/B with p the largest
+    power of two, and 2 M/B more where that is not n; hierarchical 2 (k-1)/k M/B. Nothing where there is one host.
+    """
+    ranks, link_s = hosts * ranks_per_host, size_bytes / rate
+    if hosts == 1:
+        return 0.0
+    power = 1 << (ranks.bit_length() - 1)
+    return (
+        link_s
+        * {
+            "ring": 2 * (ranks - 1) / ranks,
+            "tree": 2 * math.ceil(math.log2(ranks)),
+            "halving-doubling": 2 * (power - 1) / power + 2 * (power < ranks),
+            "hierarchical": 2 * (hosts - 1) / hosts,
+        }[by]
+    )
 
 
 def saturation(workers: int, worker_rate: float, server_rate: float) -> int:

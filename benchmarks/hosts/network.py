@@ -61,6 +61,8 @@ def hosts(count: int, rate_mbit: int) -> Iterator[None]:
 def enter(host: int) -> None:
     """Be on this host from now on, and end with the process that this one was forked from.
 
+    Processes of two hosts could still reach each other's memory; SHOAL_HOST says that they are not to.
+
     For a process with one thread: others would stay where they are.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -68,6 +70,7 @@ def enter(host: int) -> None:
     with (PLACES / _name(host, os.getppid())).open() as place:
         if libc.setns(place.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the network of host {host}")
+    os.environ["SHOAL_HOST"] = address(host)
 
 
 def _name(host: int, pid: int | None = None) -> str:

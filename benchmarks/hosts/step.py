@@ -1,0 +1,52 @@
+"""One cell of a measurement: processes on hosts start, step together, check their weights, and end.
+
+host 1 ... m     worker or workers     host m + 1 ...     a server each
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from shoal.server.key import new_key_file
+
+from . import exchange
+from .cast import Cast
+from .exchange import Work
+
+LIMIT_S = 240.0
+
+
+def by_servers(work: Work, workers: int, servers: int, first_host: int) -> dict[str, float]:
+    """The slowest worker's seconds of a step, and the share of the cores' time that was used.
+
+    Args: first_host: of the servers; workers are on hosts 1 to `workers`.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
+        job = exchange.new_job(work, new_key_file(Path(folder)), workers, servers)
+        arbiter = cast.hear(cast.start(1, exchange.judge, job, 1), LIMIT_S)
+        for shard in range(servers):
+            host = first_host + shard
+            cast.start(host, exchange.server, job, shard, arbiter, host)
+        actors = [cast.start(rank + 1, exchange.worker, work, job, arbiter, rank) for rank in range(workers)]
+        return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
+
+
+def by_all_reduce(work: Work, by: str, workers: int, ranks_per_host: int = 1) -> dict[str, float]:
+    """The same without servers. Args: by: what reduces; see `exchange.reduced`."""
+    with Cast() as cast:
+        hosts = [rank // ranks_per_host + 1 for rank in range(workers)]
+        actors = [cast.start(host, exchange.reduced, work, workers, rank, by) for rank, host in enumerate(hosts)]
+        return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
+
+
+def link(size_bytes: int) -> float:
+    """Bytes a second that one link carries, between hosts 1 and 2."""
+    with Cast() as cast:
+        actors = [cast.start(rank + 1, exchange.link, size_bytes, rank) for rank in (0, 1)]
+        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
+    return float(answers[0]["bytes_per_s"])
+
+
+def _slowest(answers: list[dict[str, float]]) -> dict[str, float]:
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
