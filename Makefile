@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-tensor bench-pipeline clean
+.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-tensor bench-pipeline bench-scaling measure-allreduce clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -108,6 +108,15 @@ bench-convergence: $(BENCH)/.done
 bench-servers-needed: $(BENCH)/.done
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.servers-needed.measure
 	$(BENCH)/bin/python -m benchmarks.servers-needed.report
+
+# As root, for the same reason.
+bench-scaling: $(BENCH)/.done
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.measure
+	$(BENCH)/bin/python -m benchmarks.scaling.report
+
+# The table of `--allreduce auto`, as root.
+measure-allreduce: $(BENCH)/.done
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.table
 
 clean:
 	rm -rf $(VENV) build *.egg-info
