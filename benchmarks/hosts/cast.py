@@ -19,9 +19,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from benchmarks.hosts.network import address, enter
 from shoal.errors import LaunchError
-
-from .network import address, enter
 
 Play = Callable[..., Any]
 END_S = 20.0

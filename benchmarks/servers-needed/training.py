@@ -6,8 +6,6 @@ host 1   rank 0, arbiter, server of shard 0     host 2   rank 1, server of shard
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -18,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.hosts.cast import Cast
-from benchmarks.hosts.network import address
-from shoal.errors import LaunchError
+from benchmarks.hosts.command import environment, shoal
 
 RANKS, PORT, LIMIT_S = 3, 29600, 200.0
 # Hosts are networks of one machine, so they could share memory; real ones cannot.
@@ -47,27 +44,13 @@ def compared() -> dict[str, Any]:
 def train(pipe: Connection, run: Path, rank: int | None) -> None:
     """One rank of those on several hosts, or all ranks on this one."""
     command = ["train", "digits", *OPTIONS, "--out", str(run)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if rank is None else "eth0"}
     if rank is None:
-        command += ["-n", str(RANKS)]
+        shoal([*command, "-n", str(RANKS)], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
     else:
-        environment |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": address(1),
-            "MASTER_PORT": str(PORT),
-        }
-    _shoal(command, environment)
+        shoal(command, environment(rank, RANKS, PORT))
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     file = run.with_suffix(".safetensors")
-    _shoal(["export", str(run), "-o", str(file)], dict(os.environ))
+    shoal(["export", str(run), "-o", str(file)], dict(os.environ))
     return load_file(file)
-
-
-def _shoal(arguments: list[str], environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "shoal", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LaunchError(f"`shoal {' '.join(arguments)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
