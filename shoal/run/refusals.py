@@ -40,6 +40,15 @@ def refuse_with_servers(scaled: bool, step_in_backward: bool) -> None:
         raise StrategyRefused("step_in_backward: servers step the parameters. Use step_in_backward=False.")
 
 
+def refuse_scaled(scaled: bool) -> None:
+    """Raise StrategyRefused where what a strategy keeps from step to step would change its unit with the loss scale."""
+    if scaled:
+        raise StrategyRefused(
+            "fp16 multiplies gradients by a scale that changes, and skips steps: what this strategy keeps of gradients "
+            "and steps from one to the next does not go with that. Use bf16."
+        )
+
+
 def refuse_unprepared(part: Part | None) -> Part:
     """The part, or UsageError where there is none yet."""
     if part is None:

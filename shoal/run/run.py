@@ -28,6 +28,7 @@ from shoal.run.overflow import Overflow
 from shoal.run.refusals import (
     refuse_another,
     refuse_misplaced,
+    refuse_scaled,
     refuse_thawed,
     refuse_unprepared,
     refuse_with_servers,
@@ -113,6 +114,8 @@ class Run:
             self._announce(line)
         binding.refuse_shards(optimizer, part.owned)
         binding.bind(optimizer, groups, part.owned)
+        if part.kept is not None:
+            refuse_scaled(self._loss_scale is not None)
         if part.remote is not None:
             refuse_with_servers(self._loss_scale is not None, self._step_in_backward)
             part.remote.take(optimizer)
@@ -181,6 +184,8 @@ class Run:
         """Every trainable parameter's gradient, whole, under its own name. Collective."""
         self._refuse_without_gradients("gradients", "they have been used and freed")
         part = self._prepared()
+        if part.kept is not None and part.kept.alone:
+            raise UsageError("gradients(): every rank steps by gradients of its own here; they are in `.grad`.")
         if part.remote is not None:
             return part.remote.gradients()
         return assembled(part.line, {n: None if p.grad is None else whole(p.grad) for n, p in part.owned.items()})
@@ -210,8 +215,8 @@ class Run:
     @property
     def in_step(self) -> bool:
         """Whether all ranks take each step together, so that it has global gradients."""
-        remote = self._prepared().remote
-        return remote is None or remote.together
+        part = self._prepared()
+        return (part.remote is None or part.remote.together) and (part.kept is None or not part.kept.alone)
 
     def wait(self) -> None:
         """Until this rank holds the weights of the last step; the model's next forward pass waits by itself.
@@ -225,11 +230,12 @@ class Run:
     def agree(self) -> bool:
         """Until all ranks hold the same weights, those of all steps; whether they had been apart. Collective.
 
-        They are apart between the steps of parameter servers with staleness. `evaluate`, `save` and `weights` begin
-        with it.
+        They are apart between the steps of parameter servers with staleness, and between the meetings of `local` and
+        `diloco`. `evaluate`, `save` and `weights` begin with it.
         """
-        remote = self._prepared().remote
-        return remote is not None and remote.agree()
+        part = self._prepared()
+        owner = part.kept if part.remote is None else part.remote
+        return owner is not None and owner.agree()
 
     def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
         """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
@@ -307,12 +313,17 @@ class Run:
         """Tells for each name in the tensors of `state` how this rank holds it, before there is any: see `Saved`."""
         return like(self._prepared())
 
-    def load_state(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed."""
+    def load_state(
+        self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
+    ) -> list[str]:
+        """The inverse of `state`. Collective; after `prepare`. `private` is empty when the world has changed.
+
+        Returns: sentences about what was lost with the number of ranks.
+        """
         resumable = self._resumable()
         refuse_incomplete(info)
         self.wait()
-        resumable.load(tensors, info, private)
+        return resumable.load(tensors, info, private)
 
     def _sample(self, model: nn.Module, loader: ShareLoader | None) -> base.Sample | None:
         """What the model will be called with, for those who slice it: a loader's items but the last, the target."""

@@ -42,19 +42,26 @@ class Resumable:
         tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
         counted = {name: parameter for name, parameter in part.owned.items() if name not in part.elsewhere}
         gathered, scalars = binding.optimizer_state(optimizer, counted)
-        tensors |= {f"optimizer.{name}": value for name, value in gathered.items()}
+        held = {f"optimizer.{name}": value for name, value in gathered.items()}
+        alone = part.kept is not None and part.kept.alone
+        tensors |= _first_ranks(held, self.mesh) if alone else held
         info: dict[str, Any] = {"optimizer": merged(part.line, scalars), "groups": binding.group_settings(optimizer)}
         if self.loader is not None:
             info["data"] = self.loader.state()
         if self.loss_scale is not None:
             info["loss_scale"] = self.loss_scale.state()
         private = random_state(self.mesh.device) | ({} if part.remote is None else part.remote.private())
+        if part.kept is not None:
+            private |= part.kept.private() | (held if alone else {})
+            tensors |= {f"strategy.{name}": value for name, value in part.kept.state().items()}
         return tensors, info, private
 
-    def load(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`. Collective; this rank waits for no values."""
+    def load(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> list[str]:
+        """The inverse of `state`; sentences about what could not be kept. Collective; this rank waits for no values."""
         part, optimizer = self.part, self.optimizer
         weights, kept, scalars = _below("model.", tensors), _below("optimizer.", tensors), info["optimizer"]
+        if part.kept is not None and part.kept.alone:
+            kept |= _below("optimizer.", private)
         if part.line is not None:  # what other ranks hold is theirs to load
             weights = {name: weights[name] for name in part.module.state_dict() if name in weights}
             kept = {path: t for path, t in kept.items() if binding.located(path, part.owned)[0] in part.owned}
@@ -72,6 +79,7 @@ class Resumable:
             load_random_state(private)
         if private and part.remote is not None:
             part.remote.load_private(private)
+        return [] if part.kept is None else part.kept.load(_below("strategy.", tensors), private)
 
 
 def like(part: Part) -> Callable[[str], Tensor | None]:
@@ -119,6 +127,16 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     if other:
         raise CheckpointError(f"{', '.join(other)}: extra state that is no tensor cannot be saved without pickle.")
     return state
+
+
+def _first_ranks(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Of what differs between ranks the first one's: what another number of ranks would go on from. Collective."""
+    found = {}
+    for name, tensor in tensors.items():
+        copy = tensor.detach().to(mesh.device, copy=True).contiguous()
+        mesh.data.broadcast_tensor(copy)
+        found[name] = copy
+    return found
 
 
 def _write(state: dict[str, Tensor], target: Path) -> None:

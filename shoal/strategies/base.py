@@ -149,6 +149,36 @@ class Remote(Protocol):
         ...
 
 
+class Kept(Protocol):
+    """What a strategy keeps from step to step beside weights and the optimizer's state, for checkpoints.
+
+    It is in the unit of the loss's own gradients, so there is none beside fp16's changing loss scale.
+    """
+
+    @property
+    def alone(self) -> bool:
+        """Every rank steps by gradients of its own, with an optimizer state of its own."""
+
+    def agree(self) -> bool:
+        """Until every rank has the same weights, those of all steps; whether they had been apart. Collective."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What is the same on every rank."""
+        ...
+
+    def private(self) -> dict[str, Tensor]:
+        """What this rank alone keeps."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+        """The inverse of both. Both may hold other things, or nothing; `private` is empty if the world has changed.
+
+        Returns: sentences about what could not be kept.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Part:
     """What one rank holds, and how it takes a step."""
@@ -175,6 +205,8 @@ class Part:
     """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as they get it."""
     remote: Remote | None = None
     """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
+    kept: Kept | None = None
+    """What the strategy itself keeps from step to step."""
     sample: Sample | None = None
     """What the model will be called with; None where there is no loader."""
     line: Axis | None = None

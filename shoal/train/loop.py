@@ -230,8 +230,12 @@ class Training:
             self.log.note(f"{error}; training goes on")
 
     def _agree(self) -> None:
-        """Where ranks have been at different weights, all go on from the same, and from rank 0's average of them."""
-        if self.run.agree() and self.ema is not None:
+        """Where ranks have been at different weights, all go on from the same, and from rank 0's average of them and
+        its sums, which are those that are logged."""
+        if not self.run.agree():
+            return
+        self.run.mesh.broadcast_tensor(self.sums)
+        if self.ema is not None:
             self.ema.broadcast(self.run.mesh)
 
     def _settle_save(self) -> None:
@@ -270,7 +274,7 @@ class Training:
         return every is not None and self.step % every == 0
 
     def _load(self, saved: Saved, notes: list[str]) -> None:
-        self.run.load_state(saved.tensors, saved.info, saved.private)
+        notes += self.run.load_state(saved.tensors, saved.info, saved.private)
         if self.ema is not None:
             self.ema.load(saved.tensors)
         self.sums.copy_(saved.tensors["sums"])
