@@ -1,4 +1,5 @@
-"""Means over the data axis of gradients that DistributedDataParallel does not take: of slices, of a pipeline's stages.
+"""Means over the data axis of gradients that DistributedDataParallel does not take: of slices, of a pipeline's stages,
+and those that are sent in fewer bytes.
 
       backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in the reverse of their order, in buckets; a bucket is sent
                └ bucket 1 ┐ └ bucket 2 ┐         once its gradients are there and those before it are under way
@@ -8,11 +9,13 @@
                                      totals      all are sent then; what that shows is one micro-batch's passes
 
 Each rank of a tensor group sends its slices along a data axis of its own. What no rank has a gradient of gets none.
+Buckets follow from the model alone, so that a resumed run sends the messages of the undisturbed one. The totals are
+never compressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -24,11 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.fewer import Member, Reduction, plain_bytes
 from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 
 MIB = 2**20
+LOST = (
+    "compress: the number of ranks has changed, and what messages had left out was each rank's own: it is lost, and "
+    "the memories begin at zero"
+)
 
 
 class _Waits(Protocol):
@@ -38,15 +46,22 @@ class _Waits(Protocol):
 class Averaged:
     """Takes steps whose gradients are averaged beside the backward pass. Made on every rank of the world together.
 
-    Args: bucket_mb: size of what is sent at once, in MiB.
+    Args:
+        bucket_mb: size of what is sent at once, in MiB.
+        reduction: how a bucket becomes the mean over ranks; None for the exact mean.
     """
 
     said: tuple[str, ...] = ()
+    alone = False
 
-    def __init__(self, part: Part, data: Axis, bucket_mb: float) -> None:
-        self.part, self.data = part, data
-        self.buckets = [_Bucket(members) for members in _split(part.owned, int(bucket_mb * MIB))]
-        self.sender = _Sender(data, beside=not part.many_passes)
+    def __init__(self, part: Part, data: Axis, bucket_mb: float, reduction: Reduction | None = None) -> None:
+        self.part, self.data, self.reduction = part, data, reduction
+        names = {id(parameter): name for name, parameter in part.owned.items()}
+        self.buckets = [
+            _Bucket(members, [Member(names[id(p)], local(p).shape) for p in members])
+            for members in _split(part.owned, int(bucket_mb * MIB))
+        ]
+        self.sender = _Sender(data, reduction, beside=not part.many_passes)
         self.reducing, self.next = False, 0
         # Whether ranks change buffers, each by its own samples; the first step looks.
         self.buffers = [b for _, b in sorted(_changing(part.module).items())]
@@ -77,6 +92,33 @@ class Averaged:
         """Let go of the process group."""
         self.sender.close()
 
+    def bytes_a_step(self) -> tuple[int, int]:
+        """What this rank sends for gradients in a step, and what it would send without the reduction."""
+        ranks, found, plain = self.data.size, 0, 0
+        for bucket in self.buckets:
+            dtype, count = bucket.members[0].dtype, sum(member.count for member in bucket.described)
+            plain += plain_bytes(count, dtype, ranks)
+            if self.reduction is not None:
+                found += self.reduction.sent_bytes(bucket.described, dtype, ranks)
+        return found, plain
+
+    # What is kept from step to step
+
+    def agree(self) -> bool:
+        """Ranks are never apart."""
+        return False
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def private(self) -> dict[str, Tensor]:
+        return {} if self.reduction is None else self.reduction.private()
+
+    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+        assert self.reduction is not None
+        self.reduction.load(private)
+        return [] if private else [LOST]
+
     def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1
         while self.reducing and self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
@@ -85,7 +127,7 @@ class Averaged:
     def _send(self) -> None:
         bucket = self.buckets[self.next]
         self.next += 1
-        bucket.sent = self.sender.mean(bucket.packed())
+        bucket.sent = self.sender.mean(bucket.packed(), bucket.described)
 
     def _finish(self, totals: Tensor) -> Tensor:
         """Send what is left, and put means in the place of gradients. Gives the totals of all ranks, as a mean."""
@@ -97,10 +139,14 @@ class Averaged:
         last = self.sender.mean(message)
         last.wait()
         used = (message[SLOTS:] > 0).tolist()
+        arrived: list[str] = []
         for bucket in self.buckets:
             count = len(bucket.members)
             bucket.unpack(used[:count])
+            arrived += [member.name for member, had in zip(bucket.described, used[:count], strict=True) if had]
             used = used[count:]
+        if self.reduction is not None:
+            self.reduction.keep(arrived)
         if self.before is not None:
             self.before, self.buffers = None, self.buffers if used[0] else []
         return message[:SLOTS].to(totals.dtype)
@@ -109,8 +155,8 @@ class Averaged:
 class _Bucket:
     """Parameters of one type, whose gradients are sent together."""
 
-    def __init__(self, members: list[nn.Parameter]) -> None:
-        self.members, self.missing = members, len(members)
+    def __init__(self, members: list[nn.Parameter], described: list[Member]) -> None:
+        self.members, self.described, self.missing = members, described, len(members)
         self.message: Tensor | None = None
         self.sent: _Waits | None = None
 
@@ -141,20 +187,33 @@ class _Bucket:
 class _Sender:
     """Means in place, one after the other in the order in which they are asked for.
 
-    Args: beside: something else may be sent meanwhile.
+    Args:
+        reduction: how a bucket becomes a mean; None for the exact one.
+        beside: something else may be sent meanwhile.
     """
 
-    def __init__(self, data: Axis, beside: bool) -> None:
-        self.data = data
+    def __init__(self, data: Axis, reduction: Reduction | None, beside: bool) -> None:
+        self.data, self.reduction = data, reduction
         # A group of its own: what is sent beside the backward pass must not come between other messages.
         self.group = data.new_group() if beside and data.device.type == "cpu" else data.group
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="ordered-mean") if needs_order(data) else None
+        works_beside = needs_order(data) or (reduction is not None and data.device.type == "cpu")
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="ordered-mean") if works_beside else None
 
-    def mean(self, message: Tensor) -> _Waits:
+    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> _Waits:
+        """Of what is no bucket, which has no members, exactly."""
         if self.worker is not None:
-            return _Done(self.worker.submit(ordered_mean, message, self.group))
+            return _Done(self.worker.submit(self._reduce, message, members))
+        if self.reduction is not None:
+            self._reduce(message, members)
+            return _Nothing()
         work: _Waits = dist.all_reduce(message.div_(self.data.size), group=self.group, async_op=True)
         return work
+
+    def _reduce(self, message: Tensor, members: Sequence[Member]) -> None:
+        if self.reduction is not None and members:
+            self.reduction.mean(message, members, self.group)
+        else:
+            ordered_mean(message, self.group)
 
     def close(self) -> None:
         if self.worker is not None:
@@ -163,11 +222,16 @@ class _Sender:
 
 
 class _Done:
-    def __init__(self, future: Future[Tensor]) -> None:
+    def __init__(self, future: Future[None]) -> None:
         self.future = future
 
-    def wait(self) -> Tensor:
-        return self.future.result()
+    def wait(self) -> None:
+        self.future.result()
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """It has been waited for."""
 
 
 def _split(owned: Mapping[str, nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:

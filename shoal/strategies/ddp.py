@@ -15,8 +15,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
     `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit. With `allreduce=` another
     algorithm's order takes its place (`comm/algorithms`).
 
-The engine takes no sliced parameters, and one backward pass a micro-batch: beside tensor, and in a pipeline, gradients
-are averaged by `averaged.py`.
+The engine takes no sliced parameters, one backward pass a micro-batch, and its buckets are not the same after a resume:
+beside tensor, in a pipeline, and where gradients are sent in fewer bytes, they are averaged by `averaged.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.algorithms.table import refuse_unknown
 from shoal.comm.axis import Axis
 from shoal.comm.beside import reduce_beside
+from shoal.comm.fewer import parse
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
@@ -60,12 +61,15 @@ class Ddp:
         allreduce: the algorithm: ring, tree, halving-doubling, hierarchical, or auto, which takes the fastest for each
             size; backend leaves it to the process group.
         table: what auto goes by; the measured table that comes with Shoal where it is empty.
+        compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK. Not
+            exact.
     """
 
     unused: bool = False
     bucket_mb: float = 25.0
     allreduce: str = "backend"
     table: str = ""
+    compress: str = "none"
 
     def __post_init__(self) -> None:
         refuse_unknown(self.allreduce, self.table)
@@ -73,16 +77,26 @@ class Ddp:
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run and late_gradients. Collective.
 
-        Raises: StrategyRefused: the model has no trainable parameter.
+        Raises:
+            StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline.
+            ConfigError: no such compression.
         """
+        reduction = parse(self.compress)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
         ours = part.many_passes or sliced
-        self._refuse_algorithm(mesh, alone=not ours)
+        self._refuse_algorithm(mesh, alone=not ours and reduction is None)
+        if reduction is not None and ours:
+            raise StrategyRefused(
+                f"compress={self.compress} is for whole models, and beside tensor and pipeline a rank has a part of "
+                "one. Use compress=none, or ddp alone."
+            )
         if not part.owned and not part.many_passes:  # a stage may have none
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:
             return part
         mesh.data.broadcast(part.module)
+        if reduction is not None:
+            return self._compressed(part, Averaged(part, mesh.data, self.bucket_mb, reduction), reduction.keeps_error)
         engine = Averaged(part, mesh.data, self.bucket_mb) if ours else _Engine(self, part, mesh.data)
         close_before_leaving(engine)
         late, said = part.late_gradients or LATE, (*part.said, *engine.said)
@@ -93,14 +107,36 @@ class Ddp:
             return
         if not alone:
             raise StrategyRefused(
-                f"ddp,allreduce={self.allreduce} does not stand beside tensor or pipeline, whose gradients are "
-                "averaged in another way. Leave allreduce out."
+                f"ddp,allreduce={self.allreduce} does not stand beside tensor, pipeline or compress, whose gradients "
+                "are averaged in another way. Leave allreduce out."
             )
         if mesh.device.type != "cpu":
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} moves tensors of the CPU; this run is on {mesh.device.type}, where "
                 "NCCL has algorithms of its own. Leave allreduce out; NCCL_ALGO=Ring or NCCL_ALGO=Tree chooses one."
             )
+
+    @property
+    def notes(self) -> list[str]:
+        """Why the numbers are not those of one device, where they are not."""
+        if self.compress == "none":
+            return []
+        return [f"compress={self.compress} is not exact: gradients arrive rounded, or late."]
+
+    def _compressed(self, part: Part, engine: Averaged, keeps_error: bool) -> Part:
+        close_before_leaving(engine)
+        sent, plain = (figure / 1e6 for figure in engine.bytes_a_step())
+        said = (
+            f"compress={self.compress}: a rank sends {sent:,.3g} MB of gradients a step; uncompressed {plain:,.3g} MB"
+        )
+        return replace(
+            part,
+            forward=engine.forward,
+            run=engine.run,
+            late_gradients=LATE,
+            kept=engine if keeps_error else None,
+            said=(*part.said, said),
+        )
 
 
 class _Engine:

@@ -29,8 +29,10 @@ LARGEST_FRACTION = 0.5
 """Above this fraction top-k sends more than a gradient of float32 has."""
 
 
-def parse(text: str) -> Compression | None:
+def parse(text: str, others: tuple[str, ...] = ()) -> Compression | None:
     """The compression that `text` names: none, bf16, fp16, topk=FRACTION or onebit. None stands for none.
+
+    Args: others: what the caller knows besides, to be named where `text` is not known.
 
     Raises: ConfigError: another word, a value where there is none, or a fraction outside its range.
     """
@@ -38,7 +40,7 @@ def parse(text: str) -> Compression | None:
     if name == "topk":
         return TopK(_fraction(text, value))
     if name not in PLAIN:
-        hint = did_you_mean(name.lower(), [*PLAIN, "topk"])
+        hint = did_you_mean(name.lower(), [*PLAIN, "topk", *others])
         raise ConfigError([f"compression '{text}' is not known; {hint}"])
     if equals:
         raise ConfigError([f"compression '{text}': {name} takes no value; write '{name}'"])

@@ -1,0 +1,99 @@
+"""ddp with compressed gradients: exact where nothing is left out, said where something is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.proof import prove
+from shoal.proof.zoo import EXPERIMENTS, images
+from shoal.testing import world
+
+NAMES = ["bf16", "fp16", "topk=0.1", "onebit", "powersgd=1"]
+
+
+@pytest.mark.parametrize("name", ["lstm", "unused, frozen, shared and scalar parameters"])
+def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None:
+    verdict = prove(EXPERIMENTS[name], "ddp,compress=powersgd=1000", 3, accumulate=2)
+    assert verdict.verdict == "exact", verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_says_by_design_and_why(name: str) -> None:
+    verdict = prove(EXPERIMENTS["mlp"], f"ddp,compress={name}", 2)
+    assert verdict.verdict == "differs by design"
+    assert verdict.reasons == [f"compress={name} is not exact: gradients arrive rounded, or late."]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 10)).double()
+
+
+def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
+    """Weights, what was said, losses."""
+    said: list[str] = []
+    run, model = shoal.init(strategy, announce=said.append), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    losses = []
+    for _ in range(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+            optimizer.step()
+    return run.weights(), said, losses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: str) -> None:
+    exact = world.run(1, trained, "single")[0][0]
+    (weights, _, losses), *others = world.run(3, trained, f"ddp,compress={name},bucket_mb=0.01")
+    for other, _, their_losses in others:
+        assert all(torch.equal(other[key], value) for key, value in weights.items())
+        assert their_losses == losses
+    start = net().state_dict()
+    moved = sum(float((exact[key] - value).square().sum()) for key, value in start.items()) ** 0.5
+    away = sum(float((exact[key] - value).square().sum()) for key, value in weights.items()) ** 0.5
+    assert away < 0.5 * moved
+
+
+def test_bytes_a_step_are_said_before_the_first() -> None:
+    said = world.run(2, trained, "ddp,compress=topk=0.1")[0][1]
+    # 64 x 30 + 30 + 30 x 10 + 10 numbers of 8 bytes, and a tenth of each tensor with 4 bytes more a number.
+    assert "compress=topk=0.1: a rank sends 0.00271 MB of gradients a step; uncompressed 0.0181 MB" in said
+
+
+def refused(strategy: str, precision: str) -> None:
+    run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+    data = torch.utils.data.TensorDataset(torch.ones(8, 64), torch.zeros(8, dtype=torch.int64))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "words"),
+    [
+        ("ddp,compress=topk=0.1", "fp16", "Use bf16"),
+        ("ddp,compress=zip", "fp32", "compression 'zip' is not known"),
+        ("tensor=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
+        ("pipeline=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_the_run(strategy: str, precision: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        world.run(2, refused, strategy, precision)
+
+
+def halved() -> bool:
+    run = shoal.init("ddp,compress=bf16", precision="fp16", announce=lambda _: None)
+    model = nn.Linear(3, 2)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return True
+
+
+def test_two_bytes_keep_nothing_and_go_with_a_loss_scale() -> None:
+    assert all(world.run(2, halved))
