@@ -28,9 +28,11 @@ STRATEGIES = {
     "zero2": "zero:Zero2",
     "zero3": "zero:Zero3",
     "server": "server:Server",
+    "local": "local:Local",
+    "diloco": "local:Diloco",
 }
 """Name -> file and class, in the order in which they cut."""
-DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server")
+DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server", "local", "diloco")
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
 

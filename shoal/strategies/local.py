@@ -1,0 +1,279 @@
+"""Local steps: every rank steps by its own gradients, and the ranks meet only now and then.
+
+      rank 0   step step step step ┐            step step step step ┐
+      rank 1   step step step step ┤ meeting ── step step step step ┤ meeting ── ...      H = 4
+      rank 2   step step step step ┘            step step step step ┘
+                                     │
+      local=H     all weights become their mean                                   Stich, ICLR 2019
+      diloco=H    change = mean over ranks of (weights at the last meeting - weights now)
+                  momentum <- mu momentum + change
+                  weights <- weights at the last meeting - rate (change + mu momentum)
+                                                              Douillard et al., DiLoCo, 2023: Nesterov's momentum
+
+A meeting sends as much as one step of ddp, so over H steps a rank sends 1/H of it. Whatever wants one model for all
+(evaluating, saving, `weights()`) is a meeting too, unless no step was taken since the last one: nothing that was
+learned is left out. The regular meetings stay where they are, for there all ranks learn of requests to stop. Running
+statistics of BatchNorm are averaged with the weights; any other buffer that has changed becomes the first rank's.
+
+A rank's gradient weighs as its share of the global batch does, so that with H = 1, SGD and any momentum the weights are
+those of ddp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.axis import Axis
+from shoal.comm.fewer import plain_bytes
+from shoal.comm.mesh import Mesh
+from shoal.errors import ConfigError, StrategyRefused
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
+from shoal.strategies.late import buckets, mean
+
+BUCKET_BYTES = 25 * 2**20
+LATE = (
+    "local steps are followed by meetings, which know of no gradients; there is nothing to be gained. Use ddp or zero2."
+)
+NEW_WORLD = (
+    "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on from the first one's"
+)
+_BatchNorm = torch.nn.modules.batchnorm._NormBase
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local SGD: the mean of all weights, every so many steps.
+
+    Args: every: H, how many optimizer steps there are from one meeting to the next.
+    """
+
+    value: ClassVar[str] = "every"
+    every: int = 16
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces run, gather and late_gradients. Collective.
+
+        Raises: ConfigError: no such number. StrategyRefused: nothing to train; beside tensor or pipeline.
+        """
+        return _cut(part, mesh, "local", self.every, None)
+
+    @property
+    def notes(self) -> list[str]:
+        return _notes("local", self.every, "weights are averaged")
+
+
+@dataclass(frozen=True)
+class Diloco:
+    """DiLoCo: an outer optimizer steps by what the ranks have changed on average, every so many steps.
+
+    Args:
+        every: H, how many optimizer steps there are from one meeting to the next.
+        outer_lr: rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum. With a rate of 1 and 0 here it is `local`.
+    """
+
+    value: ClassVar[str] = "every"
+    every: int = 16
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        """Replaces run, gather and late_gradients. Collective.
+
+        Raises: ConfigError: no such number. StrategyRefused: nothing to train; beside tensor or pipeline.
+        """
+        return _cut(part, mesh, "diloco", self.every, Outer(self.outer_lr, self.outer_momentum))
+
+    @property
+    def notes(self) -> list[str]:
+        return _notes("diloco", self.every, "an outer optimizer steps by the mean change")
+
+
+class Outer:
+    """The outer optimizer. It is SGD with Nesterov's momentum, whose gradient is the mean change.
+
+    Raises: ConfigError: a rate of 0 or less, or a momentum outside 0 to 1.
+    """
+
+    def __init__(self, rate: float, momentum: float) -> None:
+        problems = [] if rate > 0 else [f"outer_lr={rate}: must be greater than 0"]
+        problems += [] if 0 <= momentum < 1 else [f"outer_momentum={momentum}: must be at least 0 and less than 1"]
+        if problems:
+            raise ConfigError(problems)
+        self.rate, self.momentum = rate, momentum
+
+    def step(self, change: Tensor, velocity: Tensor) -> Tensor:
+        """What is to be taken off the weights; `velocity` is updated."""
+        velocity.mul_(self.momentum).add_(change)
+        return (change + self.momentum * velocity) * self.rate
+
+
+def _notes(name: str, every: int, what: str) -> list[str]:
+    return [
+        f"{name}={every} is not exact: every rank steps by its own samples, and {what} every {every} steps, and before "
+        "evaluating and saving.",
+        f"{name}={every}: between meetings loss and accuracy are those of the first rank's samples, and clipping is by "
+        f"each rank's own norm; a request to stop is heard at the next regular meeting, at most {every} steps later.",
+    ]
+
+
+def _cut(part: Part, mesh: Mesh, name: str, every: int, outer: Outer | None) -> Part:
+    if every < 1:
+        raise ConfigError([f"{name}={every}: there must be at least one step between meetings"])
+    if not part.owned:
+        raise StrategyRefused(f"strategy {name} averages what was trained; the model has no trainable parameter.")
+    if part.many_passes or any(isinstance(parameter, DTensor) for parameter in part.owned.values()):
+        raise StrategyRefused(
+            f"strategy {name} averages whole models, and beside tensor and pipeline a rank has a part of one. Use ddp."
+        )
+    mesh.data.broadcast(part.module)
+    engine = _Engine(part, mesh.data, every, outer)
+    sent, ranks = engine.meeting_bytes() / 1e6, mesh.data.size
+    said = (
+        f"{name}={every}: a rank sends {sent:,.3g} MB at a meeting, {sent / every:,.3g} MB a step; ddp sends "
+        f"{sum(plain_bytes(p.numel(), p.dtype, ranks) for p in part.owned.values()) / 1e6:,.3g} MB a step"
+    )
+    run, gather = engine.run, engine.gather
+    return replace(part, run=run, gather=gather, late_gradients=LATE, kept=engine, said=(*part.said, said))
+
+
+class _Engine:
+    """Counts steps, and meets.
+
+    Attributes:
+        steps: that were taken in all; every so many there is a meeting.
+        moved: a step was taken since the last meeting.
+        apart: a step was taken since ranks were last asked to agree.
+        begun: the next step has begun, or is not the first one after a meeting.
+    """
+
+    alone = True
+
+    def __init__(self, part: Part, data: Axis, every: int, outer: Outer | None) -> None:
+        self.part, self.data, self.every, self.outer = part, data, every, outer
+        self.steps = 0
+        self.moved = self.apart = self.begun = False
+        self.met_at: dict[str, Tensor] = {}  # only for an outer optimizer: the weights of the last meeting
+        self.velocity: dict[str, Tensor] = {}
+        self.versions = [buffer._version for buffer in _others(part.module)]
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch. In the step before a meeting the totals are of all ranks; in others they are this rank's."""
+        if self.outer is not None and not self.begun:
+            # Not at the end of a meeting, for what is loaded or set until the next step counts as well.
+            self.met_at = {name: parameter.detach().clone() for name, parameter in self.part.owned.items()}
+        self.begun = True
+        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+        if not batch.last:
+            return loss
+        if (self.steps + 1) % self.every == 0:
+            return Loss(self.data.sum(loss.totals) / self.data.size, loss.weighed)
+        totals = loss.totals.clone()
+        totals[STOP] = 0  # nobody stops before all know of it
+        return Loss(totals, loss.weighed)
+
+    def gather(self) -> None:
+        """The optimizer has stepped."""
+        self.steps += 1
+        self.moved = self.apart = True
+        if self.steps % self.every == 0:
+            self._meet()
+
+    def meeting_bytes(self) -> int:
+        """What this rank sends at a meeting."""
+        owned = self.part.owned.values()
+        return sum(plain_bytes(p.numel(), _wide(p.dtype), self.data.size) for p in owned)
+
+    # What is kept from step to step
+
+    def agree(self) -> bool:
+        if self.moved:
+            self._meet()
+        apart, self.apart = self.apart, False
+        return apart
+
+    def state(self) -> dict[str, Tensor]:
+        velocity = {f"velocity.{name}": value for name, value in self.velocity.items()}
+        return velocity | {"steps": torch.tensor(self.steps)}
+
+    def private(self) -> dict[str, Tensor]:
+        """Nothing beside the state of its optimizer, which is saved for each rank that steps alone."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+        prefix = "velocity."
+        found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        self.velocity = {name: found[name].to(self.data.device, copy=True) for name in self.part.owned if name in found}
+        self.steps = int(state.get("steps", 0))
+        self.moved = self.apart = self.begun = False
+        return [] if private else [NEW_WORLD]
+
+    # A meeting
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """All ranks hold the same afterwards. Collective."""
+        self.moved = self.begun = False
+        if self.data.size == 1 and self.outer is None:
+            return
+        names = iter(self.part.owned)
+        for batch in buckets([p.detach() for p in self.part.owned.values()], BUCKET_BYTES):
+            if self.outer is None:
+                self._mean(batch)
+            else:
+                self._step(self.outer, dict(zip(islice(names, len(batch)), batch, strict=True)))
+        for batch in buckets(_statistics(self.part.module), BUCKET_BYTES):
+            self._mean(batch)
+        self._share_buffers()
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        for tensor, found in zip(tensors, self._means(tensors), strict=True):
+            tensor.copy_(found)
+
+    def _step(self, outer: Outer, parameters: dict[str, Tensor]) -> None:
+        changes = [self.met_at[n].to(_wide(p.dtype)) - p.to(_wide(p.dtype)) for n, p in parameters.items()]
+        for (name, parameter), change in zip(parameters.items(), self._means(changes), strict=True):
+            velocity = self.velocity.setdefault(name, torch.zeros_like(change))
+            parameter.copy_(self.met_at[name].to(change.dtype) - outer.step(change, velocity))
+
+    def _means(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Over ranks, of tensors that are sent as one; in float32 at least."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(_wide(tensors[0].dtype))
+        if self.data.size > 1:
+            mean(flat, self.data)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _share_buffers(self) -> None:
+        """What no mean can be taken of becomes the first rank's, where any rank has changed it."""
+        found = _others(self.part.module)
+        if not found or self.data.size == 1:
+            return
+        changed = [old != buffer._version for old, buffer in zip(self.versions, found, strict=True)]
+        flags = torch.tensor(changed, dtype=torch.int64, device=self.data.device)
+        for buffer, ranks in zip(found, self.data.sum(flags).tolist(), strict=True):
+            if ranks:
+                self.data.broadcast_tensor(buffer)
+        self.versions = [buffer._version for buffer in found]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _statistics(module: nn.Module) -> list[Tensor]:
+    """Running means and variances."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+
+
+def _others(module: nn.Module) -> list[Tensor]:
+    owners = (m for m in module.modules() if not isinstance(m, _BatchNorm))
+    return [buffer for m in owners for buffer in m.buffers(recurse=False)]
