@@ -1,0 +1,84 @@
+"""Seconds of training until a fixed accuracy, on hosts with slow links, for each way to send less.
+Needs Linux and root. Run it by `make bench-slow-links`.
+
+    round    every way once, in an order that chance makes; the seed is the round's number
+    way      a rank on each host ── an evaluation after each epoch, whose time does not count ── bytes of the link
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts import network
+from benchmarks.hosts.cast import Cast
+from benchmarks.hosts.command import environment, shoal
+from benchmarks.page import circumstances
+from shoal.errors import ShoalError
+
+from .ways import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
+
+RESULT = Path(__file__).with_name("result.json")
+PORT, LIMIT_S = 29700, 600.0
+
+
+def rank(pipe: Connection, number: int, flags: list[str]) -> int:
+    """One rank's whole training; the bytes that its host sent meanwhile."""
+    before = _sent_bytes()
+    shoal(["train", *TASK, *flags], environment(number, HOSTS, PORT))
+    return _sent_bytes() - before
+
+
+def trained(way: str, seed: int) -> dict[str, Any]:
+    """One run: (step, seconds, top1) of every evaluation, and the bytes that a host sent."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
+        out = Path(folder) / "run"
+        flags = ["--strategy", way, "--seed", str(seed), "--out", str(out)]
+        actors = [cast.start(1 + number, rank, number, flags) for number in range(HOSTS)]
+        sent = [cast.hear(actor, LIMIT_S) for actor in actors]
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = [(r["step"], r["time_s"], r["top1"]) for r in records if r["kind"] == "validation"]
+    return {"evaluations": found, "sent_bytes": max(sent)}
+
+
+def _sent_bytes() -> int:
+    """By this process's host, since it was made."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("eth0:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    setting = {"hosts": HOSTS, "rate_mbit": RATE_MBIT, "target_top1": TARGET_TOP1, "task": " ".join(TASK)}
+    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting, "runs": []}
+    if options.more:
+        result = json.loads(RESULT.read_text())
+    first = 1 + max((run["seed"] for run in result["runs"]), default=-1)
+    try:
+        with network.hosts(HOSTS, RATE_MBIT):
+            for seed in range(first, first + options.rounds):
+                for way in random.Random(seed).sample(options.ways, len(options.ways)):
+                    found = trained(way, seed)
+                    result["runs"].append({"way": way, "seed": seed, **found})
+                    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+                    print(seed, way, found["sent_bytes"], found["evaluations"], flush=True)
+    except ShoalError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
