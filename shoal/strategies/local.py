@@ -181,6 +181,8 @@ class _Engine:
 
     def gather(self) -> None:
         """The optimizer has stepped."""
+        if not self.begun:
+            return  # by no gradient of ours
         self.steps += 1
         self.moved = self.apart = True
         if self.steps % self.every == 0:
