@@ -38,9 +38,7 @@ from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
 from shoal.strategies.late import buckets, mean
 
 BUCKET_BYTES = 25 * 2**20
-LATE = (
-    "local steps are followed by meetings, which know of no gradients; there is nothing to be gained. Use ddp or zero2."
-)
+LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
 NEW_WORLD = (
     "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on from the first one's"
 )
