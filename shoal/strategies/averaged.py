@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.buckets import buckets
 from shoal.comm.fewer import Member, Reduction, plain_bytes
 from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
@@ -59,7 +59,7 @@ class Averaged:
         names = {id(parameter): name for name, parameter in part.owned.items()}
         self.buckets = [
             _Bucket(members, [Member(names[id(p)], local(p).shape) for p in members])
-            for members in _split(part.owned, int(bucket_mb * MIB))
+            for members in buckets(reversed([*part.owned.values()]), int(bucket_mb * MIB))
         ]
         self.sender = _Sender(data, reduction, beside=not part.many_passes)
         self.reducing, self.next = False, 0
@@ -232,21 +232,6 @@ class _Done:
 class _Nothing:
     def wait(self) -> None:
         """It has been waited for."""
-
-
-def _split(owned: Mapping[str, nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
-    """The last first; each of one type, and no larger than the limit unless it is one parameter alone."""
-    found: list[list[nn.Parameter]] = []
-    for _, group in groupby(reversed([*owned.values()]), key=lambda p: p.dtype):
-        size = limit_bytes + 1
-        for parameter in group:
-            more = local(parameter).numel() * parameter.element_size()
-            if size + more > limit_bytes:
-                found.append([])
-                size = 0
-            found[-1].append(parameter)
-            size += more
-    return found
 
 
 def _changing(module: nn.Module) -> dict[str, Tensor]:

@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.buckets import buckets
 from shoal.comm.fewer import plain_bytes
 from shoal.comm.mesh import Mesh
+from shoal.comm.ordered import mean
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
-from shoal.strategies.late import buckets, mean
 
 BUCKET_BYTES = 25 * 2**20
 LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."

@@ -1,0 +1,31 @@
+"""Tensors that are sent at once: a message for each small one would wait longer than it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TypeVar
+
+from torch import Tensor
+
+from shoal.comm.norm import local
+
+T = TypeVar("T", bound=Tensor)
+
+
+def buckets(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
+    """The tensors in their order, in lists of one type, none larger than `size_bytes` unless it is one tensor alone.
+
+    Counted is what this rank holds of each.
+    """
+    found: list[list[T]] = []
+    for _, group in groupby(tensors, key=lambda tensor: tensor.dtype):
+        filled = size_bytes + 1
+        for tensor in group:
+            more = local(tensor).numel() * tensor.element_size()
+            if filled + more > size_bytes:
+                found.append([])
+                filled = 0
+            found[-1].append(tensor)
+            filled += more
+    return found
