@@ -85,6 +85,8 @@ class Resumable:
 def like(part: Part) -> Callable[[str], Tensor | None]:
     """How this rank holds what has a name in the tensors of `Resumable.state`."""
     held = {f"model.{name}": value for name, value in part.module.state_dict().items()}
+    # An average has the whole model's name of what hangs here under another.
+    held |= {f"model.{name}": held[f"model.{here}"] for here, name in part.aliases.items()}
 
     def owner(name: str) -> Tensor | None:
         return part.owned.get(binding.located(name.removeprefix("optimizer."), part.owned)[0])

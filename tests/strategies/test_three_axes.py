@@ -50,9 +50,8 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
         pytest.param("tensor=2,pipeline=2,schedule=naive", 4, 1, EXPERIMENTS["cnn with BatchNorm"], marks=SLOW),
         pytest.param("tensor=2,pipeline=2,recompute,zero2", 8, 1, EXPERIMENTS["gpt, untied"], marks=SLOW),
         pytest.param("tensor=2,pipeline=2,schedule=zbv,recompute", 4, 1, CUT["transformer decoder"], marks=SLOW),
-        pytest.param("tensor=2,pipeline=2,microbatches=1", 4, 1, CUT["gpt with dropout"], marks=SLOW),
         pytest.param("tensor=2,pipeline=2,cuts=layers.5", 4, 1, CUT["mlp"], marks=SLOW),
-        pytest.param("tensor=2,pipeline=4,schedule=1f1b", 8, 1, CUT["mlp"], marks=SLOW),
+        pytest.param("tensor=2,pipeline=4,schedule=1f1b", 8, 1, EXPERIMENTS["gpt"], marks=SLOW),
         pytest.param("tensor=2,recompute", 2, 1, CUT["mlp"], marks=SLOW),
     ],
 )
