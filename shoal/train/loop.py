@@ -86,7 +86,8 @@ class Training:
         beside = job.checkpoint.asynchronous
         group = self.run.mesh.new_group() if beside else None
         self.checkpoints = Checkpoints(self.directory / "checkpoints", job.checkpoint.keep, group)
-        self.background = Background(self.checkpoints) if beside else None
+        mesh = self.run.mesh
+        self.background = Background(self.checkpoints, mesh.size // mesh.pipeline.size) if beside else None
         self.in_flight = -1
         self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
         self.record: Record | None = None

@@ -21,6 +21,7 @@ from shoal.train.loop import RUN_ME_AGAIN
 
 BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
 EVERY_STEP = {"checkpoint.every_steps": 1}
+PIPED = "pipeline=2,cuts=blocks.0"
 
 
 def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
@@ -31,8 +32,13 @@ def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "part"),
-    [(1, "single", EVERYTHING), (3, "zero3", MLP), pytest.param(2, "ddp", GPT, marks=pytest.mark.slow)],
-    ids=["single", "zero3", "ddp"],
+    [
+        (1, "single", EVERYTHING),
+        (3, "zero3", MLP),
+        (2, PIPED, GPT),
+        pytest.param(2, "ddp", GPT, marks=pytest.mark.slow),
+    ],
+    ids=["single", "zero3", "pipeline", "ddp"],
 )
 def test_a_run_that_saves_beside_training_is_the_same_run(
     tmp_path: Path, ranks: int, strategy: str, part: dict[str, Any]

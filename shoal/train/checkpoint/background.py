@@ -3,7 +3,8 @@
       training   step 7 ─ copy ─ step 8 ─ step 9 ─ step 10 ─ wait for the last one ─ copy ─ step 11 ...
       thread               └ write, hash, fsync, vote, rename, read back ┘            └ ...
 
-What is whole on every rank is shared out: each rank copies and writes its part of it. The thread votes over a group of
+What is whole on every rank is shared out: each rank copies and writes its part of it. In a pipeline that is so for each
+stage, whose ranks stand in a row. The thread votes over a group of
 its own, and first on the copies: where one rank has no memory for its own, that save fails on all ranks. One save is
 under way at most.
 """
@@ -29,10 +30,13 @@ from shoal.train.checkpoint.store import Checkpoints
 
 
 class Background:
-    """One thread that saves to `checkpoints`, whose group nobody else may use while a save is under way."""
+    """One thread that saves to `checkpoints`, whose group nobody else may use while a save is under way.
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
+    Args: alike: ranks in a row that hold the same wholes; 0 for all.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, alike: int = 0) -> None:
+        self._checkpoints, self._ranks = checkpoints, alike or world_size()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}
         self._saving: Future[Path] | None = None
@@ -47,7 +51,7 @@ class Background:
     ) -> None:
         """Copy and begin to save, as `Checkpoints.save`. All ranks must call it, after `wait`."""
         assert self._saving is None
-        mine = _share(tensors, rank(), world_size())
+        mine = _share(tensors, rank() % self._ranks, self._ranks)
         own: dict[str, Tensor] = {}
         problem: Exception | None = None
         try:
@@ -61,7 +65,7 @@ class Background:
     def _save(self, vote: Callable[[], str], step: int, *what: Any) -> Path:
         """In the thread: the vote on the copies, then the save. Collective."""
         digests = self._checkpoints.votes.on_every_rank(f"step {step} was not saved, there is no copy of it", vote)
-        if len(set(digests)) > 1:
+        if any(len(set(digests[i : i + self._ranks])) > 1 for i in range(0, len(digests), self._ranks)):
             raise CheckpointError(
                 f"step {step} was not saved: ranks hold different tensors outside of shards, and none would write some "
                 "of them. Use --checkpoint.asynchronous false."
