@@ -68,6 +68,7 @@ class Lockstep:
         self.reduces = True
         self.lacking: set[str] = set()
         self.had: set[str] = set()
+        self.telling: tuple[Tensor, dist.Work] | None = None
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
@@ -92,13 +93,24 @@ class Lockstep:
         """
         lacking = (self.lacking - self.had) | also_lacking
         used = torch.tensor([name not in lacking for name in self.trained], dtype=torch.int32)
-        dist.all_reduce(used, group=self.group)
+        told = dist.all_reduce(used, group=self.group, async_op=True)
         self.lacking.clear()
         self.had.clear()
+        if not lacking:
+            self.telling = used, told  # others may have to know; this rank knows already that nothing is unused
+            return []
+        told.wait()
         return [name for name, ranks in zip(self.trained, used.tolist(), strict=True) if ranks == 0]
+
+    def close(self) -> None:
+        """Wait until the others have heard."""
+        if self.telling is not None:
+            self.telling[1].wait()
+            self.telling = None
 
     def begin(self) -> None:
         """A forward pass begins."""
+        self.close()
         grad = torch.is_grad_enabled()
         self.plan = self.plans.setdefault((self.root.training, grad), Plan(self._least))
         self.plan.begin()

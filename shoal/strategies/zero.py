@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
 from shoal.comm.axis import Axis
-from shoal.comm.mesh import Mesh, ensure_group
+from shoal.comm.mesh import Mesh, close_before_leaving, ensure_group
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.late_shards import LateShards
@@ -140,6 +140,7 @@ class _Engine:
         found = innermost(units(root, unit))  # one after the other, so that all ranks can have one order
         if self.data.size > 1:
             self.lockstep = Lockstep(self.data, root, found, [*self.part.owned])
+            close_before_leaving(self.lockstep)
         for module in [*found.values(), root]:
             module.register_forward_hook(_no_views)
             with self.lockstep.around(module) if self.lockstep else nullcontext():
