@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused_as_soon_as_the_line_is_read(line: str, messag
 
 @pytest.mark.parametrize("line", ["tensor=2,ddp,allreduce=ring", "pipeline=2,ddp,allreduce=ring"])
 def test_an_algorithm_beside_another_cut_is_refused(line: str) -> None:
-    with pytest.raises(LaunchError, match="does not stand beside tensor or pipeline"):
+    with pytest.raises(LaunchError, match="does not stand beside tensor, pipeline or compress"):
         world.run(4, _mlp, line)
 
 

@@ -18,9 +18,11 @@ STRATEGIES = [
     ("local=4", GPT, 8),  # regular meetings come after steps 4, 8 and 12
     ("diloco=4", CNN, 8),
 ]
+EVERY_DAY = ("ddp,compress=powersgd=1", "diloco=4")
+MARKED = [pytest.param(*row, marks=[] if row[0] in EVERY_DAY else [pytest.mark.slow]) for row in STRATEGIES]
 
 
-@pytest.mark.parametrize(("strategy", "job", "stops"), STRATEGIES, ids=[row[0] for row in STRATEGIES])
+@pytest.mark.parametrize(("strategy", "job", "stops"), MARKED, ids=[row[0] for row in STRATEGIES])
 def test_a_stopped_run_ends_bit_equal_at_the_same_number_of_ranks(
     tmp_path: Path, strategy: str, job: dict, stops: int
 ) -> None:
