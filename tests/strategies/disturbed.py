@@ -15,7 +15,7 @@ import shoal
 STEPS = 40
 TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
 """Of each fault; `make test-faults` has 300."""
-QUICK = 2
+QUICK = 1
 """As many of them are in `make test`."""
 
 

@@ -48,7 +48,9 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
     return run.weights(), said, losses
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "topk=0.1") else []) for n in NAMES]
+)
 def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: str) -> None:
     exact = world.run(1, trained, "single")[0][0]
     (weights, _, losses), *others = world.run(3, trained, f"ddp,compress={name},bucket_mb=0.01")

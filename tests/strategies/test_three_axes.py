@@ -59,6 +59,7 @@ def test_all_at_once_is_one_device(strategy: str, ranks: int, accumulate: int, e
     check_strategy(strategy, ranks, experiment, accumulate)
 
 
+@SLOW
 def test_every_rank_sees_what_one_process_sees() -> None:
     [one] = world.run(1, train, "gpt", "single")
     found = world.run(8, train, "gpt", "tensor=2,pipeline=2,zero1")
