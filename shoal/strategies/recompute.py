@@ -27,6 +27,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.norm import local
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
 from shoal.strategies.units import innermost, units
@@ -170,9 +171,10 @@ class _Buffers:
 
 def _may_differ(places: list[tuple[nn.Module, str]], buffer: Tensor, copy: Tensor) -> bool:
     """Whether one of `places` may hold something else than `copy`, which `buffer` was. BatchNorm's kernels count no
-    version of what they write, so only values tell; a GPU is not waited for."""
+    version of what they write, so only values tell; a GPU is not waited for. Of a slice this rank's own, for DTensor
+    would ask all ranks of the world, of which others have other buffers."""
     replaced = any(owner._buffers[key] is not buffer for owner, key in places)
-    return replaced or buffer.device.type != "cpu" or not torch.equal(buffer, copy)
+    return replaced or buffer.device.type != "cpu" or not torch.equal(local(buffer), local(copy))
 
 
 class _Budget:
