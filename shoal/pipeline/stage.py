@@ -75,6 +75,15 @@ def stages(model: nn.Module, training: fx.Graph, evaluating: fx.Graph, begins: S
     ]
 
 
+def seen_by(model: nn.Module, hooks: Sequence[Callable[..., Any]], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the model's forward function gets of `inputs` after these hooks of the model itself, which nobody calls."""
+    for hook in hooks:
+        found = hook(model, inputs)
+        if found is not None:
+            inputs = found if isinstance(found, tuple) else (found,)
+    return inputs
+
+
 def targets_of(graph: fx.Graph) -> set[str]:
     """Paths of what a graph calls and reads."""
     return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}

@@ -166,7 +166,7 @@ _REWRITTEN: dict[type[nn.Module], Callable[..., Any]] = {
 def _compare(model: nn.Module, graph: fx.Graph, sample: Inputs) -> None:
     """Raise StrategyRefused where the graph gives something else than the model on a sample, in evaluation mode."""
     with torch.no_grad(), torch.random.fork_rng():
-        expected = tree_leaves(model(*sample))
+        expected = tree_leaves(model.forward(*sample))
         given = tree_leaves(fx.Interpreter(model, graph=graph).run(*sample))
     alike = len(expected) == len(given) and all(_close(*pair) for pair in zip(expected, given, strict=True))
     if not alike:

@@ -29,7 +29,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.pipeline.plan import Plan, plan, trace_for
 from shoal.pipeline.schedules import SCHEDULES, problems, table
-from shoal.pipeline.stage import Stage, held, let_go, stages, unused
+from shoal.pipeline.stage import Stage, held, let_go, seen_by, stages, unused
 from shoal.pipeline.table import Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.timing import idle_shares, timeline
@@ -93,6 +93,12 @@ class Pipeline:
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared loader takes care of. "
                 "Prepare a loader: run.prepare(model, optimizer, loader)."
             )
+        model = part.module
+        if self.ranks > 1 and (model._forward_hooks or model._forward_pre_hooks_with_kwargs or model._backward_hooks):
+            raise StrategyRefused(
+                "pipeline: the model itself has hooks on its output, its gradients or its named arguments, and no rank "
+                "calls all of it. Put them on a module inside; hooks on positional inputs are called."
+            )
 
     def _table(self, sample: Sample | None) -> Table:
         wanted = self.microbatches or _chosen(self.schedule, self.ranks, 0 if sample is None else sample.rows)
@@ -102,7 +108,7 @@ class Pipeline:
 
     def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut]:
         assert part.sample is not None
-        inputs = part.sample.inputs
+        inputs = seen_by(part.module, [*part.module._forward_pre_hooks.values()], part.sample.inputs)
         whole = set(innermost(units(part.module)))
         graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
         where = plan(mesh, part.module, graph, chosen.num_stages, self.balance, self.cuts, inputs)

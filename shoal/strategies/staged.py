@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, trees
 from shoal.comm.axis import Axis
 from shoal.pipeline.deferred import DeferredStatistics
 from shoal.pipeline.engine import Computed, Engine
-from shoal.pipeline.stage import Stage
+from shoal.pipeline.stage import Stage, seen_by
 from shoal.pipeline.table import Action, Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.wire import Exchange, Wire, message_after, message_before
@@ -48,6 +48,7 @@ class Staged:
     ) -> None:
         self.model, self.table, self.axis, self.stages = model, table, axis, stages
         self.ties, self.wire = ties, Wire(axis, recorder)
+        self.hooks = [*model._forward_pre_hooks.values()]
         self.last = table.num_stages - 1
         self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
@@ -64,6 +65,7 @@ class Staged:
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """All micro-batches through all stages; gradients add up in `.grad`. Collective over the pipeline."""
         count = self.table.num_microbatches
+        batch = batch._replace(inputs=seen_by(self.model, self.hooks, batch.inputs))
         # Every rank makes as many as the table has; where samples are fewer, stand-ins that weigh nothing fill up.
         micros = list(split(batch._replace(before=None, stop=False), count, least=count))
         outcomes: list[Outcome] = []

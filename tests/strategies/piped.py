@@ -151,7 +151,14 @@ class Twice(nn.Module):
         return self.last(self.norm(self.first(self.norm(x.flatten(1)))))
 
 
-MODELS = {"mlp": zoo.mlp, "growing": Growing, "twice": Twice}
+def watched() -> nn.Module:
+    """Something looks at its output."""
+    model = zoo.mlp()
+    model.register_forward_hook(lambda _, inputs, output: output * 2)
+    return model
+
+
+MODELS = {"watched": watched, "mlp": zoo.mlp, "growing": Growing, "twice": Twice}
 
 
 def refusal(strategy: str, model_name: str = "mlp", with_loader: bool = True, **options: Any) -> str:

@@ -99,6 +99,16 @@ def test_what_a_stage_sends_may_be_what_its_backward_pass_has_saved() -> None:
     check_strategy("pipeline=3,schedule=zero-bubble,cuts=a/c", 3, experiment)
 
 
+def hooked() -> torch.nn.Module:
+    model = zoo.mlp()
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 3.0,))
+    return model
+
+
+def test_a_hook_that_changes_what_the_model_gets_is_called() -> None:
+    check_strategy("pipeline=2", 2, Experiment(hooked, zoo.image_loader, torch.nn.functional.cross_entropy))
+
+
 def test_bf16_trains_through_the_cuts() -> None:
     [(losses, _)] = world.run(1, half, "single", "bf16", 1.0)
     for found, _ in world.run(2, half, "pipeline=2", "bf16", 1.0):
@@ -128,6 +138,7 @@ def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
         ("pipeline=2,balance=luck", {}, "by time or by parameters"),
         ("pipeline=2", {"compile": True}, "Use compile=False"),
         ("pipeline=2", {"step_in_backward": True}, "adds up the gradients of its micro-batches"),
+        ("pipeline=2", {"model_name": "watched"}, "hooks on positional inputs are called"),
         ("pipeline=2,cuts=first", {"model_name": "twice"}, "norm has buffers and is called in stages of ranks [0, 1]"),
     ],
 )
