@@ -70,6 +70,7 @@ def test_every_rank_sees_what_one_process_sees() -> None:
     assert "tensor=2: vocabulary: token_embedding, head" in said
 
 
+@SLOW
 def test_a_checkpoint_moves_between_all_three_and_other_layouts(tmp_path: Path) -> None:
     one, all_three = "single", "tensor=2,pipeline=2,zero1"
     [alone] = world.run(1, train, "gpt", one, 3, tmp_path / one)

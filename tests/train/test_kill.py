@@ -37,7 +37,7 @@ SEEDS = {
 POINTS = [(scene, part, seed) for scene in SCENES for part in ("training", "saving") for seed in SEEDS[scene]]
 EVERY_DAY = [
     *[("augmented", "training", 1), ("fp16", "training", 6)],
-    *[("one rank", "saving", 8), ("three ranks", "saving", 9), ("servers", "training", 11)],
+    *[("one rank", "saving", 8), ("three ranks", "saving", 9)],
 ]
 MARKED = [pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS]
 

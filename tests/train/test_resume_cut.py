@@ -31,7 +31,11 @@ WORDS = {
 IMAGES = {**CNN, "data.name": "recorded", "train.clip_norm": 0.5, "train.ema": 0.9, "train.precision": "fp64"}
 
 
-@pytest.mark.parametrize("settings", [WORDS, pytest.param(IMAGES, marks=pytest.mark.slow)], ids=["gpt", "cnn"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(WORDS, marks=pytest.mark.slow), pytest.param(IMAGES, marks=pytest.mark.slow)],
+    ids=["gpt", "cnn"],
+)
 def test_a_run_goes_on_cut_in_any_way(tmp_path: Path, settings: dict[str, Any]) -> None:
     tiny_jobs.trains(tiny(tmp_path / "one", settings))
     steps = metrics(tmp_path / "one")[-1]["step"]
