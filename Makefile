@@ -25,7 +25,7 @@ FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_ne
 test-faults: $(VENV)/.test
 	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
 
-# A rank that dies or stops in the middle of a collective, 300 times: a quarter of an hour.
+# A rank that dies or stops in the middle of a collective, 300 times.
 test-collectives: $(VENV)/.test
 	$(BIN)/python -m pytest tests/comm/test_backend_faults.py
 

@@ -86,8 +86,8 @@ A number is the largest relative error of a cell that is **exact**, which means 
 
 {notes}
 
-Written by `make verified` on {date}: {circumstances}. Try it on your own model: `shoal verify --help`, or
-[`shoal.verify`](library.md).
+Written by `python -m shoal.proof.matrix` on {date}: {circumstances}. Try it on your own model: `shoal verify --help`,
+or [`shoal.verify`](library.md).
 """
 
 
