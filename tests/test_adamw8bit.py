@@ -162,7 +162,11 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("strategy", "early"),
-    [pytest.param("ddp", False, marks=SLOW), pytest.param("zero3", False, marks=SLOW), ("zero3", True)],
+    [
+        pytest.param("ddp", False, marks=SLOW),
+        pytest.param("zero3", False, marks=SLOW),
+        pytest.param("zero3", True, marks=SLOW),
+    ],
 )
 def test_resumed_at_the_same_world_it_ends_bit_equal(tmp_path: Path, strategy: str, early: bool) -> None:
     expected = world.run(3, saves, tmp_path, strategy, early)[0]

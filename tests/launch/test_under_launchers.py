@@ -49,7 +49,7 @@ def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]
         pytest.param(
             "mpi",
             MPIRUN,
-            marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun"),
+            marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")],
         ),
         pytest.param(
             "slurm",

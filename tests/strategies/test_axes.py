@@ -20,7 +20,7 @@ from shoal.testing import world
         ("beside:BesideDdp", 4, 1),
         pytest.param("beside:BesideDdp", 6, 2, marks=pytest.mark.slow),  # sums in the order of ranks
         pytest.param("beside:BesideZero1", 6, 1, marks=pytest.mark.slow),
-        ("beside:BesideZero3", 4, 2),
+        pytest.param("beside:BesideZero3", 4, 2, marks=pytest.mark.slow),
         pytest.param("beside:BesideZero3,hybrid=2", 8, 1, marks=pytest.mark.slow),
         ("beside:BesideZero3,offload=true", 2, 1),
     ],

@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow
     ("algorithm", "ranks", "accumulate"),
     [
         ("ring", 3, 1),
-        ("ring", 4, 2),
+        pytest.param("ring", 4, 2, marks=SLOW),
         pytest.param("tree", 3, 1, marks=SLOW),
         ("halving-doubling", 3, 1),
         pytest.param("halving-doubling", 4, 1, marks=SLOW),

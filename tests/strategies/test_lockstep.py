@@ -89,7 +89,7 @@ ROUTED = Experiment(Routed, loader, F.cross_entropy, steps=6)
     [
         ("zero2", 2, 3),
         pytest.param("zero1", 3, 2, marks=pytest.mark.slow),
-        ("zero3", 4, 2),
+        pytest.param("zero3", 4, 2, marks=pytest.mark.slow),
         ("recompute,zero3", 2, 1),
         pytest.param("zero1", 2, 1, marks=pytest.mark.slow),
         pytest.param("zero3", 2, 1, marks=pytest.mark.slow),

@@ -45,7 +45,7 @@ def test_a_replayed_push_is_counted_where_it_was_refused(tmp_path: Path) -> None
     assert sum(figure["refused"] for figure in found[0][1]) == 1
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("fault", ["slow", "SIGSTOP worker"])
 def test_no_worker_reads_further_ahead_than_allowed(fault: str, staleness: int, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path, fault, Op.PUSH, 60)

@@ -54,7 +54,7 @@ def test_a_killed_worker_ends_the_job_which_says_so(
 
 
 @needs_proc
-@pytest.mark.parametrize("seed", trials(quick=1))
+@pytest.mark.parametrize("seed", trials(quick=0))
 def test_a_worker_that_is_stopped_for_good_ends_the_job_which_says_so(
     seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

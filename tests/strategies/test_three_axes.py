@@ -41,7 +41,7 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "experiment"),
     [
-        ("tensor=2,pipeline=2,schedule=zbv,zero1", 8, 1, EXPERIMENTS["gpt"]),
+        pytest.param("tensor=2,pipeline=2,schedule=zbv,zero1", 8, 1, EXPERIMENTS["gpt"], marks=SLOW),
         pytest.param("tensor=2,pipeline=2,zero2", 8, 2, EXPERIMENTS["gpt"], marks=SLOW),
         # One matrix for query, key and value is regrouped by messages in the half of the backward pass for weights.
         ("tensor=2,pipeline=2,schedule=zero-bubble", 4, 1, EXPERIMENTS["TransformerEncoder"]),

@@ -34,7 +34,7 @@ def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
     ("ranks", "strategy", "part"),
     [
         (1, "single", EVERYTHING),
-        (3, "zero3", MLP),
+        pytest.param(3, "zero3", MLP, marks=pytest.mark.slow),
         (2, PIPED, GPT),
         pytest.param(2, "ddp", GPT, marks=pytest.mark.slow),
     ],

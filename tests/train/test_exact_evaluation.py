@@ -93,7 +93,7 @@ def test_a_run_evaluated_again_is_worth_the_same_on_any_number_of_ranks(finished
         assert world.run(ranks, evaluate_run, directory, "latest") == [(rank, expected) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_command_prints_one_json_object_in_full_precision(tmp_path: Path, ranks: int) -> None:
     job = tiny(tmp_path / "run", EVERYTHING)
     tiny_jobs.trains(job)

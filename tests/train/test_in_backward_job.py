@@ -31,7 +31,9 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in saved.tensors.items() if value.is_floating_point()}
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("zero1", 2), ("zero3", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 1), pytest.param("zero1", 2, marks=pytest.mark.slow), ("zero3", 2)]
+)
 def test_the_run_is_that_of_an_ordinary_step(tmp_path: Path, strategy: str, ranks: int) -> None:
     tiny_jobs.trains(tiny(tmp_path / "ordinary", EARLY, optimizer__in_backward=False))
     world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "early", EARLY, strategy=strategy))

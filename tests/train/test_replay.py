@@ -55,7 +55,7 @@ def events(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "strategy"),
     [
-        (GPT, STALE),
+        pytest.param(GPT, STALE, marks=pytest.mark.slow),
         (CNN, "server=2,staleness=2,part_mb=0.0005"),
         (REMEMBERING, STALE),
         ({**MLP, "checkpoint.asynchronous": True}, f"{STALE},compress=topk=0.1"),

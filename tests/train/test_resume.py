@@ -18,6 +18,8 @@ from shoal.train.loop import RUN_ME_AGAIN
 
 DOUBLE_PRECISION = {"train.precision": "fp64"}
 DOUBLE = {**MLP, **DOUBLE_PRECISION}
+OPTIMIZERS = ["Adafactor", "NAdam", "Rprop"]  # a state of its own, a product in it, a copy of the gradient
+MORE = ["ASGD", "Adadelta", "Adagrad", "Adamax", "RMSprop"]
 
 
 def stop(ranks: int, *arguments: Any) -> None:
@@ -26,7 +28,7 @@ def stop(ranks: int, *arguments: Any) -> None:
         assert stopping.wait() == [RUN_ME_AGAIN] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path, ranks: int) -> None:
     world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT))
     job = tiny(tmp_path / "run", GPT)
@@ -46,7 +48,7 @@ def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> Non
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RMSprop", "Rprop"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> None:
     settings = {**MLP, "optimizer.name": name, "optimizer.lr": 0.01, "train.epochs": 2}
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", settings))
@@ -57,7 +59,7 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("zero3", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)])
 def test_moments_of_eight_bits_are_resumed(tmp_path: Path, strategy: str, ranks: int) -> None:
     wide = {**MLP, "model.options.hidden": [256, 64]}
     settings = {**wide, "strategy": strategy, "optimizer.name": "AdamW8bit", "optimizer.lr": 0.01, "train.epochs": 2}

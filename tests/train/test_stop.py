@@ -73,7 +73,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
 
 
-@pytest.mark.parametrize("staleness", ["1", "async"])
+@pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "async"])
 def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, staleness: str) -> None:
     job = tiny(tmp_path / "run", MLP, strategy=f"server=2,staleness={staleness}", train__ema=0.9, train__epochs=9)
     with world.start(3, tiny_jobs.is_signalled, job, 5, signal.SIGTERM, 1) as stopping:
