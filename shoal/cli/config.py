@@ -1,0 +1,25 @@
+"""`shoal config`: the settings of an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shoal.cli import job
+
+HELP = "print an experiment's settings"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    job.arguments(parser)
+    parser.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal import config
+
+    settings, notes = job.settings(options, options.processes or 1)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(config.explain(settings) if options.explain else config.to_yaml(settings.job))
+    return 0

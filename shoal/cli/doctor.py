@@ -1,0 +1,19 @@
+"""`shoal doctor`: what this machine can do."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "look at this machine: versions, devices, backends, and what is missing for which strategy"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal import doctor
+
+    report = doctor.examine()
+    print(doctor.to_json(report) if options.json else doctor.render(report))
+    return report.exit_code

@@ -1,0 +1,28 @@
+"""`shoal eval`: a run on every validation sample."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shoal.cli import ranks
+
+HELP = "evaluate a run on every validation sample"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with top1, top5, loss, samples")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.train.directory import job_of
+
+    place = ranks.place(options.processes)
+    job_of(options.run)  # a wrong directory is said at once
+    arguments = (options.run, options.checkpoint, options.json)
+    return ranks.call(place.world, options.processes or place.world, "evaluate_run", arguments)

@@ -1,0 +1,25 @@
+"""`shoal export`: the whole model in one file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "write a run's whole model to one safetensors file, whatever strategy has trained it"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("-o", "--output", type=Path, default=Path("model.safetensors"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.train.export import export
+
+    done = export(options.run, options.output, options.checkpoint)
+    what = "moving average of the weights" if done.averaged else "weights"
+    print(f"{options.output}: {what} of step {done.step}, {done.tensors} tensors, {done.size_bytes:,} bytes")
+    return 0

@@ -1,0 +1,20 @@
+"""`shoal import`: train from the weights in a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shoal.cli import train
+
+HELP = "train an experiment from the weights in a file: .safetensors, or a state dict of torch's"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
+    train.arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    options.settings = [*options.settings, ("model.weights", str(options.file))]
+    return train.run(options)

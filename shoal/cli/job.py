@@ -1,0 +1,76 @@
+"""The experiment that a command line describes: its arguments, and the settings among its words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.config import Settings
+
+
+def arguments(parser: argparse.ArgumentParser, processes: str = "processes on this machine (default: 1)") -> None:
+    parser.add_argument("-n", "--processes", type=int, help=processes)
+    parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
+    allreduce_argument(parser)
+    parser.add_argument("--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE", help="register models, data"
+    )
+
+
+def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    from shoal.comm.algorithms.table import CHOICES
+
+    help = f"algorithm of ddp: {', '.join(CHOICES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
+    parser.add_argument("--allreduce", choices=CHOICES, metavar="ALGORITHM", help=help)
+
+
+def split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take `--dotted.name value` and `--dotted.name=value` out of the words; the parser sees the rest."""
+    own = {name for action in parser._actions for name in action.option_strings}
+    rest, settings, waiting = [], [], list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in own:
+            rest.append(word)
+            continue
+        if not equals:
+            if not waiting:
+                raise ConfigError([f"flag {name}: a value is missing"])
+            value = waiting.pop(0)
+        settings.append((name.removeprefix("--"), value))
+    return rest, settings
+
+
+def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[str]]:
+    """The job that the words describe, and notes to print before it runs."""
+    found, notes = _read_settings(options, ranks, list(options.settings))
+    if options.allreduce is None:
+        return found, notes
+    from shoal.strategies import with_allreduce
+
+    line = with_allreduce(found.job.strategy, options.allreduce)
+    return _read_settings(options, ranks, [*options.settings, ("strategy", line)])
+
+
+def _read_settings(options: argparse.Namespace, ranks: int, flags: list[tuple[str, str]]) -> tuple[Settings, list[str]]:
+    from shoal import config
+    from shoal.strategies import named
+
+    if options.imports:
+        flags += [("import", str(Path(file).resolve())) for file in options.imports]
+    if options.cfg is not None:
+        settings, notes = config.translate(options.cfg, options.source, ranks, flags)
+        named(settings.job.strategy)
+        return settings, notes
+    if len(options.source) != 1:
+        given = f"there are {len(options.source)}: {' '.join(options.source)}" if options.source else "there is none"
+        raise UsageError(f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}")
+    settings = config.read(options.source[0], flags)
+    named(settings.job.strategy)
+    return settings, []

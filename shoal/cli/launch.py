@@ -1,0 +1,51 @@
+"""`shoal launch`: a script of one's own on several processes."""
+
+from __future__ import annotations
+
+import argparse
+
+from shoal.cli import job, ranks, tracing
+from shoal.config import window
+from shoal.errors import UsageError
+
+HELP = "run your own script on several processes"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
+    parser.add_argument("--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp")
+    job.allreduce_argument(parser, "; needs --strategy")
+    parser.add_argument("--accumulate", type=int, help="parts that each rank's share of a batch is computed in")
+    parser.add_argument(
+        "--output", choices=("first", "all"), default="first", help="whose stdout is shown (default: first)"
+    )
+    tracing.argument(parser)
+    parser.add_argument(
+        "--trace-to", default=".", metavar="DIR", help="where the script's trace.json goes (default: here)"
+    )
+    parser.add_argument("script", help="Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.launch.local import run_script
+    from shoal.strategies import named, with_allreduce
+
+    place = ranks.place(None)
+    if place.world > 1:
+        raise UsageError(
+            f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
+            f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
+        )
+    if options.allreduce is not None:
+        if options.strategy is None:
+            raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
+        options.strategy = with_allreduce(options.strategy, options.allreduce)
+    if options.strategy is not None:
+        named(options.strategy)
+    chosen: dict[str, object] = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
+    if options.trace is not None:
+        window.parse(options.trace, "--trace")
+        chosen |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
+    environment = {name: str(value) for name, value in chosen.items() if value is not None}
+    return run_script(options.script, options.arguments, options.processes, environment, options.output)

@@ -1,0 +1,31 @@
+"""`shoal plan-tensor`: what tensor parallelism cuts."""
+
+from __future__ import annotations
+
+import argparse
+
+from shoal.cli import job
+
+HELP = "list which module of a model tensor=T cuts how, and what stays whole"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    job.arguments(parser)
+    parser.add_argument("-t", "--tensor", type=int, default=2, metavar="T", help="ranks in a tensor group (default: 2)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The options of `tensor` in the experiment's own strategy count, if it has any."""
+    settings, _ = job.settings(options, 1)
+    from dataclasses import replace
+
+    import torch
+
+    from shoal.strategies import parse
+    from shoal.strategies.tensor import TensorParallel, lines, plan_of
+    from shoal.train.build import build
+
+    chosen = [s for s in parse(settings.job.strategy) if isinstance(s, TensorParallel)] or [TensorParallel()]
+    model = build(settings.job, torch.device("cpu")).model
+    print("\n".join(lines(plan_of(model, replace(chosen[0], degree=options.tensor)))))
+    return 0

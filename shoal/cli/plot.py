@@ -1,0 +1,23 @@
+"""`shoal plot`: curves of runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "draw the curves of one run, or of several in comparison"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("curves.png"), help=".png or .svg (default: curves.png)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.plot import plot
+
+    plot(options.runs, options.output)
+    print(options.output)
+    return 0

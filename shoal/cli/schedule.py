@@ -1,0 +1,31 @@
+"""`shoal schedule`: a pipeline drawn."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "draw a schedule of a pipeline: what each rank computes when, and how long it is idle"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="naive, gpipe, 1f1b, interleaved, zero-bubble or zbv")
+    parser.add_argument("-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)")
+    parser.add_argument("-m", "--microbatches", type=int, help="that a batch is split in (default: 8; naive: 1)")
+    parser.add_argument("-v", "--stages", type=int, default=0, help="on each rank, for interleaved and zero-bubble")
+    parser.add_argument("-o", "--output", type=Path, help="draw into this .png or .svg")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.pipeline.draw import explained
+    from shoal.pipeline.schedules import table
+
+    microbatches = options.microbatches or (1 if options.name == "naive" else 8)
+    chosen = table(options.name, options.ranks, microbatches, options.stages)
+    print(explained(chosen))
+    if options.output is not None:
+        from shoal.plot_schedule import save
+
+        save(chosen, options.output)
+        print(options.output)
+    return 0

@@ -1,0 +1,37 @@
+"""`shoal trace`: where the time of a step went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+HELP = "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
+MORE = "\n\nhttps://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="directory of a run trained with --trace, or a trace file"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-o", "--output", type=Path, help="draw it into this .png or .svg")
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.plot import refuse_suffix
+    from shoal.trace import chrome, report
+    from shoal.trace.account import account
+
+    if options.output is not None:
+        refuse_suffix(options.output)
+    trace = chrome.read(options.run)
+    found = account(trace.spans)
+    print(json.dumps(report.to_json(trace, found)) if options.json else "\n".join(report.lines(trace, found)))
+    if options.output is not None:
+        from shoal.plot_trace import save
+
+        save(trace, found, options.output)
+        if not options.json:
+            print(options.output)
+    return 0

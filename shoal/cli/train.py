@@ -1,0 +1,69 @@
+"""`shoal train`: train an experiment, and go on with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from shoal.cli import job, ranks, tracing
+from shoal.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.launch.place import Place
+
+HELP = "train an experiment, on one process or many; the same command again resumes it"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    job.arguments(parser)
+    tracing.argument(parser)
+    parser.add_argument(
+        "--record", action="store_true", help="with stale parameter servers: keep the order of pushes, for shoal replay"
+    )
+    parser.add_argument(
+        "--restarts", type=int, help="with -n: how often a run goes on by itself when a process was killed (default: 3)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from shoal.strategies import refuse_to_record
+    from shoal.strategies.early import refusals_of_job
+    from shoal.train.directory import refuse
+
+    place = ranks.place(options.processes)
+    world = options.processes or place.world
+    restarts = _restarts(options, place)
+    options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
+    if options.trace is not None:
+        options.settings.append(("log.trace", str(options.trace)))
+    settings, notes = job.settings(options, world)
+    if settings.job.train.record:
+        refuse_to_record(settings.job.strategy)
+    if place.rank == 0:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    if refused := refusals_of_job(settings.job, world):
+        raise ConfigError(refused)
+    if place.world == 1:
+        refuse(settings.job)  # said before any process is started; rank 0 claims the directory
+    if restarts is not None:
+        from shoal.train.lasting import train
+
+        return train(settings.job, world, restarts)
+    return ranks.call(place.world, world, "train", (settings.job,))
+
+
+def _restarts(options: argparse.Namespace, place: Place) -> int | None:
+    """How often ranks are started again that this command starts; None where it starts none."""
+    given = options.restarts
+    if given is not None and given < 0:
+        raise UsageError(f"--restarts {given}: must not be negative")
+    if place.world == 1 and options.processes is not None:
+        from shoal.train.lasting import RESTARTS
+
+        return RESTARTS if given is None else given
+    if given is not None:
+        cure = "Give -n 1 as well" if place.world == 1 else "Use what that launcher has, or leave --restarts out"
+        raise UsageError(f"--restarts {given}: this command starts no process ({place.reason}). {cure}.")
+    return None

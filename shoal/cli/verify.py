@@ -1,0 +1,45 @@
+"""`shoal verify`: the proof for any experiment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+
+from shoal.cli import job
+from shoal.errors import ShoalError
+
+HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
+MORE = "\n\nexit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed process"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    job.arguments(parser, "processes to compare with one (default: 2)")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)")
+    parser.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status: 0 exact, 1 past the tolerance, 2 refused or without a verdict: no failure may read as a finding."""
+    try:
+        return _verdict(options)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+    except Exception:  # noqa: BLE001  (Python would end with 1)
+        traceback.print_exc()
+    return 2
+
+
+def _verdict(options: argparse.Namespace) -> int:
+    options.source = options.source or ["digits"]
+    ranks = 2 if options.processes is None else options.processes
+    settings, notes = job.settings(options, ranks)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    from shoal.train.verification import verify_job
+
+    verdict = verify_job(settings.job, ranks, options.steps, options.tolerance)
+    print(json.dumps(verdict.to_json()) if options.json else verdict)
+    return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
