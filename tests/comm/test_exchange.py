@@ -1,5 +1,6 @@
 """The collectives without processes: all ranks in one, driven in any order that hypothesis thinks of."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,6 +132,23 @@ def _any_call(e: Exchange, number: int, root: int, made: list[Tensor]) -> tuple[
     return Call(kind, torch.int64, 0 if kind == "all_to_all" else length, root=root), starts[number], check
 
 
+@given(st.integers(2, 4), st.integers(1, 2000), Turns)
+@settings(max_examples=30, deadline=None)
+def test_a_row_is_reduced_in_its_own_place(size: int, length: int, turns: list[int]) -> None:
+    ranks, made = meet(size), [torch.randn(size, length) for _ in range(size)]
+    expected = made[0].clone()
+    for other in made[1:]:
+        expected += other
+    call = Call("reduce_scatter", torch.float32, length, "sum")
+    programs = [
+        [(call, lambda e=e, own=own: collectives.reduce_scatter(e, own[e.rank], own.unbind(), "sum"))]
+        for e, own in zip(ranks, made, strict=True)
+    ]
+    drive(ranks, programs, turns)
+    for rank, own in enumerate(made):
+        assert torch.equal(own[rank], expected[rank])
+
+
 @given(st.integers(2, 4), st.data(), Turns)
 @settings(max_examples=30, deadline=None)
 def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
@@ -177,3 +195,26 @@ def test_a_call_survives_its_way_through_a_word(kind: str, dtype: Any, length: i
 def test_a_rank_cannot_be_further_ahead_than_the_calls_of_its_phases_are_kept() -> None:
     assert exchange.RING > exchange.SLOTS + exchange.LAG
     assert SLOT_BYTES % 4096 == 0
+
+
+@pytest.mark.parametrize("ends_by", ["publishing", "giving up"])
+def test_who_waits_for_all_is_woken_by_the_last_alone(ends_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, wake, woken = meet(3), exchange.wake, list[int]()
+    monkeypatch.setattr(exchange, "wake", lambda address: (woken.append(address), wake(address)))
+    asleep = threading.Thread(target=_sleep_until, args=(ranks[0], 1))
+    asleep.start()
+    while not ranks[1].words[0][exchange.SLEEPS]:
+        assert asleep.is_alive()
+    ranks[1].publish()
+    assert not woken
+    if ends_by == "publishing":
+        ranks[2].publish()
+    else:
+        ranks[2].fail("tired")
+    asleep.join()
+    assert ranks[0].reached(1) == (ends_by == "publishing")
+
+
+def _sleep_until(rank: Exchange, phase: int) -> None:
+    while not rank.reached(phase) and rank.failure() is None:
+        rank.sleep(phase, limit_s=60.0)

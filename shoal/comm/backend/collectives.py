@@ -39,7 +39,7 @@ from shoal.errors import CollectiveFailed
 Steps: TypeAlias = Generator[tuple[Callable[[Any], bool], Any], None, None]
 Show: TypeAlias = Callable[[int, int], None]
 Take: TypeAlias = Callable[[int, int], None]
-ONE_PASS_BYTES = 1 << 15  # with more than two ranks; up to here a second meeting costs more than adding all
+ONE_PASS_BYTES = 1 << 18  # which ranks beyond the second may show; up to here a second meeting costs more than adding
 
 
 def phases(exchange: Exchange, count: int, show: Show | None, take: Take | None, root: int | None = None) -> Steps:
@@ -74,21 +74,41 @@ def barrier(exchange: Exchange) -> Steps:
 
 def all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
     """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks."""
-    if exchange.size > 2 and tensor.nbytes > ONE_PASS_BYTES:
+    if tensor.nbytes * (exchange.size - 2) > ONE_PASS_BYTES:
         return all_reduce_in_two_passes(exchange, tensor, operation)
-    return reduce(exchange, tensor, operation, None)
+    return all_reduce_in_one_pass(exchange, tensor, operation)
 
 
-def reduce(exchange: Exchange, tensor: Tensor, operation: str, root: int | None) -> Steps:
-    """The root's `tensor` becomes the reduction of all, in the order of ranks; everybody's where there is no root."""
+def all_reduce_in_one_pass(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
+    """As `phases` with a show and a take; written out, for here each microsecond of Python counts.
+
+    Every rank adds up all of a slice. The first two ranks read their own part of it where it will stand.
+    """
+    slices, rank, first = in_slots(tensor), exchange.rank, exchange.phase + 1
+    own: Tensor | None = None
+    for number, coming in enumerate((*slices, None)):
+        before, own = own, coming
+        if own is not None:
+            phase = first + number
+            yield exchange.reached, phase - AHEAD
+            shown = exchange.shown(own, phase)
+            shown[rank].copy_(own)
+            exchange.publish()
+        if before is not None:
+            yield exchange.arrived, first + number - 1
+            parts = exchange.shown(before, first + number - 1)
+            reduce_into(before, [before if r == rank < 2 else part for r, part in enumerate(parts)], operation)
+
+
+def reduce(exchange: Exchange, tensor: Tensor, operation: str, root: int) -> Steps:
+    """The root's `tensor` becomes the reduction of all, in the order of ranks."""
     slices = in_slots(tensor)
 
     def take(number: int, slot: int) -> None:
         out = slices[number]
         reduce_into(out, exchange.layout(out.dtype, out.numel()).whole[slot], operation)
 
-    takes = root is None or root == exchange.rank
-    return phases(exchange, len(slices), _shows(exchange, slices), take if takes else None)
+    return phases(exchange, len(slices), _shows(exchange, slices), take if root == exchange.rank else None)
 
 
 def broadcast(exchange: Exchange, tensor: Tensor, root: int) -> Steps:
@@ -120,7 +140,7 @@ def scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None, r
     bounds = row_bounds(tensor, exchange.size)
     if rows is not None:
         tensor.copy_(rows[exchange.rank])
-        return phases(exchange, len(bounds), _shows_rows(exchange, rows, bounds), None)
+        return phases(exchange, len(bounds), _shows_rows(exchange, rows, bounds, but=exchange.rank), None)
 
     def take(number: int, slot: int) -> None:
         begin, end = bounds[number]
@@ -131,16 +151,19 @@ def scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None, r
 
 
 def reduce_scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor], operation: str) -> Steps:
-    """Everybody's `tensor` becomes the reduction of its row over all ranks."""
-    bounds = row_bounds(tensor, exchange.size)
+    """Everybody's `tensor`, which may be its own row, becomes the reduction of its row over all ranks."""
+    bounds, rank = row_bounds(tensor, exchange.size), exchange.rank
+    reads_own = rank < 2  # the others' own row may be overwritten before its turn in the order of ranks comes
 
     def take(number: int, slot: int) -> None:
         begin, end = bounds[number]
         out = tensor[begin:end]
-        grid = exchange.layout(out.dtype, (end - begin) * exchange.size).rows[slot]
-        reduce_into(out, [shown[exchange.rank] for shown in grid], operation)
+        parts = [shown[rank] for shown in exchange.layout(out.dtype, (end - begin) * exchange.size).rows[slot]]
+        if reads_own:
+            parts[rank] = rows[rank][begin:end]
+        reduce_into(out, parts, operation)
 
-    return phases(exchange, len(bounds), _shows_rows(exchange, rows, bounds), take)
+    return phases(exchange, len(bounds), _shows_rows(exchange, rows, bounds, but=rank if reads_own else None), take)
 
 
 def all_to_all(exchange: Exchange, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
@@ -162,13 +185,17 @@ def all_to_all(exchange: Exchange, out_rows: Sequence[Tensor], rows: Sequence[Te
     most = SLOT_BYTES // rows[0].element_size() // exchange.size
     slots = exchange.layout(rows[0].dtype, most * exchange.size).rows
 
+    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+
     def show(number: int, slot: int) -> None:
-        for place, part in zip(slots[slot][exchange.rank], (row[number * most :][:most] for row in rows), strict=True):
-            place[: len(part)].copy_(part)
+        for rank in others:
+            part = rows[rank][number * most :][:most]
+            slots[slot][exchange.rank][rank][: len(part)].copy_(part)
 
     def take(number: int, slot: int) -> None:
-        for shown, out in zip(slots[slot], (row[number * most :][:most] for row in out_rows), strict=True):
-            out.copy_(shown[exchange.rank][: len(out)])
+        for rank in others:
+            out = out_rows[rank][number * most :][:most]
+            out.copy_(slots[slot][rank][exchange.rank][: len(out)])
 
     yield from phases(exchange, -(-int(table.max()) // most), show, take)
 
@@ -246,11 +273,14 @@ def _takes(exchange: Exchange, slices: Sequence[Tensor], rank: int) -> Take:
     return take
 
 
-def _shows_rows(exchange: Exchange, rows: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> Show:
+def _shows_rows(exchange: Exchange, rows: Sequence[Tensor], bounds: Sequence[tuple[int, int]], but: int | None) -> Show:
+    """Args: but: whose row nobody needs to see."""
+    shown = [(rank, row) for rank, row in enumerate(rows) if rank != but]
+
     def show(number: int, slot: int) -> None:
         begin, end = bounds[number]
         places = exchange.layout(rows[0].dtype, (end - begin) * exchange.size).rows[slot][exchange.rank]
-        for place, row in zip(places, rows, strict=True):
-            place.copy_(row[begin:end])
+        for rank, row in shown:
+            places[rank].copy_(row[begin:end])
 
     return show

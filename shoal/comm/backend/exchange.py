@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.call import Call, read
+from shoal.comm.backend.call import MOST_RANKS, Call, read
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
 from shoal.errors import CollectiveFailed
@@ -31,6 +31,8 @@ AHEAD = SLOTS - LAG  # what all others have published so many phases ago has bee
 SLOT_BYTES = 1 << 19
 RING = 2 * SLOTS  # of calls: more than any rank can be ahead of another
 PHASE, CALLS, FAILED, SLEEPS, RING_AT = 0, 1, 2, 3, 8
+RANK_BITS = MOST_RANKS.bit_length()
+RANK_MASK, ALL = (1 << RANK_BITS) - 1, MOST_RANKS
 WORDS_BYTES, TEXT_BYTES = 512, 3072
 SLOTS_AT = 4096 - TOKEN_BYTES
 SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
@@ -48,7 +50,7 @@ class Layout:
     """
 
     def __init__(self, memories: Sequence[Memory | Attached], dtype: torch.dtype, length: int) -> None:
-        self.size, self.length = len(memories), length
+        self.size, self.dtype, self.length = len(memories), dtype, length
         at = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
         some = max(length, 1)  # torch makes no tensor of nothing from memory
         self.whole = [[memory.tensor(start, some, dtype)[:length] for memory in memories] for start in at]
@@ -89,6 +91,7 @@ class Exchange:
         self._others = [(r, words) for r, words in enumerate(self.words) if r != rank]
         self._phase_at = [m.head_address(8 * PHASE) for m in self.memories]
         self._layouts: dict[tuple[torch.dtype, int], Layout] = {}
+        self._last = Layout(self.memories, torch.uint8, 1)
         self._barrier = threading.Lock()
         self._barrier.acquire()
         self.phase, self.calls, self.call, self._word = 0, 0, Call("barrier"), 0
@@ -101,12 +104,20 @@ class Exchange:
 
     def layout(self, dtype: torch.dtype, length: int) -> Layout:
         """Tensors in the slots, of at most SLOT_BYTES."""
+        last = self._last
+        if last.length == length and last.dtype is dtype:  # as for all slices of a tensor but the last one
+            return last
         found = self._layouts.get((dtype, length))
         if found is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
             found = self._layouts[dtype, length] = Layout(self.memories, dtype, length)
+        self._last = found
         return found
+
+    def shown(self, like: Tensor, phase: int) -> list[Tensor]:
+        """Where each rank shows a tensor of this dtype and length in this phase."""
+        return self.layout(like.dtype, like.numel()).whole[phase % SLOTS]
 
     def publish(self) -> None:
         """What this rank has written for the next phase is there."""
@@ -183,26 +194,31 @@ class Exchange:
         return None
 
     def sleep(self, phase: int, limit_s: float, rank: int | None = None) -> None:
-        """Sleep until a rank that has not published `phase` publishes something or gives up; it may be less.
+        """Sleep until whoever is waited for has published `phase`, or somebody gives up; it may be less.
+
+        It sleeps on the phase of one rank that is late, and tells all for what: the last one that comes wakes it.
 
         Args: rank: who is waited for; None for all.
         """
-        self._mine[SLEEPS] = 1
-        self._order()
-        for other, words in self._others:
-            late = (seen := words[PHASE]) < phase and not words[FAILED]
-            if late and rank in (None, other):
-                sleep_while(self._phase_at[other], seen, limit_s)
-                break
-        self._mine[SLEEPS] = 0
+        late = [(other, words) for other, words in self._others if words[PHASE] < phase and rank in (None, other)]
+        if late:
+            on, words = late[0]
+            self._mine[SLEEPS] = phase << 2 * RANK_BITS | on << RANK_BITS | (ALL if rank is None else rank)
+            self._order()
+            if (seen := words[PHASE]) < phase and not any(words[FAILED] for _, words in late):
+                sleep_while(self._phase_at[on], seen, limit_s)
+            self._mine[SLEEPS] = 0
 
     def _wake(self) -> None:
-        """Whoever has begun to sleep before it could see what is published now."""
+        """Whoever has begun to sleep before it could see what is told now, and has nobody else to wait for."""
         self._order()
         for _, words in self._others:
-            if words[SLEEPS]:
-                wake(self._phase_at[self.rank])
-                break
+            if sleeps := words[SLEEPS]:
+                phase, on, rank = sleeps >> 2 * RANK_BITS, sleeps >> RANK_BITS & RANK_MASK, sleeps & RANK_MASK
+                awaited = self.words if rank == ALL else [self.words[rank]]
+                late = [w for w in awaited if w is not words and w[PHASE] < phase]
+                if not late or any(w[FAILED] for w in late):
+                    wake(self._phase_at[on])
 
     def _order(self) -> None:
         """What was written before is seen before what is written after, and likewise what is read.

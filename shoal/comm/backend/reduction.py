@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def reduce_into(out: Tensor, parts: Sequence[Tensor], operation: str) -> None:
         out.div_(len(parts))
 
 
+@cache
 def can_reduce(dtype: torch.dtype, operation: str) -> bool:
     """Whether this is done here; what is not, Gloo does or refuses."""
     if operation not in COMBINE or (dtype.itemsize == 1 and dtype.is_floating_point) or dtype in _UNSIGNED:
