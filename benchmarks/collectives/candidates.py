@@ -64,11 +64,25 @@ class OpenMpi:
 
 
 class Horovod:
+    """Over Gloo, which is what it has for CPUs without MPI. Its ranks must be told where to meet, as by horovodrun."""
+
     name = "Horovod"
 
     def __init__(self, largest_bytes: int) -> None:
         import horovod.torch as hvd
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.http.http_server import RendezvousServer
 
+        rank, size, port = dist.get_rank(), dist.get_world_size(), [0]
+        if rank == 0:
+            self.server = RendezvousServer(verbose=0)
+            port[0] = self.server.start()
+            self.server.init(get_host_assignments(parse_hosts(f"localhost:{size}"), size))
+        dist.broadcast_object_list(port)
+        places = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        ways = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "localhost", "GLOO_IFACE": "lo"}
+        meeting = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port[0]}
+        os.environ |= {f"HOROVOD_{key}": str(value) for key, value in {**places, **ways, **meeting}.items()}
         hvd.init()
         self.hvd = hvd
 
@@ -77,7 +91,7 @@ class Horovod:
 
 
 class DeepSpeed:
-    """Its shared-memory all-reduce, which it has for inference."""
+    """Its shared-memory all-reduce, which it has for inference. It is compiled when it is first used."""
 
     name = "DeepSpeed"
 
@@ -87,6 +101,8 @@ class DeepSpeed:
         import deepspeed.comm
 
         deepspeed.comm.init_distributed(dist_backend="gloo")
+        if deepspeed.comm.comm.cdb.shm_comm_op is None:  # it would hand everything on to Gloo
+            raise ImportError("its shared memory could not be compiled")
         self.comm = deepspeed.comm
 
     def reduce(self, tensor: Tensor) -> None:
