@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-tensor bench-pipeline bench-slow-links bench-scaling measure-allreduce clean
+.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-pipeline bench-slow-links bench-scaling measure-allreduce clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -99,6 +99,10 @@ bench-server: $(BENCH)/.done
 bench-collectives: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
 	$(BENCH)/bin/python -m benchmarks.collectives.report
+
+bench-trace: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.trace.measure
+	$(BENCH)/bin/python -m benchmarks.trace.report
 
 bench-convergence: $(BENCH)/.done
 	$(BENCH)/bin/python -m benchmarks.convergence.measure

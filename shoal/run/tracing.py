@@ -58,7 +58,7 @@ class Tracing:
         optimizer.register_step_post_hook(lambda *_: self._after())
         atexit.register(self._missed)
         if self.window.after == 0:
-            self._begin()
+            self.watch()
 
     def passes(self, part: Part, batch: Batch) -> Loss:
         """`both_passes`, noted."""
@@ -104,12 +104,12 @@ class Tracing:
             self.recorder.note(STEP, f"step {self._taken}", self._step_ns, now)
             self._step_ns = now
         if self._taken == self.window.after:
-            self._begin()
+            self.watch()
         elif self._taken == self.window.after + self.window.steps:
             self._end()
 
-    def _begin(self) -> None:
-        """Watch all groups and gradients."""
+    def watch(self) -> None:
+        """Follow all groups and gradients from now on."""
         assert self._part is not None
         known = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
         self._groups = [group for group in known if isinstance(group, ShoalGroup)]
@@ -122,14 +122,19 @@ class Tracing:
         self.recorder.begin()
         self._step_ns = self.recorder.now()
 
-    def _end(self) -> None:
-        """Forget the groups, and make one file of all ranks' spans. Collective."""
+    def unwatch(self) -> list[Span]:
+        """Forget them. Returns what whole steps left."""
         spans = [span for span in self.recorder.end() if span.start_ns < self._step_ns]
         for group in self._groups:
             group.recorder = None
         for hook in self._hooks:
             hook.remove()
-        self._groups, self._hooks, self._over = [], [], True
+        self._groups, self._hooks = [], []
+        return spans
+
+    def _end(self) -> None:
+        """Make one file of all ranks' spans. Collective."""
+        spans, self._over = self.unwatch(), True
         atexit.unregister(self._missed)
         host = socket.gethostname()
         ahead = offsets(self.mesh, whose_clock(host), self.recorder.now)
