@@ -29,7 +29,7 @@ ORDER = ("compute", "optimizer", "data", "communication", "waiting", "other")
 PHASES = {FORWARD: "#0072B2", BACKWARD: "#4A9ACB", OPTIMIZER: "#56B4E9", DATA: "#E69F00"}
 WORDS = {"communication": "exposed communication", "waiting": "waiting for the slowest"}
 MOST_BARS, MOST_LINES, MOST_LANES = 32, 8, 3
-HIDDEN = "#B9A3C9"
+HIDDEN, EARLY = "#B9A3C9", "#F2BFA0"
 
 
 def save(trace: Trace, found: Account, output: Path) -> None:
@@ -54,7 +54,8 @@ def _figure(trace: Trace, found: Account) -> Figure:
     _steps(below, trace, shown)
     figure.suptitle("\n".join(conclusions(trace, found)[:1]), x=0.012, ha="left", fontsize=11, color="#444444")
     handles = [Patch(color=COLORS[part], label=WORDS.get(part, part)) for part in ORDER]
-    handles.append(Patch(color=HIDDEN, label="communication on its way"))
+    handles.append(Patch(color=HIDDEN, label="exchange on its way"))
+    handles.append(Patch(color=EARLY, label="not all have come"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5, handlelength=1.2)
     return figure
 
@@ -122,7 +123,7 @@ def _phases(axes: Axes, mine: list[Span], waits: list[Wait], window: Stretch, ro
 def _exchange(axes: Axes, span: Span, wait: Wait | None, window: Stretch, low: float, height: float) -> None:
     _bar(axes, span.stretch, window, low, height, HIDDEN)
     if wait is not None:
-        _bar(axes, wait.stretch, window, low, height, "#F2BFA0")
+        _bar(axes, wait.stretch, window, low, height, EARLY)
 
 
 def _bar(axes: Axes, stretch: Stretch, window: Stretch, low: float, height: float, color: str) -> None:
