@@ -17,6 +17,7 @@ from shoal.data.mixing import mixed
 from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
+from shoal.train.shared_memory import free_shared_bytes, refuse_little_shared_memory
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
 
@@ -39,6 +40,7 @@ def build(job: Job, device: torch.device) -> Built:
     registered = imports.load(job.imports)
     source = data.load(job.data, job.seed, registered.data)
     _refuse_what_text_cannot(job, source)
+    refuse_little_shared_memory(job, source, free_shared_bytes())
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     model = models.build(job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models)
     if job.train.precision == "fp64":
