@@ -52,6 +52,7 @@ def test_a_misspelt_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--strategy", "zero3,hybrid=3", "-n", 4), "4 ranks do not make whole groups. Use a divisor of 4."),
         (("--strategy", "single", "-n", 2), "strategy single trains on one rank; there are 2. Use ddp"),
+        (("--strategy", "ddp,compress=zip", "-n", 2), "strategy 'ddp,compress=zip': compression 'zip' is not known"),
         (("--optimizer.in_backward", "true", "-n", 2), "optimizer.in_backward: ddp on several ranks keeps all"),
         (("--optimizer.name", "Adafactor", "--strategy", "zero3", "-n", 2), "Adafactor needs whole parameters"),
     ],

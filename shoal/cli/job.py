@@ -60,17 +60,17 @@ def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[st
 
 def _read_settings(options: argparse.Namespace, ranks: int, flags: list[tuple[str, str]]) -> tuple[Settings, list[str]]:
     from shoal import config
-    from shoal.strategies import named
+    from shoal.strategies import refuse_bad
 
     if options.imports:
         flags += [("import", str(Path(file).resolve())) for file in options.imports]
     if options.cfg is not None:
         settings, notes = config.translate(options.cfg, options.source, ranks, flags)
-        named(settings.job.strategy)
+        refuse_bad(settings.job.strategy)
         return settings, notes
     if len(options.source) != 1:
         given = f"there are {len(options.source)}: {' '.join(options.source)}" if options.source else "there is none"
         raise UsageError(f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}")
     settings = config.read(options.source[0], flags)
-    named(settings.job.strategy)
+    refuse_bad(settings.job.strategy)
     return settings, []

@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
-    from shoal.strategies import named, with_allreduce
+    from shoal.strategies import refuse_bad, with_allreduce
 
     place = ranks.place(None)
     if place.world > 1:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
         options.strategy = with_allreduce(options.strategy, options.allreduce)
     if options.strategy is not None:
-        named(options.strategy)
+        refuse_bad(options.strategy)
     chosen: dict[str, object] = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
     if options.trace is not None:
         window.parse(options.trace, "--trace")

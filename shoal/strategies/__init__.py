@@ -1,8 +1,8 @@
 """Strategies by name, and the one line that chooses them: `ddp`, `zero3,hybrid=2`, `recompute=2,zero3,offload=true`.
 
-A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests. One that is not
-ours is named by its class, `my_module:MyStrategy`. This module imports no torch: a wrong name is said before any
-process is started.
+A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests; its options are a
+class in `options.py`. One that is not ours is named by its class, `my_module:MyStrategy`. This module imports no torch:
+a wrong name, option or value is said before any process is started.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from shoal.errors import ConfigError, did_you_mean
+from shoal.strategies import options
 
 if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
@@ -32,6 +33,20 @@ STRATEGIES = {
     "diloco": "local:Diloco",
 }
 """Name -> file and class, in the order in which they cut."""
+OPTIONS: dict[str, type] = {
+    "pipeline": options.PipelineOptions,
+    "tensor": options.TensorOptions,
+    "recompute": options.RecomputeOptions,
+    "single": options.NoOptions,
+    "ddp": options.DdpOptions,
+    "zero1": options.ZeroOptions,
+    "zero2": options.ZeroOptions,
+    "zero3": options.ZeroOptions,
+    "server": options.ServerOptions,
+    "local": options.LocalOptions,
+    "diloco": options.DilocoOptions,
+}
+"""Name -> what can be asked of it: what its class is made of."""
 DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server", "local", "diloco")
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
@@ -99,10 +114,27 @@ def with_allreduce(line: str, algorithm: str) -> str:
 def parse(line: str) -> list[Strategy]:
     """The strategies that `line` names. Raises ConfigError with every problem of the line."""
     problems: list[str] = []
-    made = [_made(strategy, problems) for strategy in named(line)]
+    found = [(strategy, _kind(strategy.name, problems)) for strategy in named(line)]
+    made = [_made(strategy, kind, problems) for strategy, kind in found if kind is not None]
+    _raise(line, problems)
+    return made
+
+
+def refuse_bad(line: str) -> None:
+    """Raise ConfigError with every problem of the line that can be told without torch, a model and a world.
+
+    Options of a strategy of one's own are asked for where it is made: its module may need torch.
+    """
+    problems: list[str] = []
+    for strategy in named(line):
+        if strategy.name in OPTIONS:
+            _made(strategy, OPTIONS[strategy.name], problems)
+    _raise(line, problems)
+
+
+def _raise(line: str, problems: list[str]) -> None:
     if problems:
         raise ConfigError([f"strategy '{line}': {problem}" for problem in problems])
-    return made
 
 
 def refuse_to_record(line: str) -> None:
@@ -114,16 +146,21 @@ def refuse_to_record(line: str) -> None:
         raise ConfigError([f"{NO_SERVERS}; the strategy is {line}."])
 
 
-def _made(strategy: Named, problems: list[str]) -> Any:
-    own = strategy.name not in STRATEGIES
-    path, _, name = strategy.name.partition(":") if own else STRATEGIES[strategy.name].partition(":")
+def _kind(name: str, problems: list[str]) -> type | None:
+    own = name not in STRATEGIES
+    path, _, kind = name.partition(":") if own else STRATEGIES[name].partition(":")
     try:
-        kind: Any = getattr(import_module(path if own else f"shoal.strategies.{path}"), name)
+        found: type = getattr(import_module(path if own else f"shoal.strategies.{path}"), kind)
+        return found
     except (ImportError, AttributeError) as error:
         if not own:
             raise
         problems.append(f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path")
         return None
+
+
+def _made(strategy: Named, kind: Any, problems: list[str]) -> Any:
+    before = len(problems)
     known = {field.name: type(field.default) for field in fields(kind)}
     given = list(strategy.options)
     if strategy.value is not None:
@@ -140,7 +177,13 @@ def _made(strategy: Named, problems: list[str]) -> Any:
         values[key] = _value(text, known[key])
         if type(values[key]) is not known[key]:
             problems.append(f"{key} must be of type {known[key].__name__}; it is '{text}'")
-    return None if problems else kind(**values)
+    if len(problems) > before:
+        return None
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        problems += error.problems
+        return None
 
 
 def _value(text: str, kind: type) -> Any:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
-from shoal.comm.algorithms.table import refuse_unknown
 from shoal.comm.axis import Axis
 from shoal.comm.beside import reduce_beside
 from shoal.comm.fewer import parse
@@ -43,6 +42,7 @@ from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.options import DdpOptions
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -50,36 +50,13 @@ LATE = (
 )
 
 
-@dataclass(frozen=True)
-class Ddp:
-    """Distributed data parallel.
-
-    Args:
-        unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
-            step which ones these are; parameters that never get one are found by themselves.
-        bucket_mb: size of the buckets that gradients are reduced in, in MiB.
-        allreduce: the algorithm: ring, tree, halving-doubling, hierarchical, or auto, which takes the fastest for each
-            size; backend leaves it to the process group.
-        table: what auto goes by; the measured table that comes with Shoal where it is empty.
-        compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK. Not
-            exact.
-    """
-
-    unused: bool = False
-    bucket_mb: float = 25.0
-    allreduce: str = "backend"
-    table: str = ""
-    compress: str = "none"
-
-    def __post_init__(self) -> None:
-        refuse_unknown(self.allreduce, self.table)
+class Ddp(DdpOptions):
+    """Distributed data parallel."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run and late_gradients. Collective.
 
-        Raises:
-            StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline.
-            ConfigError: no such compression.
+        Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline.
         """
         reduction = parse(self.compress)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())

@@ -22,9 +22,8 @@ those of ddp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,9 @@ from shoal.comm.buckets import buckets
 from shoal.comm.fewer import plain_bytes
 from shoal.comm.mesh import Mesh
 from shoal.comm.ordered import mean
-from shoal.errors import ConfigError, StrategyRefused
+from shoal.errors import StrategyRefused
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
+from shoal.strategies.options import DilocoOptions, LocalOptions
 
 BUCKET_BYTES = 25 * 2**20
 LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
@@ -46,66 +46,40 @@ NEW_WORLD = (
 _BatchNorm = torch.nn.modules.batchnorm._NormBase
 
 
-@dataclass(frozen=True)
-class Local:
-    """Local SGD: the mean of all weights, every so many steps.
-
-    Args: every: H, how many optimizer steps there are from one meeting to the next.
-    """
-
-    value: ClassVar[str] = "every"
-    every: int = 16
+class Local(LocalOptions):
+    """Local SGD: the mean of all weights, every so many steps."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces run, gather and late_gradients. Collective.
 
-        Raises: ConfigError: no such number. StrategyRefused: nothing to train; beside tensor or pipeline.
+        Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _cut(part, mesh, "local", self.every, None)
+        return _cut(part, mesh, self.name, self.every, None)
 
     @property
     def notes(self) -> list[str]:
-        return _notes("local", self.every, "weights are averaged")
+        return _notes(self.name, self.every, "weights are averaged")
 
 
-@dataclass(frozen=True)
-class Diloco:
-    """DiLoCo: an outer optimizer steps by what the ranks have changed on average, every so many steps.
-
-    Args:
-        every: H, how many optimizer steps there are from one meeting to the next.
-        outer_lr: rate of the outer optimizer.
-        outer_momentum: its Nesterov momentum. With a rate of 1 and 0 here it is `local`.
-    """
-
-    value: ClassVar[str] = "every"
-    every: int = 16
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+class Diloco(DilocoOptions):
+    """DiLoCo: an outer optimizer steps by what the ranks have changed on average, every so many steps."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces run, gather and late_gradients. Collective.
 
-        Raises: ConfigError: no such number. StrategyRefused: nothing to train; beside tensor or pipeline.
+        Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _cut(part, mesh, "diloco", self.every, Outer(self.outer_lr, self.outer_momentum))
+        return _cut(part, mesh, self.name, self.every, Outer(self.outer_lr, self.outer_momentum))
 
     @property
     def notes(self) -> list[str]:
-        return _notes("diloco", self.every, "an outer optimizer steps by the mean change")
+        return _notes(self.name, self.every, "an outer optimizer steps by the mean change")
 
 
 class Outer:
-    """The outer optimizer. It is SGD with Nesterov's momentum, whose gradient is the mean change.
-
-    Raises: ConfigError: a rate of 0 or less, or a momentum outside 0 to 1.
-    """
+    """The outer optimizer. It is SGD with Nesterov's momentum, whose gradient is the mean change."""
 
     def __init__(self, rate: float, momentum: float) -> None:
-        problems = [] if rate > 0 else [f"outer_lr={rate}: must be greater than 0"]
-        problems += [] if 0 <= momentum < 1 else [f"outer_momentum={momentum}: must be at least 0 and less than 1"]
-        if problems:
-            raise ConfigError(problems)
         self.rate, self.momentum = rate, momentum
 
     def step(self, change: Tensor, velocity: Tensor) -> Tensor:
@@ -124,8 +98,6 @@ def _notes(name: str, every: int, what: str) -> list[str]:
 
 
 def _cut(part: Part, mesh: Mesh, name: str, every: int, outer: Outer | None) -> Part:
-    if every < 1:
-        raise ConfigError([f"{name}={every}: there must be at least one step between meetings"])
     if not part.owned:
         raise StrategyRefused(f"strategy {name} averages what was trained; the model has no trainable parameter.")
     if part.many_passes or any(isinstance(parameter, DTensor) for parameter in part.owned.values()):

@@ -19,7 +19,7 @@ bubble). The tables of the last three and the backward pass in halves are those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
@@ -28,13 +28,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.pipeline.plan import Plan, plan, trace_for
-from shoal.pipeline.schedules import SCHEDULES, problems, table
+from shoal.pipeline.schedules import problems, table
 from shoal.pipeline.stage import Stage, held, let_go, seen_by, stages, unused
 from shoal.pipeline.table import Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.timing import idle_shares, timeline
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.base import Part, Sample
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.staged import Staged
 from shoal.strategies.units import drops, innermost, units
 
@@ -43,27 +44,10 @@ PER_RANK = 4
 """Micro-batches for each rank of a pipeline, unless it is said: 1F1B is idle for a fifth of the time or less."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """Pipeline parallel.
+class Pipeline(PipelineOptions):
+    """Pipeline parallel."""
 
-    Args:
-        ranks: of each pipeline.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv; `shoal schedule NAME` draws it.
-        microbatches: parts that a rank's share of the batch is split in; 0 to choose.
-        stages: on each rank, for interleaved and zero-bubble; 0 for the schedule's own number.
-        balance: time (forward and backward, measured on a sample) or parameters.
-        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
-    """
-
-    value: ClassVar = "ranks"
     slices: ClassVar[bool] = True
-    ranks: int = 2
-    schedule: str = "1f1b"
-    microbatches: int = 0
-    stages: int = 0
-    balance: str = "time"
-    cuts: str = ""
 
     @property
     def spans(self) -> dict[str, int]:
@@ -73,7 +57,7 @@ class Pipeline:
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces module, forward, run, owned. Collective.
 
-        Raises: StrategyRefused: an option that is none; a model that cannot be cut so.
+        Raises: StrategyRefused: a model that cannot be cut so.
         """
         self._refuse(part)
         if mesh.pipeline.size == 1:
@@ -84,10 +68,6 @@ class Pipeline:
         return _cut(part, mesh, chosen, where, uncut, self.microbatches == 0)
 
     def _refuse(self, part: Part) -> None:
-        if self.balance not in ("time", "parameters"):
-            raise StrategyRefused(f"balance={self.balance}: by time or by parameters.")
-        if self.schedule not in SCHEDULES:
-            raise StrategyRefused("; ".join(problems(self.schedule, self.ranks, 1)))
         if self.ranks > 1 and part.sample is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared loader takes care of. "
@@ -102,8 +82,6 @@ class Pipeline:
 
     def _table(self, sample: Sample | None) -> Table:
         wanted = self.microbatches or _chosen(self.schedule, self.ranks, 0 if sample is None else sample.rows)
-        if found := problems(self.schedule, self.ranks, wanted, self.stages):
-            raise StrategyRefused("; ".join(found))
         return table(self.schedule, self.ranks, wanted, self.stages)
 
     def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut]:

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,32 +29,15 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
+from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.units import innermost, units
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """Computes units of the model again in the backward pass.
-
-    Args:
-        every: each k-th unit; 1 for all of them.
-        budget_mb: MiB of activations that one micro-batch may keep, over all units; 0 to recompute whatever `every`
-            says. Measured in the first step, which keeps activations in CPU memory.
-        unit: class name of the modules that are recomputed as a whole; empty for the rule in `units`.
-    """
-
-    value: ClassVar[str] = "every"
-    every: int = 1
-    budget_mb: float = 0.0
-    unit: str = ""
+class Recompute(RecomputeOptions):
+    """Computes units of the model again in the backward pass."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces the forward functions of units, in place. Raises StrategyRefused where there is no unit."""
-        if self.every < 1 or self.budget_mb < 0:
-            raise StrategyRefused(
-                f"recompute={self.every},budget_mb={self.budget_mb:g}: every k-th unit with k from 1 on, and a budget "
-                "that is not negative."
-            )
         # Without units inside: a unit's activations are all there at once when it is computed again.
         chosen = [*innermost(_units(part, self.unit)).values()][:: self.every]
         if not chosen and not part.many_passes:  # a stage may have none

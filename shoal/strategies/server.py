@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.compress import Compression, parse
 from shoal.comm.mesh import Mesh, close_before_leaving
-from shoal.errors import ConfigError, StrategyRefused, UsageError
+from shoal.errors import StrategyRefused, UsageError
 from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.server.fleet import Job
@@ -40,47 +40,23 @@ from shoal.server.staff import Staff
 from shoal.server.tls import refuse_bad
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.options import ServerOptions
 from shoal.strategies.units import units
 
 PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
 
 
-@dataclass(frozen=True)
-class Server:
-    """Sharded parameter servers beside the workers, started and ended with them.
+class Server(ServerOptions):
+    """Sharded parameter servers beside the workers, started and ended with them."""
 
-    Args:
-        servers: how many share the parameters: the number of shards.
-        replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and training goes on.
-        staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
-            no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
-        compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
-        part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller parts.
-        lease_s: how long a server may be silent before another takes over.
-        shared_memory: workers and servers of one machine read each other's memory instead of sending it.
-        aggregate: where there are several machines with several workers, those of one sum their gradients before they
-            push, and share one pull; synchronous steps without compression only.
-        tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
-    """
-
-    value: ClassVar[str] = "servers"
     helpers: ClassVar[bool] = True
-    servers: int = 1
-    replicas: int = 1
-    staleness: str = "0"
-    compress: str = "none"
-    part_mb: float = 4.0
-    lease_s: float = 2.0
-    shared_memory: bool = True
-    aggregate: bool = True
-    tls: str = "none"
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run, gather and remote. Collective.
 
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data.
-            ConfigError: no such number of servers, or staleness.
+            ConfigError: no such certificate.
         """
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
@@ -95,7 +71,8 @@ class Server:
 
     def engine(self, part: Part, mesh: Mesh) -> Engine:
         """What takes this rank's steps. Raises ConfigError."""
-        return Engine(self, self._bound(), parse(self.compress), part, mesh)
+        staleness = None if self.staleness == "async" else int(self.staleness)
+        return Engine(self, staleness, parse(self.compress), part, mesh)
 
     @property
     def certificate(self) -> Path | None:
@@ -115,20 +92,6 @@ class Server:
         if self.compress != "none":
             notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
         return notes
-
-    def _bound(self) -> int | None:
-        problems = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
-        if self.replicas < 1:
-            problems.append(f"replicas={self.replicas}: there must be at least one of each shard")
-        if self.lease_s <= 0:
-            problems.append(f"lease_s={self.lease_s}: must be greater than 0")
-        if self.staleness != "async" and not self.staleness.isdecimal():
-            problems.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
-        if self.part_mb <= 0:
-            problems.append(f"part_mb={self.part_mb}: must be greater than 0")
-        if problems:
-            raise ConfigError(problems)
-        return None if self.staleness == "async" else int(self.staleness)
 
 
 def _dense(gradient: Tensor) -> Tensor:

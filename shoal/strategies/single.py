@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
+from shoal.strategies.options import NoOptions
 
 
-@dataclass(frozen=True)
-class Single:
+class Single(NoOptions):
     """The reference that every other strategy is measured against."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:

@@ -16,8 +16,8 @@ Source: Shoeybi et al., arXiv:1909.08053 (Megatron-LM).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from shoal.errors import StrategyRefused
 from shoal.pipeline.stage import let_go
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.options import TensorOptions
 from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
 from shoal.strategies.sliced.plan import Plan, plan
@@ -35,20 +36,8 @@ from shoal.strategies.sliced.plan import Plan, plan
 IN_STAGES = "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME. "
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """Cuts layers along the tensor axis.
-
-    Args:
-        degree: ranks in each tensor group; a number that divides the world, and the ranks of each machine.
-        whole: patterns of names, with + between them: modules that stay whole, with all that is in them.
-        cut_by: a plan of one's own, PATTERN:column and PATTERN:row with + between them; nothing else is cut then.
-    """
-
-    value: ClassVar[str] = "degree"
-    degree: int = 2
-    whole: str = ""
-    cut_by: str = ""
+class TensorParallel(TensorOptions):
+    """Cuts layers along the tensor axis."""
 
     @property
     def spans(self) -> dict[str, int]:
@@ -88,7 +77,7 @@ def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = Non
     keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    made = plan(model, options.degree, keep, options.cut_by, uncut)
+    made = plan(model, options.degree, keep, options.plan, uncut)
     if not made:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.whole.items())
         raise StrategyRefused(

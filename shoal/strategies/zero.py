@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,22 +36,13 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.late_shards import LateShards
 from shoal.strategies.lockstep import Lockstep
+from shoal.strategies.options import ZeroOptions
 from shoal.strategies.units import innermost, units
 
 
-@dataclass(frozen=True)
-class Zero1:
-    """Optimizer states in shards.
+class Zero1(ZeroOptions):
+    """Optimizer states in shards."""
 
-    Args:
-        hybrid: shard inside groups of so many ranks, and replicate across groups; 0 for one group of all.
-        offload: keep this rank's shards of parameters, gradients and optimizer states in CPU memory.
-        unit: class name of the modules that are gathered at once; empty for the rule in `units`.
-    """
-
-    hybrid: int = 0
-    offload: bool = False
-    unit: str = ""
     stage: ClassVar[int] = 1
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
@@ -105,14 +96,12 @@ class Zero1:
         return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if self.offload else OffloadPolicy()
 
 
-@dataclass(frozen=True)
 class Zero2(Zero1):
     """Optimizer states and gradients in shards."""
 
     stage: ClassVar[int] = 2
 
 
-@dataclass(frozen=True)
 class Zero3(Zero1):
     """Optimizer states, gradients and parameters in shards."""
 

@@ -80,7 +80,6 @@ def refused(strategy: str, precision: str) -> None:
     ("strategy", "precision", "words"),
     [
         ("ddp,compress=topk=0.1", "fp16", "Use bf16"),
-        ("ddp,compress=zip", "fp32", "compression 'zip' is not known"),
         ("tensor=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
         ("pipeline=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
     ],

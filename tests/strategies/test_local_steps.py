@@ -184,8 +184,6 @@ def refused(strategy: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("local=0", {}, "at least one step"),
-        ("diloco=2,outer_momentum=1.0", {}, "less than 1"),
         ("tensor=2,local=2", {}, "Use ddp"),
         ("local=2", {"precision": "fp16"}, "Use bf16"),
         ("local=2", {"step_in_backward": True}, "Use zero1"),

@@ -170,8 +170,6 @@ def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
         ("server=2", "adafactor", "fp32", "Adafactor cannot run on parameter servers"),
         ("server=2", "sgd", "fp16", "Use bf16"),
         ("server=2", "frozen", "fp32", "no trainable parameter"),
-        ("server=0", "sgd", "fp32", "at least one server"),
-        ("server=2,staleness=soon", "sgd", "fp32", "staleness=soon"),
     ],
 )
 def test_what_servers_cannot_do_is_said_before_the_run(strategy: str, kind: str, precision: str, words: str) -> None:

@@ -11,11 +11,11 @@ device, so none is ever on unless it was asked for.
 from __future__ import annotations
 
 from shoal.comm import compress
+from shoal.comm.compression_names import read
 from shoal.comm.fewer.base import Member, Reduction, plain_bytes
 from shoal.comm.fewer.gathered import Gathered
 from shoal.comm.fewer.halves import Halves
 from shoal.comm.fewer.powersgd import PowerSgd
-from shoal.errors import ConfigError
 
 __all__ = ["Gathered", "Halves", "Member", "PowerSgd", "Reduction", "parse", "plain_bytes"]
 
@@ -25,16 +25,10 @@ def parse(text: str) -> Reduction | None:
 
     Raises: ConfigError: another word, or a value that it does not take.
     """
-    name, _, value = text.partition("=")
+    name, number = read(text, powersgd=True)
     if name == "powersgd":
-        return PowerSgd(_rank(text, value))
-    compression = compress.parse(text, others=("powersgd",))
+        return PowerSgd(int(number))
+    compression = compress.parse(text)
     if compression is None:
         return None
     return Gathered(compression) if compression.keeps_error else Halves(compression)
-
-
-def _rank(text: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError([f"compression '{text}': powersgd needs the rank of its matrices, as in powersgd=4"])
-    return int(value)

@@ -6,6 +6,7 @@ lies between them is the user's word, so the first forward pass of that module i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,8 +15,6 @@ from torch import nn
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.heads import Heads, counts_of
 from shoal.strategies.sliced.pairs import CONVOLUTIONS, LINEAR, Modules, width_in, width_out
-
-HOWS = ("column", "row")
 
 
 def matching(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
@@ -26,15 +25,11 @@ def matching(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
     return found
 
 
-def asked(model: nn.Module, text: str, modules: Modules) -> list[Heads]:
-    """What `text` asks to be cut. Raises StrategyRefused with every problem of it."""
+def asked(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) -> list[Heads]:
+    """What patterns of names, each with "column" or "row", ask to be cut. Raises StrategyRefused with every problem."""
     problems: list[str] = []
     how: dict[str, str] = {}
-    for word in (word.strip() for word in text.split("+") if word.strip()):
-        pattern, _, kind = word.rpartition(":")
-        if kind not in HOWS:
-            problems.append(f"'{word}' is not PATTERN:column or PATTERN:row")
-            continue
+    for pattern, kind in own:
         for name in matching(model, pattern, problems):
             if how.setdefault(name, kind) != kind:
                 problems.append(f"{name} is to be column and row at once")

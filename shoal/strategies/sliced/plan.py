@@ -6,7 +6,7 @@ the vocabulary, then pairs of linear layers and of convolutions that a look into
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -67,12 +67,18 @@ class Plan:
         return found
 
 
-def plan(model: nn.Module, degree: int, keep: tuple[str, ...] = (), own: str = "", uncut: Uncut | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    degree: int,
+    keep: tuple[str, ...] = (),
+    own: Sequence[tuple[str, str]] = (),
+    uncut: Uncut | None = None,
+) -> Plan:
     """What of `model` can be cut in `degree` slices. It is not changed; parameters may be on the meta device.
 
     Args:
         keep: names of modules that stay whole, with all that is in them.
-        own: what is to be cut and nothing else, in the user's words: see `asked.py`.
+        own: what is to be cut and nothing else: patterns of names, each to be cut by "column" or "row".
         uncut: where `model` is cut in stages, if it is: no pair lies in two of them.
 
     Raises: StrategyRefused: `own` is not what can be done.

@@ -1,0 +1,233 @@
+"""What can be asked of each strategy, and what of it makes no sense whatever the model and the world.
+
+Each strategy is one of these classes and knows how it is done. This file needs no torch, so that a bad value is said
+before any process is started. Each class raises ConfigError with all that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.comm import compression_names
+from shoal.comm.algorithms.table import refuse_unknown
+from shoal.errors import ConfigError
+from shoal.pipeline.schedules import SCHEDULES, problems
+
+HOWS = ("column", "row")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Nothing can be asked."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Args:
+    ranks: of each pipeline.
+    schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv; `shoal schedule NAME` draws it.
+    microbatches: parts that a rank's share of the batch is split in; 0 to choose.
+    stages: on each rank, for interleaved and zero-bubble; 0 for the schedule's own number.
+    balance: time (forward and backward, measured on a sample) or parameters.
+    cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
+    """
+
+    value: ClassVar[str] = "ranks"
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    stages: int = 0
+    balance: str = "time"
+    cuts: str = ""
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.balance not in ("time", "parameters"):
+            found.append(f"balance={self.balance}: by time or by parameters")
+        if self.microbatches < 0:
+            found.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
+        # Not chosen as yet, but one micro-batch is a table of every schedule.
+        found += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
+        if self.cuts and self.schedule in SCHEDULES:
+            num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
+            begun = len(self.cuts.split("/"))
+            if begun != num_stages - 1:
+                said = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
+                found.append(f"cuts={self.cuts}: {begun} {said}")
+        _refuse(found)
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """Args:
+    degree: ranks in each tensor group; a number that divides the world, and the ranks of each machine.
+    whole: patterns of names, with + between them: modules that stay whole, with all that is in them.
+    cut_by: a plan of one's own, PATTERN:column and PATTERN:row with + between them; nothing else is cut then.
+    """
+
+    value: ClassVar[str] = "degree"
+    degree: int = 2
+    whole: str = ""
+    cut_by: str = ""
+
+    def __post_init__(self) -> None:
+        found = [] if self.degree > 0 else [f"tensor={self.degree}: must be 1 or more"]
+        wrong = [f"{pattern}:{how}" if how else pattern for pattern, how in self.plan if how not in HOWS or not pattern]
+        _refuse(found + [f"cut_by: '{word}' is not PATTERN:column or PATTERN:row" for word in wrong])
+
+    @property
+    def plan(self) -> list[tuple[str, str]]:
+        """The patterns of `cut_by`, and how what they match is cut."""
+        words = [word.strip() for word in self.cut_by.split("+") if word.strip()]
+        return [(pattern, how) if colon else (how, "") for pattern, colon, how in (w.rpartition(":") for w in words)]
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """Args:
+    every: each k-th unit; 1 for all of them.
+    budget_mb: MiB of activations that one micro-batch may keep, over all units; 0 to recompute whatever `every`
+        says. Measured in the first step, which keeps activations in CPU memory.
+    unit: class name of the modules that are recomputed as a whole; empty for the rule in `units`.
+    """
+
+    value: ClassVar[str] = "every"
+    every: int = 1
+    budget_mb: float = 0.0
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not self.budget_mb >= 0:
+            asked = f"recompute={self.every},budget_mb={self.budget_mb:g}"
+            _refuse([f"{asked}: every k-th unit with k from 1 on, and a budget that is not negative"])
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """Args:
+    unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
+        step which ones these are; parameters that never get one are found by themselves.
+    bucket_mb: size of the buckets that gradients are reduced in, in MiB.
+    allreduce: the algorithm: ring, tree, halving-doubling, hierarchical, or auto, which takes the fastest for each
+        size; backend leaves it to the process group.
+    table: what auto goes by; the measured table that comes with Shoal where it is empty.
+    compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK. Not
+        exact.
+    """
+
+    unused: bool = False
+    bucket_mb: float = 25.0
+    allreduce: str = "backend"
+    table: str = ""
+    compress: str = "none"
+
+    def __post_init__(self) -> None:
+        found = [] if self.bucket_mb > 0 else [f"bucket_mb={self.bucket_mb:g}: must be greater than 0"]
+        found += _of(lambda: refuse_unknown(self.allreduce, self.table))
+        _refuse(found + _of(lambda: compression_names.read(self.compress, powersgd=True)))
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """Args:
+    hybrid: shard inside groups of so many ranks, and replicate across groups; 0 for one group of all.
+    offload: keep this rank's shards of parameters, gradients and optimizer states in CPU memory.
+    unit: class name of the modules that are gathered at once; empty for the rule in `units`.
+    """
+
+    hybrid: int = 0
+    offload: bool = False
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        _refuse([] if self.hybrid >= 0 else [f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"])
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Args:
+    servers: how many share the parameters: the number of shards.
+    replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and training goes on.
+    staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and exact; "async" sets
+        no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
+    compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
+    part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller parts.
+    lease_s: how long a server may be silent before another takes over.
+    shared_memory: workers and servers of one machine read each other's memory instead of sending it.
+    aggregate: where there are several machines with several workers, those of one sum their gradients before they
+        push, and share one pull; synchronous steps without compression only.
+    tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
+    """
+
+    value: ClassVar[str] = "servers"
+    servers: int = 1
+    replicas: int = 1
+    staleness: str = "0"
+    compress: str = "none"
+    part_mb: float = 4.0
+    lease_s: float = 2.0
+    shared_memory: bool = True
+    aggregate: bool = True
+    tls: str = "none"
+
+    def __post_init__(self) -> None:
+        found = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
+        if self.replicas < 1:
+            found.append(f"replicas={self.replicas}: there must be at least one of each shard")
+        if not self.lease_s > 0:
+            found.append(f"lease_s={self.lease_s}: must be greater than 0")
+        if self.staleness != "async" and not self.staleness.isdecimal():
+            found.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
+        if not self.part_mb > 0:
+            found.append(f"part_mb={self.part_mb}: must be greater than 0")
+        _refuse(found + _of(lambda: compression_names.read(self.compress)))
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Args: every: H, how many optimizer steps there are from one meeting to the next."""
+
+    value: ClassVar[str] = "every"
+    name: ClassVar[str] = "local"
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        _refuse(self._wrong())
+
+    def _wrong(self) -> list[str]:
+        return [] if self.every > 0 else [f"{self.name}={self.every}: there must be at least one step between meetings"]
+
+
+@dataclass(frozen=True)
+class DilocoOptions(LocalOptions):
+    """Args:
+    every: H, how many optimizer steps there are from one meeting to the next.
+    outer_lr: rate of the outer optimizer.
+    outer_momentum: its Nesterov momentum. With a rate of 1 and 0 here it is `local`.
+    """
+
+    name: ClassVar[str] = "diloco"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def _wrong(self) -> list[str]:
+        found = super()._wrong()
+        found += [] if self.outer_lr > 0 else [f"outer_lr={self.outer_lr}: must be greater than 0"]
+        fits = 0 <= self.outer_momentum < 1
+        return found + ([] if fits else [f"outer_momentum={self.outer_momentum}: must be at least 0 and less than 1"])
+
+
+def _of(check: Callable[[], object]) -> list[str]:
+    """What a check complains about."""
+    try:
+        check()
+    except ConfigError as error:
+        return [*error.problems]
+    return []
+
+
+def _refuse(found: Sequence[str]) -> None:
+    if found:
+        raise ConfigError(found)
