@@ -9,7 +9,13 @@ SLACK = 1.05
 """How much longer than the best cut's longest stage another cut's may be, if less is sent."""
 
 
-def balanced(costs: Sequence[float], crossing: Sequence[float], places: Sequence[int], stages: int) -> list[int]:
+def balanced(
+    costs: Sequence[float],
+    crossing: Sequence[float],
+    places: Sequence[int],
+    stages: int,
+    parted: Sequence[int] | None = None,
+) -> list[int]:
     """The steps that begin stages 1, 2, ...: the longest stage is nearly as short as can be, with the least to send.
 
     Args:
@@ -17,6 +23,8 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], places: Sequence
         crossing: what is sent where stage begins with step i, for each i; any unit.
         places: steps that may begin a stage, ascending.
         stages: at most len(places) + 1.
+        parted: how much that belongs together lies on both sides of step i's beginning, for each i. As little as can
+            be is parted, whatever that does to the length of stages.
 
     Returns: stages - 1 of `places`, ascending.
     """
@@ -25,32 +33,40 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], places: Sequence
     for cost in costs:
         before.append(before[-1] + cost)
     ends = [0, *places, len(costs)]
-    shortest = _cut(before, [0.0] * len(crossing), ends, stages, float("inf"), longest=True)
+    parts = parted or [0] * len(crossing)
+    shortest = _cut(before, [0.0] * len(crossing), parts, ends, stages, float("inf"), longest=True)
     limit = max(b - a for a, b in _spans(before, shortest, len(costs))) * SLACK
-    return _cut(before, crossing, ends, stages, limit + 1e-30, longest=False)
+    return _cut(before, crossing, parts, ends, stages, limit + 1e-30, longest=False)
 
 
 def _cut(
-    before: Sequence[float], crossing: Sequence[float], ends: Sequence[int], stages: int, limit: float, longest: bool
+    before: Sequence[float],
+    crossing: Sequence[float],
+    parted: Sequence[int],
+    ends: Sequence[int],
+    stages: int,
+    limit: float,
+    longest: bool,
 ) -> list[int]:
     """By dynamic programming: the best way to have k stages end at each place, k = 1, 2, ...
 
-    What is made small: the longest stage, or what is sent in all where no stage is longer than `limit`; of equals, the
-    sum of squares, so that the rest is even too.
+    What is made small: what is parted; then the longest stage, or what is sent in all where no stage is longer than
+    `limit`; of equals, the sum of squares, so that the rest is even too.
     """
-    none = (float("inf"), float("inf"))
-    best: list[list[tuple[float, float]]] = [[none] * len(ends) for _ in range(stages + 1)]
+    none = (float("inf"), float("inf"), float("inf"))
+    best: list[list[tuple[float, float, float]]] = [[none] * len(ends) for _ in range(stages + 1)]
     came: list[list[int]] = [[0] * len(ends) for _ in range(stages + 1)]
-    best[0][0] = (0.0, 0.0)
+    best[0][0] = (0.0, 0.0, 0.0)
     for stage in range(1, stages + 1):
         for right in range(stage, len(ends)):
             for left in range(stage - 1, right):
                 length = before[ends[right]] - before[ends[left]]
-                known, squares = best[stage - 1][left]
+                parts, known, squares = best[stage - 1][left]
                 if length > limit or known == float("inf"):
                     continue
-                sent = crossing[ends[right]] if right < len(ends) - 1 else 0.0
-                value = (max(known, length) if longest else known + sent, squares + length**2)
+                inner = right < len(ends) - 1
+                sent, more = (crossing[ends[right]], parted[ends[right]]) if inner else (0.0, 0)
+                value = (parts + more, max(known, length) if longest else known + sent, squares + length**2)
                 if value < best[stage][right]:
                     best[stage][right], came[stage][right] = value, left
     cuts, at = [], len(ends) - 1

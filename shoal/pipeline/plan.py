@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,7 +12,9 @@ from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused, did_you_mean
 from shoal.pipeline.balance import balanced
 from shoal.pipeline.steps import crossing, observe, places, sizes, steps_of
+from shoal.pipeline.together import Wish, parted
 from shoal.pipeline.trace import Traced, traced
+from shoal.pipeline.uncut import Uncut
 
 
 class Plan(NamedTuple):
@@ -54,34 +56,59 @@ def trace_for(
 
 
 def plan(
-    world: Axis, model: nn.Module, graph: Traced, num_stages: int, by: str, cuts: str, sample: tuple[Any, ...] | None
+    world: Axis,
+    model: nn.Module,
+    graph: Traced,
+    num_stages: int,
+    by: str,
+    cuts: str,
+    sample: tuple[Any, ...] | None,
+    wishes: Sequence[Wish] = (),
 ) -> Plan:
     """Where to cut. Collective over the world: the first rank measures.
 
     Args:
         by: "time" or "parameters".
-        cuts: names of the modules that begin stages, with / between them; empty to balance.
+        cuts: names of the modules that begin stages but the first, with / between them; empty to balance.
         sample: a few samples, to be measured on; None for parameters.
+        wishes: what is to lie in one stage; cuts by name go their own way.
 
-    Raises: StrategyRefused: names that are no place to cut, or too few places.
+    Raises: StrategyRefused: names that are no place to cut, or too few places; a wish cannot be told.
     """
-    said = world.broadcast_text(_chosen(model, graph, num_stages, by, cuts, sample) if world.rank == 0 else "")
-    found = json.loads(said)
+    chosen = _chosen(model, graph, num_stages, by, cuts, sample, wishes) if world.rank == 0 else ""
+    found = json.loads(world.broadcast_text(chosen))
     if "refusal" in found:
         raise StrategyRefused(found["refusal"])
     return Plan(**found)
 
 
 def _chosen(
-    model: nn.Module, graph: Traced, num_stages: int, by: str, cuts: str, sample: tuple[Any, ...] | None
+    model: nn.Module,
+    graph: Traced,
+    num_stages: int,
+    by: str,
+    cuts: str,
+    sample: tuple[Any, ...] | None,
+    wishes: Sequence[Wish],
 ) -> str:
     try:
-        return json.dumps(_plan(model, graph, num_stages, by, cuts, sample)._asdict())
+        one_stage = Uncut(model, (graph.training, graph.evaluating), [])
+        wanted = [] if cuts else [together for wish in wishes for together in wish(one_stage)]
+        parts = parted(graph.training, wanted)
+        return json.dumps(_plan(model, graph, num_stages, by, cuts, sample, parts)._asdict())
     except StrategyRefused as refusal:  # to be raised on every rank
         return json.dumps({"refusal": str(refusal)})
 
 
-def _plan(model: nn.Module, graph: Traced, num_stages: int, by: str, cuts: str, sample: tuple[Any, ...] | None) -> Plan:
+def _plan(
+    model: nn.Module,
+    graph: Traced,
+    num_stages: int,
+    by: str,
+    cuts: str,
+    sample: tuple[Any, ...] | None,
+    parts: Sequence[int],
+) -> Plan:
     steps, values = steps_of(graph.training), crossing(graph.training)
     seen = None if sample is None else observe(model, graph.training, sample)
     where = places(graph.training, seen)
@@ -94,7 +121,7 @@ def _plan(model: nn.Module, graph: Traced, num_stages: int, by: str, cuts: str, 
     numbers = {s: seen[s].time_s for s in steps} if measured and seen is not None else sizes(model, graph.training)
     costs = [numbers[step] for step in steps]
     sent = [float(sum(seen[v].size_bytes for v in crossed) if seen else len(crossed)) for crossed in values]
-    begins = _named(graph, cuts, num_stages, where) if cuts else balanced(costs, sent, where, num_stages)
+    begins = _named(graph, cuts, num_stages, where) if cuts else balanced(costs, sent, where, num_stages, parts)
     marks = [0, *begins, len(steps)]
     total = sum(costs) or 1.0
     shares = [sum(costs[marks[i] : marks[i + 1]]) / total for i in range(num_stages)]

@@ -12,7 +12,7 @@ that they are given. A strategy says which of the fields it replaces and never l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +25,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import global_norm, local
 from shoal.errors import UsageError
+from shoal.pipeline.together import Wish
 from shoal.pipeline.uncut import Uncut
 from shoal.server.history import Event
 
@@ -213,6 +214,8 @@ class Part:
     """Ranks that hold other parts of the model, as the stages of a pipeline do: `module` and `owned` are a part."""
     uncut: Uncut | None = None
     """The whole model, where `line` has parts of it."""
+    together: tuple[Wish, ...] = ()
+    """What strategies that cut later want in one stage of a pipeline."""
     elsewhere: Set[str] = frozenset()
     """Names of owned parameters that a rank further up the line owns too: with equal gradients, to be counted once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -227,6 +230,8 @@ class Strategy(Protocol):
     """A way to cut. A strategy is one file; its options are its fields.
 
     One that spans an axis of the mesh says how far: it has `spans`, such as {"tensor": 2}; see `shoal.comm.layout`.
+    One that can cut some modules only where they lie in one stage of a pipeline names them: it has `together`, a method
+    from an `Uncut` of one stage to a list of `shoal.pipeline.together.Together`.
     """
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
@@ -255,6 +260,9 @@ def nothing() -> None:
 
 def cut(part: Part, strategies: Iterable[Strategy], mesh: Mesh) -> Part:
     """Fold the strategies over a part. Collective."""
+    strategies = list(strategies)
+    wishes = tuple(strategy.together for strategy in strategies if hasattr(strategy, "together"))
+    part = replace(part, together=wishes)
     for strategy in strategies:
         part = strategy.cut(part, mesh)
     return part

@@ -89,7 +89,8 @@ class Pipeline(PipelineOptions):
         inputs = seen_by(part.module, [*part.module._forward_pre_hooks.values()], part.sample.inputs)
         whole = set(innermost(units(part.module)))
         graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
-        where = plan(mesh, part.module, graph, chosen.num_stages, self.balance, self.cuts, inputs)
+        num_stages, balance = chosen.num_stages, self.balance
+        where = plan(mesh, part.module, graph, num_stages, balance, self.cuts, inputs, part.together)
         return where, Uncut(part.module, (graph.training, graph.evaluating), where.begins)
 
 

@@ -8,8 +8,9 @@
 What is whole (the stream x, norms, whatever no rule knows) is computed by every rank of the group alike, from the same
 parameters and the same random numbers, so that its gradients are equal without a word; the first step makes sure.
 
-In a pipeline the layers of each stage are cut so. The ranks of a tensor group hold the same stages and take the same
-actions in the same order, so their sums meet; each sends what is whole, alike on all of them, along its own pipeline.
+In a pipeline the layers of each stage are cut so, and stages begin where no pair of layers is parted, if there are such
+places (`pipeline/together.py`). The ranks of a tensor group hold the same stages and take the same actions in the same
+order, so their sums meet; each sends what is whole, alike on all of them, along its own pipeline.
 
 Source: Shoeybi et al., arXiv:1909.08053 (Megatron-LM).
 """
@@ -26,14 +27,19 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.pipeline.stage import let_go
+from shoal.pipeline.together import Together
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.options import TensorOptions
 from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
-from shoal.strategies.sliced.plan import Plan, plan
+from shoal.strategies.sliced.plan import NO_PAIR, Plan, plan
 
-IN_STAGES = "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME. "
+IN_STAGES = (
+    "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME, or leave cuts out; "
+    "or use fewer stages. "
+)
+PARTED = "a stage of the pipeline begins between it and what makes a pair with it"
 
 
 class TensorParallel(TensorOptions):
@@ -42,6 +48,15 @@ class TensorParallel(TensorOptions):
     @property
     def spans(self) -> dict[str, int]:
         return {"tensor": self.degree}
+
+    def together(self, uncut: Uncut) -> list[Together]:
+        """What can only be cut where it lies in one stage. Raises StrategyRefused: a name that is none of the model's.
+
+        Args: uncut: a model that is one stage.
+        """
+        made = _planned(uncut.model, self, uncut) if self.degree > 1 else Plan(self.degree)
+        pairs = [Together({*pair.columns, pair.row}) for pair in made.pairs]
+        return pairs + [Together({head}, to_the_end=True) for head in made.vocabulary_heads]
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces module (in place), forward or run, owned, reduce and said. Collective.
@@ -72,19 +87,33 @@ def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = Non
 
     Args: uncut: where the model is cut in stages, if it is.
     """
+    made = _planned(model, options, uncut)
+    parted = _parted(made, model, options, uncut)
+    made = replace(made, whole={name: PARTED if name in parted else why for name, why in made.whole.items()})
+    if not made:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.whole.items())
+        raise StrategyRefused(
+            f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold and compute all of "
+            f"it.\n{reasons}\n{IN_STAGES if parted else ''}Use ddp, or zero3 for less memory."
+        )
+    return made
+
+
+def _planned(model: nn.Module, options: TensorParallel, uncut: Uncut | None) -> Plan:
     problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
     keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    made = plan(model, options.degree, keep, options.plan, uncut)
-    if not made:
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.whole.items())
-        raise StrategyRefused(
-            f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold and compute all of "
-            f"it.\n{reasons}\n{'' if uncut is None else IN_STAGES}Use ddp, or zero3 for less memory."
-        )
-    return made
+    return plan(model, options.degree, keep, options.plan, uncut)
+
+
+def _parted(made: Plan, model: nn.Module, options: TensorParallel, uncut: Uncut | None) -> set[str]:
+    """What would be cut if the pipeline did not begin a stage inside a pair."""
+    if uncut is None or NO_PAIR not in made.whole.values():
+        return set()
+    one_stage = _planned(model, options, replace(uncut, begins=[]))
+    return {name for name, why in made.whole.items() if why == NO_PAIR and name in one_stage.cuts()}
 
 
 def lines(made: Plan) -> list[str]:

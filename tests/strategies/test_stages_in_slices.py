@@ -1,6 +1,7 @@
 """What the plan of slices makes of a model that is cut in stages: the same on every rank, and no pair in two stages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from cut_models import Apart, gpt, mlp
 from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
+from shoal.pipeline.balance import balanced
 from shoal.pipeline.plan import trace_for
-from shoal.pipeline.steps import steps_of
+from shoal.pipeline.steps import places, steps_of
+from shoal.pipeline.together import parted
 from shoal.pipeline.uncut import Uncut
 from shoal.proof import zoo
-from shoal.strategies.tensor import TensorParallel, plan_of
+from shoal.strategies.tensor import PARTED, TensorParallel, plan_of
 from shoal.strategies.units import innermost, units
 
 IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
@@ -45,6 +48,47 @@ def test_no_pair_lies_in_two_stages() -> None:
 def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None:
     model = gpt()
     assert cuts(model, TOKENS, "blocks.1") == plan_of(model, TensorParallel(2)).cuts()
+
+
+def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], Uncut]:
+    """How much each place would part, and the model in stages of like size that part as little as can be."""
+    one_stage = uncut(model, sample)
+    graph = one_stage.graphs[0]
+    parts = parted(graph, TensorParallel(2).together(one_stage))
+    steps = len(steps_of(graph))
+    begins = balanced([1.0] * steps, [0.0] * (steps + 1), places(graph, None), num_stages, parts)
+    return parts, replace(one_stage, begins=begins)
+
+
+def test_stages_begin_where_no_pair_is_parted() -> None:
+    model = mlp()  # flatten, four linear layers with an activation between two of them: two pairs
+    parts, cut = wanted(model, IMAGES, 2)
+    assert parts == [0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert list(cut.begins) == [4]
+    assert plan_of(model, TensorParallel(2), cut).cuts() == plan_of(model, TensorParallel(2)).cuts()
+
+
+def test_a_stage_without_parameters_is_better_than_a_parted_pair() -> None:
+    parts, cut = wanted(zoo.mlp(), IMAGES, 2)
+    assert parts == [0, 0, 1, 1, 0]
+    assert list(cut.begins) == [1]
+
+
+def test_where_not_all_pairs_can_stay_whole_one_is_parted_and_the_other_is_cut() -> None:
+    _, cut = wanted(mlp(), IMAGES, 5)  # three places part nothing
+    found = plan_of(mlp(), TensorParallel(2), cut)
+    assert len(found.pairs) == 1
+    assert list(found.whole.values()) == [PARTED, PARTED]
+
+
+def test_the_head_of_a_vocabulary_and_what_follows_it_stay_in_one_stage() -> None:
+    parts, cut = wanted(Scaled(), TOKENS, 2)
+    assert parts[-2] == 1  # before `after`
+    assert "gpt.head" in plan_of(Scaled(), TensorParallel(2), cut).cuts()
+
+
+def test_a_block_that_a_stage_calls_is_never_parted() -> None:
+    assert not any(wanted(gpt(), TOKENS, 2)[0])
 
 
 def test_the_vocabulary_is_cut_though_its_two_ends_are_in_different_stages() -> None:

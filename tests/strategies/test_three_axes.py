@@ -42,6 +42,8 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
     ("strategy", "ranks", "accumulate", "experiment"),
     [
         pytest.param("tensor=2,pipeline=2,schedule=zbv,zero1", 8, 1, EXPERIMENTS["gpt"], marks=SLOW),
+        # Where the stage begins is for the pipeline to find: of five steps one place parts no pair of layers.
+        ("tensor=2,pipeline=2,ddp", 4, 1, EXPERIMENTS["mlp"]),
         pytest.param("tensor=2,pipeline=2,zero2", 8, 2, EXPERIMENTS["gpt"], marks=SLOW),
         # One matrix for query, key and value is regrouped by messages in the half of the backward pass for weights.
         ("tensor=2,pipeline=2,schedule=zero-bubble", 4, 1, EXPERIMENTS["TransformerEncoder"]),

@@ -21,6 +21,8 @@ from shoal.strategies.sliced.pairs import CONVOLUTIONS, Modules, Pair, pairs
 
 HEAD_NAMES = ("head", "lm_head", "output", "decoder", "fc_out", "classifier", "proj_out", "embed_out", "to_logits")
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+NO_PAIR = "no layer before or after it makes a pair with it"
+"""Why a layer stays whole."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def _whole(model: nn.Module, made: Plan, modules: Modules, kept: set[nn.Module])
         elif isinstance(module, nn.Embedding):
             found[name] = "no layer gives a number for each of its rows"
         elif isinstance(module, (nn.Linear, *CONVOLUTIONS)):
-            found[name] = "no layer before or after it makes a pair with it"
+            found[name] = NO_PAIR
         else:
             found[name] = f"{type(module).__name__} is not known here"
     return found
