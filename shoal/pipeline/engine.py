@@ -73,6 +73,7 @@ class Engine:
         self.table, self.exchange, self.compute, self.parameters = table, exchange, compute, parameters
         self._held: dict[tuple[int, int], _Held] = {}
         self._halves: dict[tuple[int, int], _Half] = {}
+        self._looked_up: dict[int, list[nn.Parameter]] = {}
         self._is_halved = any(action.kind == "W" for row in table.rows for action in row)
 
     def run(self) -> Iterator[Action]:
@@ -143,7 +144,10 @@ class Engine:
             stage_backward_weight(iter(self._trained(action.stage)), half.groups)
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters(stage) if parameter.requires_grad]
+        """Looked up once a step: it takes as long as a small layer."""
+        if stage not in self._looked_up:
+            self._looked_up[stage] = [parameter for parameter in self.parameters(stage) if parameter.requires_grad]
+        return self._looked_up[stage]
 
     def _roots(self, action: Action, held: _Held) -> _Roots:
         objective = held.computed.objective

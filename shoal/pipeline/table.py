@@ -47,7 +47,7 @@ class Table:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
-        return next(rank for rank in range(self.num_ranks) if any(action.stage == stage for action in self.rows[rank]))
+        return self._homes[stage]
 
     def awaited(self, action: Action) -> list[Action]:
         """What must be done before `action`, on whatever rank."""
@@ -61,6 +61,10 @@ class Table:
             return [own]
         after: Kind = "B" if Action("B", stage + 1, microbatch) in self._all else "I"
         return [own, Action(after, stage + 1, microbatch)]
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
 
     @cached_property
     def _all(self) -> frozenset[Action]:

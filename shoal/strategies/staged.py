@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class Staged:
                 outcomes.append(outcome._replace(objective=outcome.totals))  # not its graph
             return Computed(outcome.values, outcome.objective if stage == self.last else None)
 
-        exchange = Exchange(self.wire, self.table, lambda microbatch: self._key(micros[microbatch].inputs))
+        key_of = cache(lambda microbatch: self._key(micros[microbatch].inputs))  # asked several times for each message
+        exchange = Exchange(self.wire, self.table, key_of)
         for _ in Engine(self.table, exchange, compute, lambda stage: self.stages[stage].parameters()).run():
             pass
         self.statistics.commit()
