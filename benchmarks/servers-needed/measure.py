@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.hosts import network
 from benchmarks.hosts.exchange import Work
-from benchmarks.hosts.step import by_all_reduce, by_servers, link
+from benchmarks.hosts.rounds import measure_round
+from benchmarks.hosts.step import by_all_reduce, by_servers
 from benchmarks.page import circumstances
 from shoal.errors import ShoalError
 
@@ -55,20 +55,6 @@ def measured(cell: Cell) -> dict[str, float]:
     return by_all_reduce(work, {"ring": "ring (Gloo)"}.get(cell.by, cell.by), cell.workers)
 
 
-def measure_round(result: dict[str, Any], number: int) -> None:
-    """Add a round to what there is."""
-    result["link_bytes_per_s"].append(link(SIZE_MIB * 2**20))
-    for cell in random.Random(number).sample(cells(), len(cells())):
-        found = measured(cell)
-        print(*cell, {name: round(value, 3) for name, value in found.items()}, flush=True)
-        known = [kept for kept in result["cells"] if {**kept, **cell._asdict()} == kept]
-        if not known:
-            known = [{**cell._asdict(), "step_s": [], "busy": []}]
-            result["cells"] += known
-        for name, value in found.items():
-            known[0][name].append(value)
-
-
 def _write(result: dict[str, Any]) -> None:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -90,7 +76,8 @@ def main() -> None:
                 result["training"] = training.compared()
                 _write(result)
             for _ in range(options.rounds):
-                measure_round(result, len(result["link_bytes_per_s"]))
+                number = len(result["link_bytes_per_s"])
+                measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
                 _write(result)
     except ShoalError as error:
         sys.exit(f"error: {error}")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +16,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
 from benchmarks.page import circumstances
+from benchmarks.turns import in_turns
 from shoal.models import build
 
 RESULT = Path(__file__).with_name("result.json")
-TIME, VOCABULARY, RANK_BATCH, STEPS, WARM_UP = 64, 256, 4, 6, 2
+TIME, VOCABULARY, RANK_BATCH, STEPS = 64, 256, 4, 6
 
 
 def gpt() -> nn.Module:
@@ -86,19 +84,7 @@ def main() -> None:
         "by hand, zero3": by_hand(reshard=True),
         "Shoal, zero3": by_shoal("zero3"),
     }
-    times_s: dict[str, list[float]] = {name: [] for name in candidates}
-    chance = random.Random(0)
-    gc.collect()
-    gc.freeze()
-    for counted in [False] * WARM_UP + [True] * options.rounds:
-        for name in chance.sample(list(candidates), len(candidates)):
-            dist.barrier()
-            started_s = time.perf_counter()
-            candidates[name]()
-            slower = torch.tensor((time.perf_counter() - started_s) / STEPS, dtype=torch.float64)
-            dist.all_reduce(slower, dist.ReduceOp.MAX)
-            if counted:
-                times_s[name].append(slower.item())
+    times_s = in_turns(candidates, STEPS, options.rounds)
     if dist.get_rank() == 0:
         RESULT.write_text(json.dumps({"circumstances": facts, "step_s": times_s}, indent=1) + "\n")
     dist.destroy_process_group()

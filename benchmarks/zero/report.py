@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median, quantiles
 
 from benchmarks.page import fill, table, told
+from benchmarks.turns import compared, head
 
 HERE = Path(__file__).parent
 
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
-    rows = []
-    for stage in ("zero2", "zero3"):
-        ours, yardstick = (result["step_s"][f"{who}, {stage}"] for who in ("Shoal", "by hand"))
-        ratios = [a / b for a, b in zip(ours, yardstick, strict=True)]
-        low, _, high = quantiles(ratios)
-        rows.append(
-            [
-                f"`{stage}`",
-                f"{1000 * median(yardstick):.1f} ms",
-                f"{1000 * median(ours):.1f} ms",
-                f"**{median(ratios):.3f}** ({low:.3f} to {high:.3f})",
-            ]
-        )
-    head = ["", "`fully_shard` by hand", "Shoal", f"ratio: median of {len(ours)} rounds (quartiles)"]
-    text = "\n\n".join([table(head, rows), told(result["circumstances"])])
+    steps = result["step_s"]
+    rows = [[f"`{s}`", *compared(steps[f"Shoal, {s}"], steps[f"by hand, {s}"])] for s in ("zero2", "zero3")]
+    titles = head("", "`fully_shard`", len(steps["Shoal, zero2"]))
+    text = "\n\n".join([table(titles, rows), told(result["circumstances"])])
     fill(HERE / "README.md", text)
     print(text)
 
