@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import random
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -31,10 +29,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.page import circumstances
+from benchmarks.turns import in_turns
 from shoal.models import build
 
 RESULT = Path(__file__).with_name("result.json")
-TIME, VOCABULARY, WIDTH, BATCH, STEPS, WARM_UP = 64, 256, 256, 8, 6, 2
+TIME, VOCABULARY, WIDTH, BATCH, STEPS = 64, 256, 256, 8, 6
 
 
 def gpt(layers: int = 6) -> nn.Module:
@@ -51,16 +50,20 @@ def data() -> DataLoader:
     return DataLoader(TensorDataset(tokens, tokens), BATCH, drop_last=True)
 
 
-def by_hand(vocabulary: bool) -> Callable[[], None]:
+def by_hand(prepared: bool, vocabulary: bool) -> Callable[[], None]:
     """PyTorch's tutorial without sequence parallelism; one epoch when it is called.
 
-    Args: vocabulary: the head and the loss in slices as well, as in the tutorial's last part.
+    Args:
+        prepared: query, key and value share their input, so that its gradient is summed once and not three times.
+        vocabulary: the head and the loss in slices as well, as in the tutorial's last part.
     """
     model, mesh = gpt(), init_device_mesh("cpu", (2,))
     columns = dict.fromkeys(("attention.query", "attention.key", "attention.value", "mlp.up"), ColwiseParallel())
     rows = dict.fromkeys(("attention.output", "mlp.down"), RowwiseParallel())
+    whole = (Replicate(),)
+    shared = {"attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)} if prepared else {}
     for block in model.get_submodule("blocks").children():
-        parallelize_module(block, mesh, {**columns, **rows})
+        parallelize_module(block, mesh, {**shared, **columns, **rows})
     if vocabulary:
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
@@ -115,24 +118,13 @@ def main() -> None:
     facts = circumstances(("torch", "shoal"))
     block_bytes = (sent_bytes(4) - sent_bytes(2)) / 2
     candidates = {
-        "by hand, blocks": by_hand(vocabulary=False),
+        "tutorial, blocks": by_hand(prepared=False, vocabulary=False),
+        "by hand, blocks": by_hand(prepared=True, vocabulary=False),
         "Shoal, blocks": by_shoal(",whole=token_embedding+head"),
-        "by hand, blocks and vocabulary": by_hand(vocabulary=True),
+        "by hand, blocks and vocabulary": by_hand(prepared=True, vocabulary=True),
         "Shoal, blocks and vocabulary": by_shoal(""),
     }
-    times_s: dict[str, list[float]] = {name: [] for name in candidates}
-    chance = random.Random(0)
-    gc.collect()
-    gc.freeze()
-    for counted in [False] * WARM_UP + [True] * options.rounds:
-        for name in chance.sample(list(candidates), len(candidates)):
-            dist.barrier()
-            started_s = time.perf_counter()
-            candidates[name]()
-            slower = torch.tensor((time.perf_counter() - started_s) / STEPS, dtype=torch.float64)
-            dist.all_reduce(slower, dist.ReduceOp.MAX)
-            if counted:
-                times_s[name].append(slower.item())
+    times_s = in_turns(candidates, STEPS, options.rounds)
     if dist.get_rank() == 0:
         formula_bytes = 4 * BATCH * TIME * WIDTH * 4
         found = {"circumstances": facts, "step_s": times_s, "block_bytes": block_bytes, "formula_bytes": formula_bytes}

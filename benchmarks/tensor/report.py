@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median, quantiles
 
 from benchmarks.page import fill, table, told
+from benchmarks.turns import compared, head
 
 HERE = Path(__file__).parent
+YARDSTICKS = {"tutorial": "the tutorial's plan", "by hand": "a plan with one input for query, key and value"}
 
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
-    rows = []
-    for what in ("blocks", "blocks and vocabulary"):
-        ours, yardstick = (result["step_s"][f"{who}, {what}"] for who in ("Shoal", "by hand"))
-        ratios = [a / b for a, b in zip(ours, yardstick, strict=True)]
-        low, _, high = quantiles(ratios)
-        rows.append(
-            [
-                what,
-                f"{1000 * median(yardstick):.1f} ms",
-                f"{1000 * median(ours):.1f} ms",
-                f"**{median(ratios):.3f}** ({low:.3f} to {high:.3f})",
-            ]
-        )
-    head = ["in slices", "`parallelize_module` by hand", "Shoal", f"ratio: median of {len(ours)} rounds (quartiles)"]
+    steps = result["step_s"]
+    pairs = (("tutorial", "blocks"), ("by hand", "blocks"), ("by hand", "blocks and vocabulary"))
+    rows = [
+        [f"{kind}, {YARDSTICKS[who]}", *compared(steps[f"Shoal, {kind}"], steps[f"{who}, {kind}"])]
+        for who, kind in pairs
+    ]
+    titles = head("in slices, against", "`parallelize_module`", len(steps["Shoal, blocks"]))
     measured, formula = result["block_bytes"], result["formula_bytes"]
     sent = table(
         ["summed over ranks, a block and step", "formula, 4 b s h numbers", "ratio"],
         [[f"{measured:,.0f} bytes", f"{formula:,} bytes", f"{measured / formula:.4f}"]],
     )
-    text = "\n\n".join([table(head, rows), sent, told(result["circumstances"])])
+    text = "\n\n".join([table(titles, rows), sent, told(result["circumstances"])])
     fill(HERE / "README.md", text)
     print(text)
 
