@@ -2,7 +2,7 @@
 
 import pytest
 from cut_models import CUT, WORDS, Apart, Encoder, gpt, mlp
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
 from shoal.proof import prove
@@ -72,6 +72,22 @@ def test_attention_with_parameters_of_its_own_stays_whole() -> None:
     made = plan_of(model, TensorParallel(2))
     assert set(made.cuts()) == {"1", "3"}
     assert "has parameters of its own, norm.weight" in made.whole["0.query"]
+
+
+class Handing(nn.Module):
+    """Hands a layer what no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.last = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8)), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.pair(x), object())
+        return found
+
+
+def test_a_call_that_no_graph_can_hold_is_looked_around() -> None:
+    assert cuts(Handing()) == {"pair.0": "column", "pair.2": "row"}
 
 
 def test_what_hooks_look_at_stays_whole() -> None:

@@ -108,5 +108,6 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed = self.failed or m  # the innermost one
+            if m not in self.opaque:  # else it is what the module around it does with it
+                self.failed = self.failed or m  # the innermost one
             raise
