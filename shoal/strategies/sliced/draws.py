@@ -65,4 +65,4 @@ def dropout_factors(weights: Tensor, p: float, axis: Axis) -> Tensor:
     shape = list(weights.shape)
     shape[HEADS_DIM] *= axis.size
     factors = F.dropout(torch.ones(shape, dtype=weights.dtype, device=weights.device), p)
-    return slice_of(factors, axis, HEADS_DIM)
+    return slice_of(factors, axis, HEADS_DIM).clone()  # or those of all heads are kept for the backward pass

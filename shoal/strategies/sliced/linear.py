@@ -52,4 +52,4 @@ class SlicedDropout(nn.Dropout):
         shape = list(x.shape)
         shape[self.dim] *= self.axis.size
         factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
-        return x * slice_of(factors, self.axis, self.dim)
+        return x * slice_of(factors, self.axis, self.dim).clone()  # or all of them are kept for the backward pass
