@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.mesh import Mesh
@@ -188,19 +189,32 @@ class _Budget:
     @contextmanager
     def _measuring(self, index: int, module: nn.Module) -> Iterator[None]:
         """Counts what the unit keeps, each memory once, and holds it in CPU memory until it is needed."""
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        parameters = {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
         seen: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                seen[storage.data_ptr()] = storage.nbytes()
-            return tensor.device, tensor.detach().cpu()
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in parameters:
+                    seen[storage.data_ptr()] = storage.nbytes()
+            # What is made of others, slices of a sequence say, stays where they are.
+            return tensor.device, tensor if _is_made_of_others(tensor) else tensor.detach().cpu()
 
         def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
             device, tensor = packed
-            return tensor.to(device)
+            return tensor if _is_made_of_others(tensor) else tensor.to(device)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         self.kept_bytes[index] = sum(seen.values())
+
+
+def _is_made_of_others(tensor: Any) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """What a tensor holds on this rank: itself, or what it is made of."""
+    if not _is_made_of_others(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
