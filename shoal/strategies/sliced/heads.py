@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.comm.norm import whole
 from shoal.errors import StrategyRefused
+from shoal.strategies.sliced.beside import copied
 from shoal.strategies.sliced.draws import WholeDraws
 from shoal.strategies.sliced.pairs import Modules
 from shoal.strategies.sliced.region import Region
@@ -132,7 +133,8 @@ class HeadsRegion(Region):
         if self.compared:
             return self._sliced(*inputs, **options)
         self.compared = True
-        expected = self._whole(*inputs, **options)
+        others, other_options = copied((inputs, options))
+        expected = self._whole(*others, **other_options)
         try:
             found = self._sliced(*inputs, **options)
         except RuntimeError as error:
