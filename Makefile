@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 
 
-.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-pipeline bench-slow-links bench-scaling measure-allreduce clean
+.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling measure-allreduce clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal train digits -n 2 --out runs/digits
@@ -79,6 +79,10 @@ bench-zero: $(BENCH)/.done
 bench-tensor: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.tensor.measure
 	$(BENCH)/bin/python -m benchmarks.tensor.report
+
+bench-sequence: $(BENCH)/.done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.sequence.measure
+	$(BENCH)/bin/python -m benchmarks.sequence.report
 
 bench-pipeline: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.pipeline.measure

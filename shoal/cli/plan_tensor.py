@@ -27,5 +27,6 @@ def run(options: argparse.Namespace) -> int:
 
     chosen = [s for s in parse(settings.job.strategy) if isinstance(s, TensorParallel)] or [TensorParallel()]
     model = build(settings.job, torch.device("cpu")).model
-    print("\n".join(lines(plan_of(model, replace(chosen[0], degree=options.tensor)))))
+    asked = replace(chosen[0], degree=options.tensor)
+    print("\n".join(lines(plan_of(model, asked), asked.sequence)))
     return 0

@@ -3,13 +3,10 @@
     copy       forward: nothing                 backward: the gradients of all ranks are summed
     total      forward: the ranks' are summed   backward: nothing
     joined     forward: slices become a whole   backward: each rank takes the gradient of its slice
-    own_slice  forward: each takes its slice    backward: the gradients of slices become a whole
-    gathered   forward: slices become a whole   backward: gradients are summed, and each takes its slice
-    scattered  forward: summed, each its slice  backward: the gradients of slices become a whole
 
-`copy` and `total` are f and g of Shoeybi et al., arXiv:1909.08053, figure 3; `gathered` and `scattered` are g and its
-conjugate in Korthikanti et al., MLSys 2023, figure 5. In all of them what is whole is the same on every rank of the
-axis, and so is its gradient. Collective, in the backward pass too.
+`copy` and `total` are f and g of Shoeybi et al., arXiv:1909.08053, figure 3. In all of them what is whole is the same
+on every rank of the axis, and so is its gradient. Collective, in the backward pass too. `join` and `scatter` are the
+halves of a sum, for slices of which the last may be shorter, or empty; what follows backward is their callers' matter.
 """
 
 from __future__ import annotations
@@ -45,28 +42,12 @@ def joined(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return found
 
 
-def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice of a whole `x`; its size along `dim` is a multiple of the number of ranks."""
-    found: Tensor = _OwnSlice.apply(x, axis, dim)
-    return found
-
-
-def gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As `joined`, for a function of which each rank computes its part."""
-    found: Tensor = _Gathered.apply(x, axis, dim)
-    return found
-
-
-def scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice of the sum over ranks of `x`."""
-    found: Tensor = _Scattered.apply(x, axis, dim)
-    return found
-
-
 def slice_of(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice: a view, without a word to anyone."""
-    size = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * size, size)
+    """This rank's slice: a view, without a word to anyone. The last ranks have less of what T does not divide."""
+    length = x.shape[dim]
+    size = -(-length // axis.size)
+    start = min(axis.rank * size, length)
+    return x.narrow(dim, start, min(size, length - start))
 
 
 class _Copy(torch.autograd.Function):
@@ -95,55 +76,36 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
+        return join(x, axis, dim, axis.size * x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return slice_of(gradient, ctx.axis, ctx.dim).contiguous(), None, None
 
 
-class _OwnSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return slice_of(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _join(gradient, ctx.axis, ctx.dim), None, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _scatter(gradient, ctx.axis, ctx.dim), None, None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _join(gradient, ctx.axis, ctx.dim), None, None
-
-
-def _join(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    front = x.movedim(dim, 0).contiguous()
+def join(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
+    """The whole, `length` along `dim`, of which each rank has what `slice_of` gives; no gradient. Collective."""
+    front = _filled(x.movedim(dim, 0), -(-length // axis.size))
     whole = front.new_empty(axis.size * len(front), *front.shape[1:])
     _all_gather(whole, front, group=axis.group)
-    return whole.movedim(0, dim).contiguous()
+    return whole[:length].movedim(0, dim).contiguous()
 
 
-def _scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    front = x.movedim(dim, 0).contiguous()
-    own = front.new_empty(len(front) // axis.size, *front.shape[1:])
+def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """What `slice_of` gives of the sum over ranks of `x`; no gradient. Collective."""
+    length = x.shape[dim]
+    size = -(-length // axis.size)
+    front = _filled(x.movedim(dim, 0), size * axis.size)
+    own = front.new_empty(size, *front.shape[1:])
     _reduce_scatter(own, front, group=axis.group)
-    return own.movedim(0, dim).contiguous()
+    left = min(size, length - min(axis.rank * size, length))
+    return own[:left].movedim(0, dim).contiguous()
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    """Contiguous, and with zeros behind it as long as those of others."""
+    if len(x) == length:
+        return x.contiguous()
+    filled = x.new_zeros(length, *x.shape[1:])
+    filled[: len(x)] = x
+    return filled

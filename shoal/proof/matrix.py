@@ -55,6 +55,7 @@ LAYOUTS = [
     ("tensor=2,ddp", 4, 1),
     ("tensor=2,zero1", 4, 2),
     ("tensor=2,zero3", 4, 1),
+    ("tensor=2,sequence=true", 2, 1),
     ("pipeline=2,schedule=naive", 2, 1),
     ("pipeline=2,schedule=gpipe", 2, 1),
     ("pipeline=2,schedule=1f1b", 2, 1),

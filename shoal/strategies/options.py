@@ -65,12 +65,14 @@ class TensorOptions:
     degree: ranks in each tensor group; a number that divides the world, and the ranks of each machine.
     whole: patterns of names, with + between them: modules that stay whole, with all that is in them.
     cut_by: a plan of one's own, PATTERN:column and PATTERN:row with + between them; nothing else is cut then.
+    sequence: between what is cut, the stream lies in slices of the sequence.
     """
 
     value: ClassVar[str] = "degree"
     degree: int = 2
     whole: str = ""
     cut_by: str = ""
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         found = [] if self.degree > 0 else [f"tensor={self.degree}: must be 1 or more"]

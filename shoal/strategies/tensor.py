@@ -8,11 +8,18 @@
 What is whole (the stream x, norms, whatever no rule knows) is computed by every rank of the group alike, from the same
 parameters and the same random numbers, so that its gradients are equal without a word; the first step makes sure.
 
+With `sequence`, what lies between, the stream and its norms, is no longer done by every rank alike. Each rank has some
+of the tokens there, and the sum falls into its two halves:
+
+      rank 0   tokens 0..3 ── norm ─┐ x ── heads 0, 1 ── output ─┐ tokens 0..3 ── add, norm ─┐ x ── hidden units ...
+                              all-gather                  reduce-scatter               all-gather
+      rank 1   tokens 4..7 ── norm ─┘ x ── heads 2, 3 ── output ─┘ tokens 4..7 ── add, norm ─┘ x ── hidden units ...
+
 In a pipeline the layers of each stage are cut so, and stages begin where no pair of layers is parted, if there are such
 places (`pipeline/together.py`). The ranks of a tensor group hold the same stages and take the same actions in the same
 order, so their sums meet; each sends what is whole, alike on all of them, along its own pipeline.
 
-Source: Shoeybi et al., arXiv:1909.08053 (Megatron-LM).
+Sources: Shoeybi et al., arXiv:1909.08053 (Megatron-LM); Korthikanti et al., arXiv:2205.05198 (sequence).
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from shoal.strategies.options import TensorOptions
 from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
 from shoal.strategies.sliced.plan import NO_PAIR, Plan, plan
+from shoal.strategies.sliced.sequence import all_whole
 
 IN_STAGES = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME, or leave cuts out; "
@@ -72,13 +80,15 @@ class TensorParallel(TensorOptions):
             )
         mesh.tensor.broadcast(part.module)
         made = plan_of(part.module if part.uncut is None else part.uncut.model, self, part.uncut)
-        apply(made.within(dict(part.module.named_modules())), part.module, mesh)
+        apply(made.within(dict(part.module.named_modules())), part.module, mesh, self.sequence)
+        if self.sequence:
+            part.module.register_forward_hook(_whole_output)
         if part.uncut is not None:
             let_go(part.uncut.model, part.module)  # wholes of what is in slices now
         held = {part.aliases.get(name, name): parameter for name, parameter in part.module.named_parameters()}
         engine = _Engine(part, mesh)
         owned = {name: held[name] for name in part.owned}
-        said = (*part.said, *lines(made))
+        said = (*part.said, *lines(made, self.sequence))
         return replace(part, forward=engine.forward, run=engine.run, owned=owned, reduce=engine.reduce, said=said)
 
 
@@ -95,6 +105,11 @@ def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = Non
         raise StrategyRefused(
             f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold and compute all of "
             f"it.\n{reasons}\n{IN_STAGES if parted else ''}Use ddp, or zero3 for less memory."
+        )
+    if options.sequence and not (made.heads or made.multihead):
+        raise StrategyRefused(
+            f"tensor={options.degree},sequence=true: no attention of this model is cut, so nothing says that its "
+            "stream is a sequence of tokens. Leave out sequence."
         )
     return made
 
@@ -116,7 +131,12 @@ def _parted(made: Plan, model: nn.Module, options: TensorParallel, uncut: Uncut 
     return {name for name, why in made.whole.items() if why == NO_PAIR and name in one_stage.cuts()}
 
 
-def lines(made: Plan) -> list[str]:
+def _whole_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """What leaves the model, or a stage of it."""
+    return all_whole(output)
+
+
+def lines(made: Plan, sequence: bool = False) -> list[str]:
     """A plan in words; blocks that are alike in one line."""
     cuts: dict[str, list[str]] = {}
     for name, how in made.cuts().items():
@@ -125,6 +145,12 @@ def lines(made: Plan) -> list[str]:
     whole: dict[str, list[str]] = {}
     for name, why in made.whole.items():
         whole.setdefault(why, []).append(name)
+    if sequence:
+        begin, end = made.borders()
+        said.append(
+            f"tensor={made.degree}: in slices of the sequence: the stream from {_folded(begin)} to {_folded(end)}, in "
+            "all that takes each token by itself; anything else gets it whole"
+        )
     return said + [f"tensor={made.degree}: whole: {_folded(names)}: {why}" for why, names in whole.items()]
 
 

@@ -62,7 +62,12 @@ def loader_of_tokens() -> DataLoader:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("tensor=2", 2), pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow)]
+    ("strategy", "ranks"),
+    [
+        ("tensor=2", 2),
+        pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow),
+        pytest.param("tensor=2,sequence=true", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_in_slices_says_counts_and_saves_what_one_device_does(tmp_path: Path, strategy: str, ranks: int) -> None:
     loss, norm, sums, softmax, _ = a_step("single", tmp_path / "one.pt")
@@ -174,6 +179,8 @@ def in_half(strategy: str, precision: str) -> list[float]:
     [
         ("tensor=2", 2, "bf16"),
         ("tensor=2", 2, "fp16"),
+        ("tensor=2,sequence=true", 2, "bf16"),
+        pytest.param("tensor=2,sequence=true", 2, "fp16", marks=pytest.mark.slow),
         pytest.param("tensor=2,pipeline=2", 4, "bf16", marks=pytest.mark.slow),
         ("tensor=2,pipeline=2,schedule=zbv", 4, "fp16"),
     ],

@@ -20,6 +20,7 @@ LAYOUTS = [
     ("tensor=2,ddp", 4),
     ("tensor=2,zero1", 4),
 ]
+IN_SEQUENCE = [("tensor=2,sequence=true,zero3", 4), ("tensor=2,sequence=true,pipeline=2,zero1", 8), *LAYOUTS[2:]]
 WORDS = {
     **GPT,
     "model.options.dropout": 0.0,
@@ -32,15 +33,18 @@ IMAGES = {**CNN, "data.name": "recorded", "train.clip_norm": 0.5, "train.ema": 0
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [pytest.param(WORDS, marks=pytest.mark.slow), pytest.param(IMAGES, marks=pytest.mark.slow)],
+    ("settings", "layouts"),
+    [
+        pytest.param(WORDS, IN_SEQUENCE, marks=pytest.mark.slow),
+        pytest.param(IMAGES, LAYOUTS, marks=pytest.mark.slow),
+    ],
     ids=["gpt", "cnn"],
 )
-def test_a_run_goes_on_cut_in_any_way(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_run_goes_on_cut_in_any_way(tmp_path: Path, settings: dict[str, Any], layouts: list[tuple[str, int]]) -> None:
     tiny_jobs.trains(tiny(tmp_path / "one", settings))
     steps = metrics(tmp_path / "one")[-1]["step"]
-    for leg, (strategy, ranks) in enumerate(LAYOUTS):
-        stop_at = 2 * (leg + 1) if leg + 1 < len(LAYOUTS) else 99
+    for leg, (strategy, ranks) in enumerate(layouts):
+        stop_at = 2 * (leg + 1) if leg + 1 < len(layouts) else 99
         job = tiny(tmp_path / "run", settings, strategy=strategy)
         with world.start(ranks, tiny_jobs.is_signalled, job, stop_at - 1) as running:
             expected = RUN_ME_AGAIN if stop_at < steps else 0

@@ -42,16 +42,19 @@ BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
 PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 
-def apply(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+def apply(plan: Plan, model: nn.Module, mesh: Mesh, sequence: bool = False) -> None:
     """Cut `model` in place. Every rank of the tensor axis holds the same values. Collective on the first use of the
-    device mesh only, of which a stage without a cut is part: each rank takes its slices of what it has."""
-    cutting = _Cutting(model, mesh)
+    device mesh only, of which a stage without a cut is part: each rank takes its slices of what it has.
+
+    Args: sequence: what row layers and the embedding give lies in slices of the sequence.
+    """
+    cutting = _Cutting(model, mesh, sequence)
     for name in plan.multihead:
         cutting.multihead(name)
     for heads in plan.heads:
         cutting.heads(heads)
     for name in plan.embeddings:
-        cutting.become(name, VocabularyEmbedding, {"weight": 0})
+        cutting.become(name, VocabularyEmbedding, {"weight": 0}).along = -2 if sequence else None
     for name in plan.vocabulary_heads:
         cutting.become(name, VocabularyHead, {"weight": 0, "bias": 0})
     for pair in plan.pairs:
@@ -62,8 +65,8 @@ def apply(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
 
 
 class _Cutting:
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.modules, self.mesh = dict(model.named_modules()), mesh
+    def __init__(self, model: nn.Module, mesh: Mesh, sequence: bool) -> None:
+        self.modules, self.mesh, self.sequence = dict(model.named_modules()), mesh, sequence
         self.device_mesh = mesh.device_mesh  # asked for by all ranks together, whether or not they cut anything
         self.made: dict[int, nn.Parameter] = {}
         self.originals: list[nn.Parameter] = []  # alive, or another could get the id of one
@@ -81,13 +84,25 @@ class _Cutting:
         module.axis = self.mesh.tensor
         return module
 
+    def column(self, name: str, fused: int = 1) -> Any:
+        module = self.modules[name]
+        kinds = {**COLUMN, nn.Linear: FusedColumnLinear} if fused > 1 else COLUMN
+        return self.become(name, kinds[type(module)], {"weight": 0, "bias": 0})
+
+    def row(self, name: str) -> Any:
+        module, owner = self.modules[name], self.modules[name.rpartition(".")[0]]
+        made = self.become(name, ROW[type(module)], {"weight": 1})
+        time_first = isinstance(owner, TRANSFORMER_LAYERS) and not owner.self_attn.batch_first
+        made.along = (0 if time_first else -2) if self.sequence else None
+        return made
+
     def pair(self, pair: Pair) -> None:
         region = self.region(region_of(pair))
         row = self.modules[pair.row]
-        dim = -1 if isinstance(row, nn.Linear) else -1 - len(row.kernel_size)
+        dim = -1 - len(row.kernel_size) if isinstance(row, CONVOLUTIONS) else -1
         for name in pair.columns:
-            self.become(name, COLUMN[type(self.modules[name])], {"weight": 0, "bias": 0}).region = region
-        self.become(pair.row, ROW[type(row)], {"weight": 1}).region = region
+            self.column(name).region = region
+        self.row(pair.row).region = region
         for name in pair.between:
             module: Any = self.modules[name]
             if type(module) in BETWEEN:
@@ -97,11 +112,7 @@ class _Cutting:
                     module.groups = module.groups // self.mesh.tensor.size
 
     def heads(self, heads: Heads) -> None:
-        kinds = {**COLUMN, nn.Linear: FusedColumnLinear} if heads.fused > 1 else COLUMN
-        layers = [
-            self.become(name, kinds[type(self.modules[name])], {"weight": 0, "bias": 0}) for name in heads.columns
-        ]
-        layers.append(self.become(heads.row, ROW[type(self.modules[heads.row])], {"weight": 1}))
+        layers = [*(self.column(name, heads.fused) for name in heads.columns), self.row(heads.row)]
         counted = [(self.modules[heads.owner], key) for key in heads.counts]
         module = self.modules[heads.name]
         region = HeadsRegion(module, heads.name, self.mesh.tensor, layers, counted)
@@ -112,7 +123,7 @@ class _Cutting:
 
     def multihead(self, name: str) -> None:
         module = self.become(name, SlicedMultiheadAttention, {"in_proj_weight": 0, "in_proj_bias": 0})
-        module.region = Region(module, name, self.mesh.tensor)
+        module.region, module.sequence = Region(module, name, self.mesh.tensor), self.sequence
         self.become(f"{name}.out_proj" if name else "out_proj", type(module.out_proj), {"weight": 1})
 
     def region(self, name: str) -> Region:

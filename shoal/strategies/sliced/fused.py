@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
@@ -35,7 +34,7 @@ class FusedColumnLinear(nn.Linear):
         axis = self.region.axis
         weight = regrouped(here(self.weight), axis, self.parts)
         bias = None if self.bias is None else regrouped(here(self.bias), axis, self.parts)
-        return F.linear(self.region.copied(x), weight, bias)
+        return self.region.entered(x).linear(weight, bias)
 
 
 def regrouped(own: Tensor, axis: Axis, parts: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import slice_of, total
+from shoal.strategies.sliced.entered import scattered
 from shoal.strategies.sliced.region import Region, here
 
 
@@ -25,19 +26,32 @@ class ColumnLinear(nn.Linear):
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.linear(self.region.copied(x), here(self.weight), here(self.bias))
-        return y
+        return self.region.entered(x).linear(here(self.weight), here(self.bias))
 
 
 class RowLinear(nn.Linear):
-    """Takes this rank's slice of the inputs; the outputs are whole."""
+    """Takes this rank's slice of the inputs; the outputs are whole, or lie in slices of the sequence.
+
+    Attributes: along: the dimension of the sequence in the output, where that is to lie in slices.
+    """
 
     region: Region
+    along: int | None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = total(F.linear(x, here(self.weight)), self.region.axis)
-        z: Tensor = y if self.bias is None else y + here(self.bias).to(y.dtype)
-        return z
+        return added(summed(x, here(self.weight), self.region.axis, self.along), self.bias)
+
+
+def summed(x: Tensor, weight: Tensor, axis: Axis, along: int | None) -> Tensor:
+    """What a row layer gives before its bias; without a dimension for samples and one for time it stays whole."""
+    y = F.linear(x, weight)
+    return total(y, axis) if along is None or y.dim() < 3 else scattered(y, axis, along)
+
+
+def added(y: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole bias is added once, after the sum."""
+    z: Tensor = y if bias is None else y + here(bias).to(y.dtype)
+    return z
 
 
 class SlicedDropout(nn.Dropout):

@@ -12,13 +12,18 @@ from shoal.comm.exchange import slice_of, total
 from shoal.errors import UsageError
 from shoal.strategies.sliced.draws import dropout_factors
 from shoal.strategies.sliced.fused import regrouped
+from shoal.strategies.sliced.linear import added, summed
 from shoal.strategies.sliced.region import Region, here
 
 
 class SlicedMultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention with some of the heads on each rank."""
+    """nn.MultiheadAttention with some of the heads on each rank.
+
+    Attributes: sequence: the output lies in slices of the sequence.
+    """
 
     region: Region
+    sequence: bool
 
     def forward(
         self,
@@ -43,8 +48,9 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
             heads, weights = self._heads(inputs, mask, need_weights)
             # Time first in memory, as torch has it: a dropout that follows draws in that order.
             merged = heads.permute(2, 0, 1, 3).flatten(-2)
-            output = total(F.linear(merged, here(self.out_proj.weight)), self.region.axis)
-        output = output if self.out_proj.bias is None else output + here(self.out_proj.bias).to(output.dtype)
+            along = 0 if self.sequence and query.dim() == 3 else None
+            output = summed(merged, here(self.out_proj.weight), self.region.axis, along)
+        output = added(output, self.out_proj.bias)
         if query.dim() == 2:
             output = output.squeeze(1)
         elif self.batch_first:
@@ -58,7 +64,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         bias = self.in_proj_bias
         biases = (None,) * 3 if bias is None else regrouped(here(bias), axis, 3).chunk(3)
         q, k, v = (
-            F.linear(self.region.copied(x), w, b).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            self.region.entered(x).linear(w, b).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for x, w, b in zip(inputs, weights, biases, strict=True)
         )
         if self.dropout == 0 or not self.training:

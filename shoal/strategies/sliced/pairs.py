@@ -40,7 +40,18 @@ FUNCTIONS = {
 }
 """Functions of one tensor that take each entry by itself."""
 METHODS = {"relu", "sigmoid", "tanh", "square", "abs", "contiguous"}
-BINARY = {operator.add, operator.mul, operator.sub, operator.iadd, operator.imul, torch.add, torch.mul, torch.sub}
+BINARY = {
+    operator.add,
+    operator.mul,
+    operator.sub,
+    operator.iadd,
+    operator.imul,
+    torch.add,
+    torch.mul,
+    torch.sub,
+    torch.pow,
+    operator.pow,
+}
 """Functions of two slices, or of a slice and a number."""
 
 
@@ -48,12 +59,15 @@ BINARY = {operator.add, operator.mul, operator.sub, operator.iadd, operator.imul
 class Pair:
     """Names of modules.
 
-    Args: between: what stands between the two and knows the width, or draws.
+    Args:
+        between: what stands between the two and knows the width, or draws.
+        sequential: they are linear layers, which take each token by itself; convolutions do not.
     """
 
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
+    sequential: bool
 
 
 class Modules:
@@ -163,7 +177,7 @@ class _Walk:
 
     def pair(self, row: fx.Node) -> Pair:
         names = sorted({self.name(node) for node in self.columns})
-        return Pair(tuple(names), tuple(sorted(set(self.between))), self.name(row))
+        return Pair(tuple(names), tuple(sorted(set(self.between))), self.name(row), self.kinds == LINEAR)
 
     def _known(self, node: fx.Node) -> bool:
         if node in self.inside:

@@ -58,6 +58,14 @@ class Plan:
             pairs=tuple(pair for pair in self.pairs if pair.row in names),
         )
 
+    def borders(self) -> tuple[list[str], list[str]]:
+        """Where the stream between what is cut begins, and where it ends."""
+        pairs = [pair for pair in self.pairs if pair.sequential]
+        rows = [*(heads.row for heads in self.heads), *self.multihead, *(pair.row for pair in pairs)]
+        columns = [name for heads in self.heads for name in heads.columns]
+        columns += [*self.multihead, *(name for pair in pairs for name in pair.columns), *self.vocabulary_heads]
+        return [*self.embeddings, *rows], columns
+
     def cuts(self) -> dict[str, str]:
         """How each module is cut, by its name."""
         found: dict[str, str] = dict.fromkeys(self.multihead, "heads")
@@ -142,7 +150,7 @@ def _has_feed_forward(module: Any, modules: Modules) -> bool:
 
 def _feed_forward(name: str, _: nn.Module) -> Pair:
     prefix = f"{name}." if name else ""
-    return Pair((f"{prefix}linear1",), (f"{prefix}dropout",), f"{prefix}linear2")
+    return Pair((f"{prefix}linear1",), (f"{prefix}dropout",), f"{prefix}linear2", True)
 
 
 def _vocabulary(model: nn.Module, modules: Modules) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.comm.axis import Axis
-from shoal.comm.exchange import copy
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
+from shoal.strategies.sliced.entered import Entered, enter
 
 
 class Region:
@@ -27,7 +27,7 @@ class Region:
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
         self.module, self.name, self.axis = module, name, axis
         self.depth = 0
-        self.copies: list[tuple[Tensor, int, Tensor]] = []
+        self.copies: list[tuple[Tensor, int, Entered]] = []
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self.depth += 1
@@ -37,10 +37,10 @@ class Region:
             self.depth -= 1
             self.copies = self.copies if self.depth else []
 
-    def copied(self, x: Tensor) -> Tensor:
+    def entered(self, x: Tensor) -> Entered:
         """`x` for a column layer. Layers with one input share it: their gradients need one sum."""
         if not self.depth and _in_backward():  # a checkpoint computes the layer again, and nothing else
-            return copy(x, self.axis)
+            return enter(x, self.axis)
         if not self.depth:
             raise UsageError(
                 f"a layer of {self.name or 'the model'} that is cut along the tensor axis was called from outside of "
@@ -50,8 +50,9 @@ class Region:
         for source, version, made in self.copies:
             if source is x and version == x._version:
                 return made
-        made = copy(x, self.axis)
-        self.copies.append((x, x._version, made))
+        made = enter(x, self.axis)
+        # A region may be large, and what was gathered for one of its pairs is not to live until its end.
+        self.copies = [*self.copies[-1:], (x, x._version, made)]
         return made
 
 

@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.exchange import copy, total
+from shoal.comm.exchange import total
+from shoal.strategies.sliced.entered import enter, scattered
 from shoal.strategies.sliced.logits import Logits
 from shoal.strategies.sliced.region import here
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Looks up this rank's words; the sum over ranks is whole."""
+    """Looks up this rank's words; the sum over ranks is whole, or lies in slices of the sequence."""
 
     axis: Axis
+    along: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         words = self.num_embeddings // self.axis.size
@@ -31,7 +33,10 @@ class VocabularyEmbedding(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < words else None
         found = F.embedding(rows, here(self.weight), padding)
-        return total(found.masked_fill(~ours.unsqueeze(-1), 0.0), self.axis)
+        ours_alone = found.masked_fill(~ours.unsqueeze(-1), 0.0)
+        if self.along is None or found.dim() < 3:
+            return total(ours_alone, self.axis)
+        return scattered(ours_alone, self.axis, self.along)
 
 
 class VocabularyHead(nn.Linear):
@@ -40,4 +45,4 @@ class VocabularyHead(nn.Linear):
     axis: Axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return Logits.of(F.linear(copy(x, self.axis), here(self.weight), here(self.bias)), self.axis)
+        return Logits.of(enter(x, self.axis).linear(here(self.weight), here(self.bias)), self.axis)

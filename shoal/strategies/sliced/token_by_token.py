@@ -1,0 +1,211 @@
+"""What follows for slices of the sequence from each operator that autograd calls, forward and backward.
+
+add, mul, gelu, its backward, ...      each rank for its tokens; of what is whole beside them, it takes its tokens
+sum over other dimensions              each rank for its tokens
+sum over the sequence                  each rank for its tokens, then the sum over ranks: whole
+LayerNorm, backward                    x: each rank for its tokens; weight and bias: the sum over ranks
+all else                               gathered, and computed alike by every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.comm.exchange import slice_of
+from shoal.errors import StrategyRefused
+from shoal.strategies.sliced.sequence import SequenceSlices
+
+aten = torch.ops.aten
+
+
+def run(func: Any, args: Any, options: Any) -> Any:
+    """An operator of which an argument lies in slices. Collective, for all that is not token by token."""
+    rule = RULES.get(func) or (_each_entry if _takes_each_entry(func) else None)
+    found = NotImplemented if rule is None else rule(func, args, options)
+    return _on_wholes(func, args, options) if found is NotImplemented else found
+
+
+def _on_wholes(func: Any, args: Any, options: Any) -> Any:
+    if any(isinstance(leaf, SequenceSlices) for leaf in tree_leaves(_written_to(func, args, options))):
+        raise StrategyRefused(
+            f"sequence: {func} writes into a tensor that lies in slices of the sequence. Write a new tensor, or leave "
+            "out sequence."
+        )
+    args, options = tree_map_only(SequenceSlices, SequenceSlices.gathered, (args, options))
+    return func(*args, **options)
+
+
+def _written_to(func: Any, args: Any, options: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = [*enumerate(func._schema.arguments)]
+    written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [args[place] if place < len(args) else options.get(name) for place, name in written]
+
+
+def _takes_each_entry(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _each_entry(func: Any, args: Any, options: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+    like = max((t for t in tensors if isinstance(t, SequenceSlices)), key=lambda t: t.shape[t.along])
+    behind, length = like.dim() - like.along, like.shape[like.along]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    if shape[-behind] != length:
+        return NotImplemented
+    writes = _written_to(func, args, options)
+    if writes and not (writes[0] is args[0] and _lies_so(args[0], behind, length)):
+        return NotImplemented
+
+    def own(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, SequenceSlices):
+            if _lies_so(tensor, behind, length):
+                return tensor.own
+            tensor = tensor.gathered()
+        spread = tensor.dim() < behind or tensor.shape[-behind] != length
+        return tensor if spread else slice_of(tensor, like.axis, tensor.dim() - behind)
+
+    found = func(*tree_map_only(Tensor, own, args), **tree_map_only(Tensor, own, options))
+    if writes:
+        return args[0]
+    order = None if all(_in_order(tensor) for tensor in tensors) else _order(func, args, options)
+    return SequenceSlices.of(found, like.axis, len(shape) - behind, length, order)
+
+
+def _lies_so(x: Tensor, behind: int, length: int) -> bool:
+    """In slices of a sequence of this length, in the dimension that is this far from the last."""
+    return isinstance(x, SequenceSlices) and x.dim() - x.along == behind and x.shape[x.along] == length
+
+
+def _in_order(tensor: Tensor) -> bool:
+    if isinstance(tensor, SequenceSlices):
+        return tensor.order == tuple(range(tensor.dim()))
+    return tensor.is_contiguous()
+
+
+def _order(func: Any, args: Any, options: Any) -> tuple[int, ...]:
+    """How the result lies in memory on one device: torch has rules of its own for that."""
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    found = func(*tree_map_only(Tensor, empty, args), **tree_map_only(Tensor, empty, options))
+    return tuple(sorted(range(found.dim()), key=lambda dim: -found.stride(dim)))
+
+
+def _own_like(tensor: Tensor, like: SequenceSlices) -> Tensor:
+    """This rank's tokens of a tensor of the same shape, however it lies."""
+    if isinstance(tensor, SequenceSlices) and tensor.along == like.along:
+        return tensor.own
+    whole = tensor.gathered() if isinstance(tensor, SequenceSlices) else tensor
+    return slice_of(whole, like.axis, like.along)
+
+
+def _same(func: Any, args: Any, options: Any) -> Any:
+    """Copies, zeros and the like: of the same shape, in the same order."""
+    x = args[0]
+    found = func(x.own, *args[1:], **options)
+    contiguous = options.get("memory_format") is torch.contiguous_format
+    return x.like(found) if not contiguous else SequenceSlices.of(found, x.axis, x.along, x.shape[x.along])
+
+
+def _view(func: Any, args: Any, options: Any) -> Any:
+    x, shape = args
+    sizes = [have if want == -1 else want for want, have in zip(shape, x.shape, strict=False)]
+    return x.like(x.own.view(x.own.shape)) if sizes == [*x.shape] and len(shape) == x.dim() else NotImplemented
+
+
+def _transpose(func: Any, args: Any, options: Any) -> Any:
+    x, first, second = args
+    places = [*range(x.dim())]
+    places[first], places[second] = places[second], places[first]
+    order = [places[dim] for dim in x.order]
+    return SequenceSlices.of(x.own.transpose(first, second), x.axis, places[x.along], x.shape[x.along], order)
+
+
+def _expand(func: Any, args: Any, options: Any) -> Any:
+    x, shape = args
+    along = x.along + len(shape) - x.dim()
+    if shape[along] not in (-1, x.shape[x.along]):
+        return NotImplemented
+    own = x.own.expand(*shape[:along], x.own.shape[x.along], *shape[along + 1 :])
+    return SequenceSlices.of(own, x.axis, along, x.shape[x.along])
+
+
+def _sum(func: Any, args: Any, options: Any) -> Any:
+    x, found = args[0], func(args[0].own, *args[1:], **options)
+    if x.along in _dims_of(args):
+        return x.axis.sum(found.contiguous())
+    return _left(x, found, args)
+
+
+def _mean(func: Any, args: Any, options: Any) -> Any:
+    x = args[0]
+    return NotImplemented if x.along in _dims_of(args) else _left(x, func(x.own, *args[1:], **options), args)
+
+
+def _dims_of(args: Any) -> set[int]:
+    """Those that a sum or a mean goes over."""
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    return {dim % x.dim() for dim in dims or range(x.dim())}
+
+
+def _left(x: SequenceSlices, found: Tensor, args: Any) -> SequenceSlices:
+    """What is left of `x` after a sum over dimensions that are none of its sequence."""
+    keeps = len(args) > 2 and args[2]
+    left = [dim for dim in range(x.dim()) if keeps or dim not in _dims_of(args)]
+    order = [left.index(dim) for dim in x.order if dim in left]
+    return SequenceSlices.of(found, x.axis, left.index(x.along), x.shape[x.along], order)
+
+
+def _sum_of_all(func: Any, args: Any, options: Any) -> Any:
+    return args[0].axis.sum(func(args[0].own, **options))
+
+
+def _layer_norm(func: Any, args: Any, options: Any) -> Any:
+    x, normalized, *rest = args
+    if not _normalizes_tokens(x, normalized, rest[:2]):
+        return NotImplemented
+    length = x.shape[x.along]
+    return tuple(SequenceSlices.of(found, x.axis, x.along, length) for found in func(x.own, normalized, *rest))
+
+
+def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
+    gradient, x, normalized, mean, scale, weight, bias, wanted = args
+    if not _normalizes_tokens(x, normalized, (weight, bias)):
+        return NotImplemented
+    own = [_own_like(tensor, x) for tensor in (gradient, x, mean, scale)]
+    of_x, *others = func(own[0], own[1], normalized, own[2], own[3], weight, bias, wanted)
+    present = [found for found in others if found is not None]
+    if present:  # in one message
+        sums = x.axis.sum(torch.cat([found.flatten() for found in present])).split([f.numel() for f in present])
+        summed = iter(sums)
+        others = [found if found is None else next(summed).view(found.shape).to(found.dtype) for found in others]
+    found_x = None if of_x is None else SequenceSlices.of(of_x, x.axis, x.along, x.shape[x.along])
+    return found_x, *others
+
+
+def _normalizes_tokens(x: Any, normalized: Any, parameters: Any) -> bool:
+    plain = not any(isinstance(parameter, SequenceSlices) for parameter in parameters)
+    return plain and isinstance(x, SequenceSlices) and x.along < x.dim() - len(normalized)
+
+
+RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default), _same),
+    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default), _same),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    aten.transpose.int: _transpose,
+    aten.expand.default: _expand,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum_of_all,
+    aten.mean.dim: _mean,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
