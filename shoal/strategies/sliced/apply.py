@@ -15,6 +15,12 @@ from shoal.strategies.sliced.multihead import SlicedMultiheadAttention
 from shoal.strategies.sliced.pairs import CONVOLUTIONS, Pair
 from shoal.strategies.sliced.plan import TRANSFORMER_LAYERS, Plan, region_of
 from shoal.strategies.sliced.region import Region, cut_parameter
+from shoal.strategies.sliced.transposed import (
+    ColumnTransposed,
+    FusedColumnTransposed,
+    RowTransposed,
+    is_transposed,
+)
 from shoal.strategies.sliced.vocabulary import VocabularyEmbedding, VocabularyHead
 
 COLUMN: dict[type[nn.Module], type[nn.Module]] = {
@@ -86,12 +92,15 @@ class _Cutting:
 
     def column(self, name: str, fused: int = 1) -> Any:
         module = self.modules[name]
+        if is_transposed(module):
+            return self.become(name, FusedColumnTransposed if fused > 1 else ColumnTransposed, {"weight": 1, "bias": 0})
         kinds = {**COLUMN, nn.Linear: FusedColumnLinear} if fused > 1 else COLUMN
         return self.become(name, kinds[type(module)], {"weight": 0, "bias": 0})
 
     def row(self, name: str) -> Any:
         module, owner = self.modules[name], self.modules[name.rpartition(".")[0]]
-        made = self.become(name, ROW[type(module)], {"weight": 1})
+        turned = is_transposed(module)
+        made = self.become(name, RowTransposed if turned else ROW[type(module)], {"weight": 0 if turned else 1})
         time_first = isinstance(owner, TRANSFORMER_LAYERS) and not owner.self_attn.batch_first
         made.along = (0 if time_first else -2) if self.sequence else None
         return made

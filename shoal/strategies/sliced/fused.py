@@ -80,8 +80,9 @@ def _exchanged(own: Tensor, before: list[list[int]], after: list[list[int]], axi
     place = {row: index for index, row in enumerate(mine)}
     sent = [[row for row in rows if owner[row] == axis.rank] for rows in after]
     received = [[row for row in after[axis.rank] if owner[row] == rank] for rank in range(axis.size)]
-    packed = own[torch.tensor([place[row] for rows in sent for row in rows], device=own.device)]
-    arrived = torch.empty_like(own)
+    # Contiguous, also where the matrix lies the other way round: messages are what lies in memory.
+    packed = own[torch.tensor([place[row] for rows in sent for row in rows], device=own.device)].contiguous()
+    arrived = torch.empty_like(packed)
     all_to_all(arrived, packed, [len(rows) for rows in received], [len(rows) for rows in sent], group=axis.group)
     position = {row: index for index, row in enumerate(row for rows in received for row in rows)}
     return arrived[torch.tensor([position[row] for row in after[axis.rank]], device=own.device)]

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
 from shoal.pipeline.uncut import Uncut
+from shoal.strategies.sliced.transposed import is_transposed
 
 
 def graphs(
@@ -102,7 +103,7 @@ class _Tracer(fx.Tracer):
         self.failed: nn.Module | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self.opaque or super().is_leaf_module(m, module_qualified_name)
+        return m in self.opaque or is_transposed(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         try:

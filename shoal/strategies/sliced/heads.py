@@ -10,6 +10,7 @@ first forward pass does both, it computes the whole on every rank and compares; 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from shoal.comm.norm import whole
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.beside import copied
 from shoal.strategies.sliced.draws import WholeDraws
-from shoal.strategies.sliced.pairs import Modules
+from shoal.strategies.sliced.pairs import Modules, width_in, width_out
 from shoal.strategies.sliced.region import Region
 
 NAMES = (
@@ -36,13 +37,15 @@ NAMES = (
     (("q", "k", "v"), "o"),  # T5
     (("to_q", "to_k", "to_v"), "to_out"),
     (("qkv",), "proj"),  # timm, Swin
-    (("c_attn",), "c_proj"),  # nanoGPT
+    (("c_attn",), "c_proj"),  # GPT-2, nanoGPT
 )
 """Names of column layers and of the row layer, inside a module of attention; one column holds all three."""
 HEADS = ("num_heads", "n_heads", "heads", "n_head", "num_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-WIDTHS = ("attn_dim", "all_head_size", "inner_dim")
+WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "split_size")
 HEAD_WIDTHS = ("head_dim", "head_width", "attention_head_size", "key_value_proj_dim", "head_size")
+BIAS_OF_HEADS = "position_bias"
+"""T5 makes it in its first layer, and hands it on to all others."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative; anything less exact is given 0.1. A wrong cut is wrong in the first digit."""
 
@@ -83,7 +86,7 @@ def _heads(name: str, module: nn.Module, columns: tuple[str, ...], row: str, mod
         return None
     path, _, _ = columns[0].rpartition(".")
     owner, fused = below[path], 3 if len(columns) == 1 else 1
-    width, head_width, heads = layers[-1].in_features, _number(owner, HEAD_WIDTHS), _number(owner, HEADS)  # type: ignore[union-attr]
+    width, head_width, heads = width_in(layers[-1]), _number(owner, HEAD_WIDTHS), _number(owner, HEADS)
     head_width = head_width or (width // heads if heads else None)
     if head_width is None or "forward" in vars(module):
         return None
@@ -96,7 +99,10 @@ def _heads(name: str, module: nn.Module, columns: tuple[str, ...], row: str, mod
         # On a slice of the heads its gradient would be that of a slice.
         modules.reasons[name] = f"it has parameters of its own, {strangers[0]}, that each head may use"
         return None
-    widths = [layer.out_features // fused for layer in layers[:-1]]  # type: ignore[union-attr]
+    if BIAS_OF_HEADS in inspect.signature(module.forward).parameters:
+        modules.reasons[name] = f"it is handed {BIAS_OF_HEADS}, which has a part for each head"
+        return None
+    widths = [width_out(layer) // fused for layer in layers[:-1]]
     uneven = [w for w in widths if w % (head_width * modules.degree)]
     if widths[0] != width or uneven or (heads or width // head_width) * head_width != width:
         modules.reasons[name] = f"{width // head_width} heads are no multiple of {modules.degree}"

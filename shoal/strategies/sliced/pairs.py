@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shoal.pipeline.uncut import Uncut
+from shoal.strategies.sliced.transposed import is_transposed
 
 LINEAR = (nn.Linear,)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -111,7 +112,8 @@ class Modules:
     def may_be_cut(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
         """Whether it is exactly of a known kind, used in one place, and nobody's hooks see its output."""
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        plain = type(module) in kinds and "forward" not in vars(module)
+        known = type(module) in kinds or (nn.Linear in kinds and is_transposed(module))
+        plain = known and "forward" not in vars(module)
         return plain and module in self.left and module not in self.shared and not any(hooks)
 
 
@@ -227,11 +229,15 @@ class _Walk:
 
 def width_in(module: Any) -> int:
     """Inputs, or input channels."""
+    if is_transposed(module):
+        return int(module.weight.shape[0])
     return int(module.in_features if isinstance(module, nn.Linear) else module.in_channels)
 
 
 def width_out(module: Any) -> int:
     """Outputs, or output channels."""
+    if is_transposed(module):
+        return int(module.weight.shape[1])
     return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)
 
 
