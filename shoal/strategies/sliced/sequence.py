@@ -38,7 +38,7 @@ class SequenceSlices(Tensor):
     axis: Axis
     along: int
     order: tuple[int, ...]
-    _handed_out: tuple[Tensor, int] | None = None
+    _handed_out: tuple[tuple[Tensor, int], ...] = ()
 
     @staticmethod
     def of(own: Tensor, axis: Axis, along: int, length: int, order: Sequence[int] | None = None) -> SequenceSlices:
@@ -110,7 +110,8 @@ class SequenceSlices(Tensor):
         return run(func, args, kwargs or {})
 
     def _refuse_what_was_written(self) -> None:
-        if self._handed_out is not None and self._handed_out[0]._version != self._handed_out[1]:
+        """Of wholes that were gathered, those that somebody has views of: the views are not of this tensor."""
+        if any(whole._version != version for whole, version in self._handed_out):
             raise StrategyRefused(_written("a view of it"))
 
 
@@ -129,7 +130,7 @@ def _on_wholes(func: Any, args: Any, options: Any) -> Any:
     taken: list[tuple[SequenceSlices, Tensor, int]] = []
 
     def whole(item: SequenceSlices) -> Tensor:
-        found: Tensor = whole_of(item) if item._handed_out is None else item._handed_out[0]
+        found: Tensor = whole_of(item)  # each time anew: one that was gathered without gradients has none to pass on
         taken.append((item, found, found._version))
         return found
 
@@ -139,7 +140,7 @@ def _on_wholes(func: Any, args: Any, options: Any) -> Any:
         if found._version != version:
             raise StrategyRefused(_written(getattr(func, "__name__", str(func))))
         if any(isinstance(leaf, Tensor) and _shares(leaf, found) for leaf in tree_leaves(result)):
-            item._handed_out = found, version
+            item._handed_out += ((found, version),)
     return result
 
 
