@@ -6,9 +6,12 @@ of work on any rank and ends with the last; what a rank does not work in it, it 
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,75 +20,113 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.page import circumstances
-from benchmarks.pipeline.waiting import DIARY, UNIT_S, waiting
+from benchmarks.pipeline.waiting import DIARY, waiting
 from shoal.models import build
 from shoal.pipeline.schedules import SCHEDULES, problems, table
-from shoal.pipeline.timing import formula, idle_shares, in_flight, timeline
+from shoal.pipeline.table import Table
+from shoal.pipeline.timing import formula, idle_shares, in_flight, length, timeline
 from shoal.pipeline.wire import Exchange
 from shoal.run import begin
 from shoal.testing import world
 
-HERE = Path(__file__).parent
-STEPS = 3
+RESULT = Path(__file__).with_name("result.json")
+OVERHEAD_S, AIM, LEAST_UNIT_S = 0.001, 0.03, 0.02
+"""What a machine adds to a unit of work, about; which share of the idle time it is to be at most; the shortest unit."""
+LONGEST_S, MOST_STEPS = 320.0, 3
+"""For so long the steps of a case may go on, but there is one at least; and this many at most."""
+WARM_UP_UNIT_S, READY_AFTER_S = 0.002, 40.0
 
 
 def main() -> None:
-    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "unit_s": UNIT_S, "steps": STEPS}
-    result |= {"waiting": [], "real": []}
+    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "waiting": [], "real": []}
     for ranks in (2, 4):
-        for name in SCHEDULES:
-            for microbatches in (1,) if name == "naive" else (4, 8, 16):
-                if not problems(name, ranks, microbatches):
-                    keep(result, "waiting", case(name, ranks, microbatches))
-    for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
-        keep(result, "real", real_case(name, 2, 8))
+        result["waiting"] += waiting_cases([case for case in cases() if case[1] == ranks])
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    for name in SCHEDULES:
+        if name != "naive":
+            result["real"].append(real_case(name, 2, 8))
+            RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def keep(result: dict[str, Any], kind: str, found: dict[str, Any]) -> None:
-    """Add what was found to the file, so that nothing is lost where a measurement is broken off."""
-    print(found, flush=True)
-    result[kind].append(found)
-    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+def cases() -> list[tuple[str, int, int]]:
+    """Schedule, ranks, micro-batches."""
+    found = [(name, ranks, m) for ranks in (2, 4) for name in SCHEDULES for m in (1, 4, 8, 16)]
+    return [case for case in found if (case[0] == "naive") == (case[2] == 1) and not problems(*case)]
 
 
-def case(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """One schedule with stages that wait: idle shares, the median of steps, rank by rank."""
+def unit_s(made: Table) -> float:
+    """So long that what the machine adds is a small share of the idle time."""
+    return max(LEAST_UNIT_S, OVERHEAD_S / (AIM * max(idle_shares(timeline(made)))))
+
+
+def waiting_cases(wanted: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """Schedules with stages that wait, all at the same time, for nobody computes; they begin once all are ready."""
+    begin_at_s = time.monotonic() + READY_AFTER_S
+    with ExitStack() as stack:
+        worlds = []
+        for name, ranks, microbatches in wanted:
+            arguments = (name, ranks, microbatches, begin_at_s)
+            worlds.append(stack.enter_context(world.start(ranks, wait_through, *arguments, timeout_s=900)))
+        found = [started.results() for started in worlds]
+    return [told(*case, by_rank) for case, by_rank in zip(wanted, found, strict=True)]
+
+
+def told(
+    name: str, ranks: int, microbatches: int, by_rank: list[tuple[list[list[tuple[float, float]]], int]]
+) -> dict[str, Any]:
+    """What there is to say of one case: idle shares rank by rank, the median of steps."""
     made = table(name, ranks, microbatches)
-    found = world.run(ranks, wait_through, name, ranks, microbatches, made.num_stages, timeout_s=600)
-    shares = []
-    for step in range(STEPS):
-        spans = [rank[0][step] for rank in found]
-        total = max(span[1] for rank in spans for span in rank) - min(span[0] for rank in spans for span in rank)
-        shares.append([1 - sum(end - start for start, end in rank) / total for rank in spans])
-    return {
+    totals_s, shares = [], []
+    for spans in zip(*(steps for steps, _ in by_rank), strict=True):
+        total_s = max(end for rank in spans for _, end in rank) - min(start for rank in spans for start, _ in rank)
+        totals_s.append(total_s)
+        shares.append([1 - sum(end - start for start, end in rank) / total_s for rank in spans])
+    found = {
         "schedule": name,
         "ranks": ranks,
         "microbatches": microbatches,
-        "idle": [sorted(column)[STEPS // 2] for column in zip(*shares, strict=True)],
+        "unit_s": unit_s(made),
+        "steps": len(totals_s),
+        "step_s": median(totals_s),
+        "actions": max(len(row) for row in made.rows),
+        "idle": [median(column) for column in zip(*shares, strict=True)],
         "formula": formula(name, ranks, microbatches, made.num_stages // ranks)[1],
-        "table": max(idle_shares(timeline(made))),
-        "held": [rank[1] for rank in found],
+        "table": idle_shares(timeline(made)),
+        "held": [peak for _, peak in by_rank],
         "in_flight": in_flight(made),
     }
+    print(found, flush=True)
+    return found
 
 
-def wait_through(name: str, ranks: int, microbatches: int, stages: int) -> tuple[list[list[tuple[float, float]]], int]:
+def wait_through(
+    name: str, ranks: int, microbatches: int, begin_at_s: float
+) -> tuple[list[list[tuple[float, float]]], int]:
     """What one rank does: the spans of its work in each step, and the most activations it held."""
-    cuts = "/".join(str(stage) for stage in range(1, stages))
+    made = table(name, ranks, microbatches)
+    cuts = "/".join(str(stage) for stage in range(1, made.num_stages))
     run = begin(f"pipeline={ranks},schedule={name},microbatches={microbatches},cuts={cuts}", announce=lambda _: None)
-    model = waiting(stages)
+    model = waiting(made.num_stages)
     data = TensorDataset(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
     loader = DataLoader(data, batch_size=microbatches)
     model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    steps = []
-    for step in range(STEPS + 1):
-        DIARY.spans, DIARY.peak = [], 0
+
+    def step(unit: float) -> list[tuple[float, float]]:
+        DIARY.spans, DIARY.peak, DIARY.unit_s = [], 0, unit
         for x, y in loader:
             run.mesh.barrier()
             run.forward_backward(F.mse_loss, model, x, y)
-        if step:  # the first one sends headers
-            steps.append(DIARY.spans)
-    return steps, DIARY.peak
+        return DIARY.spans
+
+    step(WARM_UP_UNIT_S)  # sends headers, and is not counted
+    gc.collect()
+    gc.freeze()
+    late_s = time.monotonic() - begin_at_s
+    assert late_s < 0, f"the cases began {late_s:.0f} s before all were ready"
+    time.sleep(-late_s)
+    length_s = length(timeline(made)) * unit_s(made)
+    steps = max(1, min(MOST_STEPS, int(LONGEST_S / length_s)))
+    return [step(unit_s(made)) for _ in range(steps)], DIARY.peak
 
 
 def real_case(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
@@ -114,7 +155,7 @@ def compute_through(name: str, ranks: int, microbatches: int) -> tuple[float, fl
     model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     waited_s = _watch_waiting()
     steps = []
-    for _ in range(STEPS + 1):
+    for _ in range(MOST_STEPS + 1):
         for x, y in loader:
             run.mesh.barrier()
             waited_s.clear()
@@ -123,7 +164,7 @@ def compute_through(name: str, ranks: int, microbatches: int) -> tuple[float, fl
             total = time.monotonic() - start
             # At the end ranks wait for each other; what they wait for totals is idle time too.
             steps.append((sum(waited_s) / total, total))
-    idle, total = sorted(steps[1:], key=lambda step: step[1])[STEPS // 2]
+    idle, total = sorted(steps[1:], key=lambda step: step[1])[MOST_STEPS // 2]
     return idle, total, next((line for line in said if line.startswith("pipeline of")), "")
 
 

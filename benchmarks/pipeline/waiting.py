@@ -9,26 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-UNIT_S = 0.1
-"""Of a forward pass, of the backward pass for inputs, and of that for weights."""
-
 
 class Diary:
     """What one rank has done in a step.
 
     Attributes:
+        unit_s: how long a forward pass waits, a backward pass for inputs, and one for weights.
         spans: (start, end) of each piece of work, on the clock that all ranks share.
         held, peak: activations that are alive, and the most there were.
     """
 
     def __init__(self) -> None:
+        self.unit_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self.held = self.peak = 0
 
     def wait(self) -> None:
         """Work for one unit."""
         start = time.monotonic()
-        time.sleep(UNIT_S)
+        time.sleep(self.unit_s)
         self.spans.append((start, time.monotonic()))
 
     def hold(self, kept: Any) -> None:
