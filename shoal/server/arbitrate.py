@@ -57,6 +57,7 @@ class Arbitration:
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
+        self.left = threading.Condition(self.lock)
         self.peers: dict[int, Peer] = {}
         self.gone: set[int] = set()
         self.facts: dict[int, dict[str, Any]] = {}
@@ -65,9 +66,8 @@ class Arbitration:
     def run(self) -> None:
         """Until every worker has said that it will not come back."""
         threading.Thread(target=self.door.admit, args=(self._attend,), daemon=True).start()
-        while len(self.gone) < self.court.workers:
-            time.sleep(self.court.lease_s / 20)
-            with self.lock:
+        with self.left:
+            while not self.left.wait_for(lambda: len(self.gone) >= self.court.workers, self.court.lease_s / 20):
                 self._publish(self.arbiter.tick(time.monotonic()))
         peers = list(self.peers.values())
         for peer in peers:
@@ -102,6 +102,7 @@ class Arbitration:
         match header.op:
             case Op.BYE:
                 self.gone.add(number)
+                self.left.notify_all()
                 peer.post(Op.BYE)
             case Op.JOIN:
                 found = unpack(payload)

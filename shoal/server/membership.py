@@ -69,7 +69,7 @@ class Membership:
         self._placed, self._facts = placed, facts
         self.view = View(shard)
         self.links: dict[int, Peer] = {}
-        self._joined = False
+        self._joined = threading.Event()
         self._sent: dict[int, float] = {}
         self._leased_until = 0.0
         self._arbiter = arbiter
@@ -157,7 +157,7 @@ class Membership:
         self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
 
     def _introduce(self, peer: Peer) -> None:
-        if self._joined:
+        if self._joined.is_set():
             return  # the next beat tells
         host, port = self.here
         joining = {"shard": self.shard, "address": [host, port], "facts": self._facts()}
@@ -167,21 +167,21 @@ class Membership:
         if view.shard != self.shard:
             return
         member = self.server in view.members
-        if self._joined and not member:
+        if self._joined.is_set() and not member:
             self._out()
-        self._joined = self._joined or member
         if member:
             self.view = view
+            self._joined.set()
             self._follow(view)
 
     def _beat(self) -> None:
         number = 0
+        self._joined.wait()  # and no longer: before its first beat is answered, a primary answers nobody
         while True:
-            if self._joined:
-                number += 1
-                self._sent = {n: at for n, at in self._sent.items() if n > number - 4 * BEATS_IN_A_LEASE}
-                self._sent[number] = time.monotonic()
-                self.views.post(Op.BEAT, json.dumps(self._facts()).encode(), step=number)
+            number += 1
+            self._sent = {n: at for n, at in self._sent.items() if n > number - 4 * BEATS_IN_A_LEASE}
+            self._sent[number] = time.monotonic()
+            self.views.post(Op.BEAT, json.dumps(self._facts()).encode(), step=number)
             time.sleep(self.lease_s / BEATS_IN_A_LEASE)
 
     def _answered(self, header: Header) -> None:

@@ -151,6 +151,10 @@ def twice() -> str:
     return str(error.value)
 
 
+def test_a_long_lease_holds_up_neither_the_start_nor_the_end() -> None:
+    world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)  # of which no eighth nor twentieth passes
+
+
 def test_a_second_backward_pass_before_the_step_is_refused() -> None:
     assert "use accumulate" in world.run(1, twice)[0]
 
