@@ -47,7 +47,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, session: Session, *, authenticate_payload: bool, limit_bytes: int) -> None:
-        tune(sock)
+        tune(sock, session.strand.total)
         self._socket = SharedSocket(sock)
         self._authenticate_payload = authenticate_payload
         self._limit_bytes = limit_bytes
@@ -68,8 +68,8 @@ class Channel:
             WireError: a payload above the limit; nothing was sent.
             ConnectionLost: the peer has gone, or the channel is closed.
         """
-        body = _flat(payload)
-        self._refuse_length(len(body), "to send")
+        body = flat(payload)
+        refuse_length(len(body), self._limit_bytes, "to send")
         with self._sending:
             packed = pack(header._replace(length=len(body)), self._sent)
             mac = self._send_mac.copy()
@@ -104,6 +104,9 @@ class Channel:
         finally:
             self._receiving.release()
 
+    def finish(self) -> None:
+        """Nothing more will be sent. On one connection its end says so."""
+
     def close(self) -> None:
         """End the connection, from any thread; a blocked `send` or `receive` of either end returns at once."""
         self._socket.close()
@@ -121,22 +124,24 @@ class Channel:
         if sequence != self._received:
             raise WireError(f"frame {sequence} came in place of frame {self._received}: repeated, lost or out of turn")
         self._received += 1
-        self._refuse_length(header.length, "to receive")
+        refuse_length(header.length, self._limit_bytes, "to receive")
         if header.length == 0:
             return header, _NOTHING
-        body = _memory(place(header), header.length)
+        body = memory(place(header), header.length)
         if self._authenticate_payload:
             _receive_hashed(sock, body, mac)
         else:
             receive_all(sock, body)
         return header, body
 
-    def _refuse_length(self, length_bytes: int, what_for: str) -> None:
-        if length_bytes > self._limit_bytes:
-            raise WireError(
-                f"a frame {what_for} has {length_bytes} bytes of payload; the limit is {self._limit_bytes}. "
-                "Send it in parts, or give both ends a higher limit"
-            )
+
+def refuse_length(length_bytes: int, limit_bytes: int, what_for: str) -> None:
+    """Raise WireError for a payload above the limit."""
+    if length_bytes > limit_bytes:
+        raise WireError(
+            f"a frame {what_for} has {length_bytes} bytes of payload; the limit is {limit_bytes}. "
+            "Send it in parts, or give both ends a higher limit"
+        )
 
 
 def is_loopback(sock: socket.socket) -> bool:
@@ -155,13 +160,15 @@ def is_loopback(sock: socket.socket) -> bool:
     return (mapped or host).is_loopback
 
 
-def _flat(payload: ReadableBuffer) -> memoryview:
+def flat(payload: ReadableBuffer) -> memoryview:
+    """A C-contiguous buffer's bytes."""
     view = memoryview(payload)
     return view.cast("B") if view.nbytes else _NOTHING  # a shape with a zero in it cannot be cast
 
 
-def _memory(placed: memoryview | bytearray | None, length_bytes: int) -> memoryview:
-    body = _flat(bytearray(length_bytes) if placed is None else placed)
+def memory(placed: memoryview | bytearray | None, length_bytes: int) -> memoryview:
+    """Where a payload goes: what `place` has said, or new memory. Raises WireError: it has another length."""
+    body = flat(bytearray(length_bytes) if placed is None else placed)
     if len(body) != length_bytes:
         raise WireError(f"the peer sent {length_bytes} bytes for a place of {len(body)}. The two differ in the model")
     return body

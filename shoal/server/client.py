@@ -52,6 +52,7 @@ class Client:
         shares: whether gradients are read from its memory by servers of this machine.
         staleness: which no answer may exceed; None for any.
         recorder: is told when parts go and come. awaited: ranks whose gradients a step waits for.
+        connections: to each shard, used as one.
 
     Attributes:
         step: steps that were ordered so far.
@@ -71,6 +72,7 @@ class Client:
         shares: bool = True,
         recorder: Recorder | None = None,
         awaited: tuple[int, ...] = (),
+        connections: int = 1,
     ) -> None:
         self.worker, self.parts, self.values = worker, parts, flat.values
         self._places, own_bytes = offsets(parts)
@@ -85,6 +87,7 @@ class Client:
         self._flights: dict[int, Flight] = {}
         self._far = not ipaddress.ip_address(arbiter[0]).is_loopback  # servers of one machine do not differ
         self._flat, self._key, self._job, self._shares = flat, key, job, shares
+        self._connections = connections
         self._routes = threading.Lock()
         self._links: dict[int, Link] = {}
         self._order: tuple[int, bytes] | None = None
@@ -336,6 +339,7 @@ class Client:
             waits=lambda part, clock: self._arrived[part] < clock,
             lost=self._lose,
             order=self._order,
+            connections=self._connections,
         )
 
     # What comes

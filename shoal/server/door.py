@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WireError
+from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel, is_loopback
+from shoal.server.gathering import Gathering
 from shoal.server.handshake import HANDSHAKE_S, accept
 from shoal.server.key import Key
 from shoal.server.tls import secured
@@ -45,10 +47,11 @@ class Door:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._waiting: dict[int, socket.socket] = {}
+        self._gathering = Gathering(HANDSHAKE_S)
         self._closed = False
         self.refused = 0
 
-    def admit(self, attend: Callable[[Channel, int], None]) -> None:
+    def admit(self, attend: Callable[[Channel | Bundle, int], None]) -> None:
         """Until the door is closed, call `attend(channel, number)` for each peer, in a thread of its own."""
         visit = 0
         while not self._closed:
@@ -86,7 +89,7 @@ class Door:
                 with self._waiting.pop(next(iter(self._waiting))) as oldest:
                     oldest.shutdown(socket.SHUT_RDWR)
 
-    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel, int], None]) -> None:
+    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel | Bundle, int], None]) -> None:
         try:
             secret = not is_loopback(connection)
             plain = connection
@@ -103,4 +106,13 @@ class Door:
                 handle = self._waiting.pop(visit, None)
             if handle is not None:
                 handle.close()
-        attend(channel, number)
+        if session.strand.total == 1:
+            attend(channel, number)
+            return
+        try:
+            channels = self._gathering.join(channel, number, session.strand)
+        except WireError as error:
+            self.refuse(error)
+            return
+        if channels is not None:
+            attend(Bundle(channels, self._limit_bytes), number)

@@ -47,6 +47,7 @@ class Job:
         workers: how many push.
         staleness: as for `Shard`.
         lease_s: how long a server may be silent before another takes over.
+        connections: between a worker and a server, and between two servers, used as one.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Job:
     lease_s: float
     compression: Compression | None = None
     behind: Behind | None = None  # of a relay: the servers that it sums for
+    connections: int = 1
 
 
 def share(shard: int, replicas: int, machine: int, machines: int) -> int:
@@ -140,6 +142,7 @@ class Fleet:
             compression=self.job.compression,
             job=self.job.name,
             key=self.key,
+            connections=self.job.connections,
         )
         with socket.create_server((self.host, 0), backlog=1024) as listener:
             if self.job.behind is None:

@@ -5,7 +5,7 @@
       │  ◀──────────────  1 greeting: magic, version, nonce  │   said at once, to anyone
       │                                                      │   closes, without a word, on what is not a greeting
       │  ◀─────────  2 server's proofs: of the key, the job  │
-      │  3 worker's number and proof  ────────────────────▶  │   closes, without a word, on a wrong proof
+      │  3 worker's number, strand and proof  ────────────▶  │   closes, without a word, on a wrong proof
       │                                                      │
     session keys, one a direction                    session keys, one a direction
 
@@ -13,8 +13,9 @@ A proof is HMAC-SHA256(key, label + both greetings + what it is about). Both non
 nothing; the label differs by role, so one end's own proof sent back to it is worth nothing either. A server proves
 itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
 All servers of a job hold one key, so their number belongs in the name of the job, `digits/2`: else someone in between
-could lead a worker to another server than it asked for. Nothing is encrypted here (`tls.py` does): who can listen sees
-gradients and weights.
+could lead a worker to another server than it asked for. Where several connections are to be used as one, each of them
+shakes hands, and proves which of how many it is: its strand. Nothing is encrypted here (`tls.py` does): who can listen
+sees gradients and weights.
 
 Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
 """
@@ -28,6 +29,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.errors import ConfigError, ConnectionLost, WireError
 from shoal.server.frame import MAGIC, VERSION
@@ -36,19 +38,35 @@ from shoal.server.stream import receive_all, send_all
 
 HANDSHAKE_S = 5.0
 _GREETING = struct.Struct("<4sH32s")
-_WORKER = struct.Struct("<I")
+MOST_CONNECTIONS = 16
+"""That are used as one."""
+_CALLER = struct.Struct("<I16sBB")
 _PROOF_BYTES = 32
+
+
+class Strand(NamedTuple):
+    """Which of the connections that are used as one this is: `talk` is a random number of theirs, of 16 bytes."""
+
+    talk: bytes
+    number: int
+    total: int
+
+
+ALONE = Strand(bytes(16), 0, 1)
 
 
 @dataclass(frozen=True)
 class Session:
-    """The keys of one connection, 32 bytes each; they are never printed."""
+    """The keys of one connection, 32 bytes each, and which of several it is; they are never printed."""
 
     send_key: bytes = field(repr=False)
     receive_key: bytes = field(repr=False)
+    strand: Strand = field(default=ALONE, repr=False)
 
 
-def connect(sock: socket.socket, key: bytes, job: str, worker: int, limit_s: float = HANDSHAKE_S) -> Session:
+def connect(
+    sock: socket.socket, key: bytes, job: str, worker: int, limit_s: float = HANDSHAKE_S, strand: Strand = ALONE
+) -> Session:
     """The worker's side, over a connected stream socket. Afterwards the socket has no timeout.
 
     Args:
@@ -57,6 +75,7 @@ def connect(sock: socket.socket, key: bytes, job: str, worker: int, limit_s: flo
         job: the job's name, with the server's number where there are several; the server must give the same.
         worker: this worker's number, below 2**32.
         limit_s: how long the whole handshake may take.
+        strand: which connection of several this is.
 
     Raises:
         WireError: wrong key, another job, another version, not a Shoal server, or closed; the message says which.
@@ -75,9 +94,10 @@ def connect(sock: socket.socket, key: bytes, job: str, worker: int, limit_s: flo
             raise WireError("the server holds another key. Give both the key file of this job")
         if not hmac.compare_digest(of_job, proofs.of_job()):
             raise WireError(f"the server serves another job than '{job}'. Connect to the port of this job's server")
-        send_all(sock, _WORKER.pack(worker), proofs.of_worker(worker))
+        caller = _CALLER.pack(worker, *strand)
+        send_all(sock, caller, proofs.of_caller(caller))
         sock.settimeout(None)
-        return Session(send_key=proofs.to_server(worker), receive_key=proofs.to_worker(worker))
+        return Session(send_key=proofs.to_server(caller), receive_key=proofs.to_worker(caller), strand=strand)
     except BaseException:
         sock.close()
         raise
@@ -103,12 +123,18 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
         ours = talk.greet()
         proofs = _Proofs(key, job, ours + talk.hear_greeting("worker"))
         send_all(sock, proofs.of_key(), proofs.of_job())
-        packed = talk.hear(_WORKER.size, "worker")
-        (worker,) = _WORKER.unpack(packed)
-        if not hmac.compare_digest(talk.hear(_PROOF_BYTES, "worker"), proofs.of_worker(worker)):
+        caller = talk.hear(_CALLER.size, "worker")
+        if not hmac.compare_digest(talk.hear(_PROOF_BYTES, "worker"), proofs.of_caller(caller)):
             raise WireError("the peer's proof is wrong: it does not hold this job's key. It was refused")
+        worker, *rest = _CALLER.unpack(caller)
+        strand = Strand(*rest)
+        if not strand.number < strand.total <= MOST_CONNECTIONS:
+            raise WireError(
+                f"the peer says that this is connection {strand.number} of {strand.total}; there are at most "
+                f"{MOST_CONNECTIONS}, counted from 0. It was refused"
+            )
         sock.settimeout(None)
-        return Session(send_key=proofs.to_worker(worker), receive_key=proofs.to_server(worker)), worker
+        return Session(send_key=proofs.to_worker(caller), receive_key=proofs.to_server(caller), strand=strand), worker
     except BaseException:
         sock.close()
         raise
@@ -166,14 +192,14 @@ class _Proofs:
     def of_job(self) -> bytes:
         return self._mac(b"server's job", self._job())
 
-    def of_worker(self, worker: int) -> bytes:
-        return self._mac(b"worker", self._job(), _WORKER.pack(worker))
+    def of_caller(self, caller: bytes) -> bytes:
+        return self._mac(b"worker", self._job(), caller)
 
-    def to_server(self, worker: int) -> bytes:
-        return self._mac(b"to server", self._job(), _WORKER.pack(worker))
+    def to_server(self, caller: bytes) -> bytes:
+        return self._mac(b"to server", self._job(), caller)
 
-    def to_worker(self, worker: int) -> bytes:
-        return self._mac(b"to worker", self._job(), _WORKER.pack(worker))
+    def to_worker(self, caller: bytes) -> bytes:
+        return self._mac(b"to worker", self._job(), caller)
 
     def _job(self) -> bytes:
         return hashlib.sha256(self.job.encode()).digest()

@@ -51,6 +51,7 @@ class Link:
         waits: whether the values of this part and step have not come yet.
         lost: is told once, when nobody holds the shard any more.
         order: the last one that other shards have been sent.
+        connections: to the primary, used as one.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Link:
         waits: Callable[[int, int], bool],
         lost: Callable[[ServerLost], None],
         order: tuple[int, bytes] | None,
+        connections: int = 1,
     ) -> None:
         self.worker, self.shard, self.views = worker, shard, views
-        self.key, self.job, self.limit_bytes = key, job, limit_bytes
+        self.key, self.job, self.limit_bytes, self.connections = key, job, limit_bytes, connections
         self._place, self._take, self._answered, self._moved = place, take, answered, moved
         self._waits, self._lost = waits, lost
         self._lent, self._lent_at = lent, lent_at
@@ -237,7 +239,14 @@ class Link:
         if view.primary is None:
             raise WireError("no primary")
         name = f"{self.job}/{view.primary}"
-        channel = dial(view.addresses[view.primary], self.key, name, self.worker, limit_bytes=self.limit_bytes)
+        channel = dial(
+            view.addresses[view.primary],
+            self.key,
+            name,
+            self.worker,
+            limit_bytes=self.limit_bytes,
+            connections=self.connections,
+        )
         return Peer(channel, f"shard {self.shard}")
 
     def _say_again(self, peer: Peer, view: View) -> None:

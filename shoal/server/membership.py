@@ -38,6 +38,7 @@ class Membership:
         here: where it listens.
         arbiter: where the arbiter does.
         limit_bytes: the longest frame.
+        connections: to another server, used as one.
         follow: is told of every view of the shard after this server has become a member.
         placed: is told of every placement.
         acknowledged: is told (backup, part, clock, whether it was filled).
@@ -56,6 +57,7 @@ class Membership:
         job: str,
         lease_s: float,
         limit_bytes: int,
+        connections: int,
         follow: Callable[[View], None],
         placed: Callable[[Placement], None],
         acknowledged: Callable[[int, int, int, bool], None],
@@ -65,6 +67,7 @@ class Membership:
     ) -> None:
         self.server, self.shard, self.here = server, shard, here
         self.key, self.job, self.lease_s, self.limit_bytes = key, job, lease_s, limit_bytes
+        self.connections = connections
         self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
         self._placed, self._facts = placed, facts
         self.view = View(shard)
@@ -103,8 +106,15 @@ class Membership:
         if address is None:
             return None
         try:
-            name, number, limit_s = f"{self.job}/{server}", FIRST_SERVER + self.server, self.lease_s / 2
-            channel = dial(address, self.key, name, number, limit_bytes=self.limit_bytes, limit_s=limit_s)
+            channel = dial(
+                address,
+                self.key,
+                f"{self.job}/{server}",
+                FIRST_SERVER + self.server,
+                limit_bytes=self.limit_bytes,
+                limit_s=self.lease_s / 2,
+                connections=self.connections,
+            )
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None

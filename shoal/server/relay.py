@@ -42,6 +42,7 @@ class Behind:
         worker: the relay's number among all relays.
         loads: whether it is this one that gives the servers their first numbers.
         shares: whether servers of this machine read the sums from its memory.
+        connections: to each of them, used as one.
     """
 
     arbiter: Address
@@ -49,6 +50,7 @@ class Behind:
     worker: int
     loads: bool
     shares: bool
+    connections: int = 1
 
 
 class Onward(NamedTuple):
@@ -166,7 +168,14 @@ class Relay(Server):
         )
         memory: Any = _Memory([self._slot(0, part) for part in plan.parts], self.sums, places)
         self.upstream = _Upstream(
-            behind.worker, plan.parts, behind.arbiter, memory, key=plan.key, job=behind.job, shares=behind.shares
+            behind.worker,
+            plan.parts,
+            behind.arbiter,
+            memory,
+            key=plan.key,
+            job=behind.job,
+            shares=behind.shares,
+            connections=behind.connections,
         )
         self.upstream.came = self._came
         self.onward: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -28,6 +28,7 @@ from shoal.comm.memory import Memory
 from shoal.errors import ConnectionLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import Address, View
+from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
@@ -85,6 +86,7 @@ class Plan:
     compression: Compression | None
     job: str
     key: Key
+    connections: int = 1  # to another server, used as one
 
 
 class Server:
@@ -130,6 +132,7 @@ class Server:
             job=plan.job,
             lease_s=plan.lease_s,
             limit_bytes=self.limit_bytes,
+            connections=plan.connections,
             follow=self._follow,
             placed=self._placed,
             facts=self._facts,
@@ -155,7 +158,7 @@ class Server:
 
     # One connection
 
-    def _attend(self, channel: Channel, number: int) -> None:
+    def _attend(self, channel: Channel | Bundle, number: int) -> None:
         """From its handshake to its end."""
         peer = Peer(channel, f"peer {number}")
         with self.lock:

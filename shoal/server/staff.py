@@ -113,7 +113,8 @@ class Staff:
             shards=1,
             replicas=1,
             workers=workers,
-            behind=Behind(arbiter, job.name, mine, loads=mine == 0, shares=self.shares),
+            behind=Behind(arbiter, job.name, mine, loads=mine == 0, shares=self.shares, connections=job.connections),
+            connections=1,  # within the machine
         )
         judge = None if mesh.nursery is None else Judge(mesh.nursery, here, "127.0.0.1")
         address = _address(mesh.gather_text(_told(judge))[machines[mine]])

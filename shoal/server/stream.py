@@ -25,8 +25,10 @@ _SEND_FLAGS: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _RECEIVE_FLAGS = socket.MSG_WAITALL
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, shared_by: int = 1) -> None:
     """Set up a TCP socket: nothing is delayed, and a peer that has acknowledged or read nothing for 30 s is given up.
+
+    Args: shared_by: how many connections send the same payloads; together they run ahead no further than one would.
 
     Raises:
         ConnectionLost: the peer has gone.
@@ -35,7 +37,7 @@ def tune(sock: socket.socket) -> None:
         return
     # Not every system has these. TCP_USER_TIMEOUT also ends a send to a peer that lives but reads nothing.
     options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": PEER_SILENT_S * 1000}
-    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES
+    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES // shared_by
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -14,6 +14,7 @@ from shoal.comm import compression_names
 from shoal.comm.algorithms.table import refuse_unknown
 from shoal.errors import ConfigError
 from shoal.pipeline.schedules import SCHEDULES, problems
+from shoal.server.handshake import MOST_CONNECTIONS
 
 HOWS = ("column", "row")
 
@@ -160,6 +161,8 @@ class ServerOptions:
     shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     aggregate: where there are several machines with several workers, those of one sum their gradients before they
         push, and share one pull; synchronous steps without compression only.
+    connections: TCP connections between a worker and a server, and between two servers, that are used as one; more
+        than 1 where one does not fill the link.
     tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
     """
 
@@ -172,6 +175,7 @@ class ServerOptions:
     lease_s: float = 2.0
     shared_memory: bool = True
     aggregate: bool = True
+    connections: int = 1
     tls: str = "none"
 
     def __post_init__(self) -> None:
@@ -184,6 +188,8 @@ class ServerOptions:
             found.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
         if not self.part_mb > 0:
             found.append(f"part_mb={self.part_mb}: must be greater than 0")
+        if not 1 <= self.connections <= MOST_CONNECTIONS:
+            found.append(f"connections={self.connections}: must be from 1 to {MOST_CONNECTIONS}")
         _refuse(found + _of(lambda: compression_names.read(self.compress)))
 
 

@@ -256,6 +256,7 @@ class Engine:
                 self.staleness,
                 options.lease_s,
                 self.compression,
+                connections=options.connections,
             )
 
         job, arbiter = self.staff.start(make)
@@ -270,6 +271,7 @@ class Engine:
             shares=self.options.shared_memory and self.compression is None,
             recorder=self.mesh.recorder,
             awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
+            connections=job.connections,
         )
 
     def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:

@@ -15,6 +15,7 @@ from shoal.server.frame import MAGIC, VERSION
 from shoal.server.handshake import accept, connect
 
 GREETING_BYTES = 38
+CALLER_BYTES = 4 + 18
 PROOFS_BYTES = 64
 OTHER_VERSION = (VERSION + 1).to_bytes(2, "little")
 
@@ -95,7 +96,7 @@ def test_a_worker_with_the_wrong_key_or_job_is_told_why_by_its_own_end(kind, wro
 
 def test_a_stranger_hears_a_greeting_and_two_proofs_and_nothing_more():
     with sockets() as (stranger, server_end), beside(accept, server_end, KEY, "digits") as accepting:
-        stranger.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes(32) + bytes(4 + 32))
+        stranger.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes(32) + bytes(CALLER_BYTES + 32))
         assert len(read_to_end(stranger)) == GREETING_BYTES + PROOFS_BYTES
     assert "does not hold this job's key" in str(accepting.exception())
 
@@ -142,10 +143,10 @@ def test_a_workers_words_of_an_earlier_connection_are_refused():
 
 
 def test_no_bit_can_be_turned_on_the_way():
-    for flip_at in range(GREETING_BYTES + 4 + 32):
+    for flip_at in range(GREETING_BYTES + CALLER_BYTES + 32):
         _, accepted, heard = through_a_third(flip_to_server=flip_at)
         assert isinstance(accepted, WireError), flip_at
-        assert len(heard) in (GREETING_BYTES, GREETING_BYTES + 4 + 32)
+        assert len(heard) in (GREETING_BYTES, GREETING_BYTES + CALLER_BYTES + 32)
     for flip_at in range(GREETING_BYTES + PROOFS_BYTES):
         connected, accepted, _ = through_a_third(flip_to_worker=flip_at)
         assert isinstance(connected, WireError), flip_at

@@ -25,11 +25,11 @@ from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Arbitration, Court
 from shoal.server.channel import MAC_BYTES
 from shoal.server.frame import HEADER_BYTES, unpack
-from shoal.server.handshake import _GREETING, _PROOF_BYTES, _WORKER
+from shoal.server.handshake import _CALLER, _GREETING, _PROOF_BYTES
 from shoal.server.messages import FIRST_SERVER, Op
 from shoal.server.peer import Peer
 
-TO_SERVER_BYTES = (_GREETING.size, _WORKER.size + _PROOF_BYTES)
+TO_SERVER_BYTES = (_GREETING.size, _CALLER.size + _PROOF_BYTES)
 FROM_SERVER_BYTES = (_GREETING.size, 2 * _PROOF_BYTES)
 PHASES = {"push": Op.PUSH, "apply": Op.ORDER, "replicate": Op.APPLY, "pull": Op.VALUE}
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from between import Trouble
@@ -20,6 +21,16 @@ TROUBLES = {
 }
 
 
+AMONG_SEVERAL = {
+    "cut": [Op.PIECE, Op.STRIPED, Op.VALUE],
+    "truncate": [Op.PIECE, Op.STRIPED],
+    "replay": [Op.PIECE, Op.STRIPED],
+    "slow": [Op.PIECE],
+    "late": [Op.PIECE],
+}
+"""What is done to one of several connections that are used as one."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Tensor]:
     return world.run(2, trained, "server=2,part_mb=0.01")[0][0]
@@ -28,15 +39,29 @@ def undisturbed() -> dict[str, Tensor]:
 @pytest.mark.parametrize("seed", trials())
 @pytest.mark.parametrize("what", TROUBLES)
 def test_a_bad_network_changes_no_bit(what: str, seed: int, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
-    chance = Random(f"{what} {seed}")
     op = TROUBLES[what][seed % len(TROUBLES[what])]
+    check(trained_in_trouble(what, op, seed, "part_mb=0.01", tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize("seed", trials())
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[] if w == "cut" else pytest.mark.slow) for w in AMONG_SEVERAL])
+def test_trouble_with_one_of_several_connections_changes_no_bit(
+    what: str, seed: int, undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    op = AMONG_SEVERAL[what][seed % len(AMONG_SEVERAL[what])]
+    check(trained_in_trouble(what, op, seed, "part_mb=0.04,connections=3", tmp_path), undisturbed)
+
+
+def trained_in_trouble(what: str, op: Op, seed: int, options: str, folder: Path) -> Any:
+    """What two workers end with."""
+    chance = Random(f"{what} {seed}")
     late_s = chance.choice([0.3, 1.5])  # shorter and longer than a lease
-    trouble = Trouble(tmp_path, what, op, chance.randint(1, 60), late_s)
+    trouble = Trouble(folder, what, op, chance.randint(1, 30 if op == Op.STRIPED else 60), late_s)
     shared = str(chance.random() < 0.3).lower()
-    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={shared}"
+    strategy = f"server=2,replicas=2,lease_s=1,shared_memory={shared},{options}"
     found = world.run(2, trained, strategy, trouble, timeout_s=30)
     assert trouble.mark.exists(), f"nothing happened to {op.name}"
-    check(found, undisturbed)
+    return found
 
 
 def test_a_replayed_push_is_counted_where_it_was_refused(tmp_path: Path) -> None:
