@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -52,12 +52,14 @@ class Work:
         size_mib, part_mib: of the parameters, and of a part or bucket of them.
         steps: that are timed; one more comes before.
         compute_s: that a step's forward and backward pass take.
+        connections: between a worker and a server.
     """
 
     size_mib: int
     part_mib: float
     steps: int
     compute_s: float = 0.0
+    connections: int = 1
 
     @property
     def numbers(self) -> int:
@@ -75,8 +77,9 @@ class Work:
 def new_job(work: Work, key_file: Path, workers: int, servers: int) -> Job:
     """What servers and workers of one measurement have to know."""
     parts, recipe = work.parts, recipe_of(work.model()[1])
-    owners = tuple(place(parts, servers))
-    return Job(key_file.parent.name, key_file, tuple(parts), owners, servers, Recipe(*recipe), 1, workers, 0, LEASE_S)
+    owners, name = tuple(place(parts, servers)), key_file.parent.name
+    job = Job(name, key_file, tuple(parts), owners, servers, Recipe(*recipe), 1, workers, 0, LEASE_S)
+    return replace(job, connections=work.connections)
 
 
 def judge(pipe: Connection, job: Job, host: int) -> None:
@@ -104,7 +107,8 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
     weight, optimizer = work.model()
     parts = work.parts
     flat = Flat({"weight": weight}, parts)
-    client = Client(rank, parts, arbiter, flat, key=read_key(job.key_file), job=job.name, shares=False)
+    key, connections = read_key(job.key_file), job.connections
+    client = Client(rank, parts, arbiter, flat, key=key, job=job.name, shares=False, connections=connections)
     if rank == 0:
         client.load([[{}] for _ in parts])
     client.begin()

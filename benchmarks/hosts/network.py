@@ -41,18 +41,25 @@ def hosts(count: int, rate_mbit: int) -> Iterator[None]:
 
     Raises: UsageError: not root, or no iproute2.
     """
+    with namespaces():
+        switch = add(0)
+        run(f"ip -n {switch} link add bridge type bridge")
+        run(f"ip -n {switch} link set bridge up")
+        for host in range(1, count + 1):
+            add(host)
+            _connect(host, rate_mbit)
+        yield
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[None]:
+    """Where hosts can be added; those of this program are removed at the end. Raises UsageError."""
     if os.geteuid() != 0:
         raise UsageError(f"user {os.geteuid()} may not make network namespaces. Run this as root.")
     if shutil.which("ip") is None or shutil.which("tc") is None:
         raise UsageError("there is no `ip` or no `tc` here. Install iproute2; this needs Linux.")
     _remove_orphans()
     try:
-        _add(0)
-        _run(f"ip -n {_name(0)} link add bridge type bridge")
-        _run(f"ip -n {_name(0)} link set bridge up")
-        for host in range(1, count + 1):
-            _add(host)
-            _connect(host, rate_mbit)
         yield
     finally:
         _remove(os.getpid())
@@ -65,31 +72,39 @@ def enter(host: int) -> None:
 
     For a process with one thread: others would stay where they are.
     """
+    end_with_parent()
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with (PLACES / _name(host, os.getppid())).open() as place:
         if libc.setns(place.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the network of host {host}")
     os.environ["SHOAL_HOST"] = address(host)
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the one dies that it was forked from."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _name(host: int, pid: int | None = None) -> str:
     return f"{NAMES}{os.getpid() if pid is None else pid}-{host}"
 
 
-def _add(host: int) -> None:
-    _run(f"ip netns add {_name(host)}")
-    _run(f"ip -n {_name(host)} link set lo up")
+def add(host: int) -> str:
+    """A host without a link; its namespace."""
+    name = _name(host)
+    run(f"ip netns add {name}")
+    run(f"ip -n {name} link set lo up")
+    return name
 
 
 def _connect(host: int, rate_mbit: int) -> None:
     switch, name, port = _name(0), _name(host), f"port{host}"
-    _run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {name}")
-    _run(f"ip -n {switch} link set {port} master bridge up")
-    _run(f"ip -n {name} addr add {address(host)}/24 dev eth0")
-    _run(f"ip -n {name} link set eth0 up")
+    run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {name}")
+    run(f"ip -n {switch} link set {port} master bridge up")
+    run(f"ip -n {name} addr add {address(host)}/24 dev eth0")
+    run(f"ip -n {name} link set eth0 up")
     for where, device in ((name, "eth0"), (switch, port)):
-        _run(f"tc -n {where} qdisc add dev {device} root tbf rate {rate_mbit}mbit burst {BURST} latency {LATENCY}")
+        run(f"tc -n {where} qdisc add dev {device} root tbf rate {rate_mbit}mbit burst {BURST} latency {LATENCY}")
 
 
 def _remove_orphans() -> None:
@@ -105,8 +120,9 @@ def _remove(pid: int) -> None:
         subprocess.run(["ip", "netns", "del", place.name], check=False)
 
 
-def _run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+def run(command: str, *words: str) -> None:
+    """Run a command of iproute2. Args: words: its last ones, where there are spaces in them. Raises UsageError."""
+    done = subprocess.run([*command.split(), *words], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UsageError(
             f"`{command}` failed: {done.stderr.strip()}. Network namespaces need Linux, root and iproute2."

@@ -46,6 +46,7 @@ class Replace(torch.optim.Optimizer):
 
 class Pusher(Worker):
     shares: ClassVar[bool] = True
+    connections: ClassVar[int] = 1
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -70,6 +71,7 @@ class Pusher(Worker):
             key=read_key(Path(file)),
             job=job,
             shares=self.shares,
+            connections=self.connections,
         )
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
