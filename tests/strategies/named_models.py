@@ -255,6 +255,10 @@ def gpt2() -> nn.Module:
     return Language(GPT2Block(0.0), GPT2Block(0.2))
 
 
+def gpt2_without_dropout() -> nn.Module:
+    return Language(GPT2Block(0.0))
+
+
 def llama() -> nn.Module:
     return Language(LlamaDecoderLayer(), LlamaDecoderLayer())
 

@@ -1,9 +1,11 @@
 """Models with the names of Hugging Face's library are cut by them, and train as on one device."""
 
 import pytest
-from named_models import NAMED, bert, gpt2, llama, opt, t5
+from named_models import NAMED, bert, gpt2, gpt2_without_dropout, llama, opt, t5
 from torch import nn
 
+from shoal.proof import Experiment
+from shoal.proof.zoo import mean_over_tokens, token_loader
 from shoal.strategies.tensor import TensorParallel, plan_of
 from shoal.testing.check_strategy import check_strategy
 
@@ -21,7 +23,8 @@ def test_what_is_known_by_its_names_trains_as_on_one_device(name: str, strategy:
 
 @pytest.mark.slow
 def test_weights_that_lie_the_other_way_round_go_with_shards() -> None:
-    check_strategy("tensor=2,zero3", 4, NAMED["gpt2"], accumulate=2)
+    experiment = Experiment(gpt2_without_dropout, token_loader, mean_over_tokens)
+    check_strategy("tensor=2,zero3", 4, experiment, accumulate=2)
 
 
 def cuts(model: nn.Module) -> dict[str, str]:
