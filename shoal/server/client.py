@@ -94,6 +94,7 @@ class Client:
         self._recording = False
         self._collected: dict[int, dict[str, int]] = {}
         self._placement = Placement(0, (0,) * len(parts))
+        self._found = threading.Event()  # is set when there is a link to every shard
         with self._routes:  # what is placed has to wait until there are views
             self.views = Views(
                 worker,
@@ -104,7 +105,7 @@ class Client:
                 placed=self._placed,
                 answered=lambda _: self._gone.set(),
             )
-        if self.views.placement(RECOVER_S) is None:
+        if not self._found.wait(RECOVER_S):
             raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
 
     def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
@@ -308,6 +309,7 @@ class Client:
                 if before.version and now != then:
                     said = self._links[owner].hand_over(part)
                     self._links[placement.owners[part]].take_over(part, said, now is not None)
+        self._found.set()
 
     def _moved(self, part: int, op: Op) -> None:
         """A shard does not answer for this part, or does not know yet that it is to."""
