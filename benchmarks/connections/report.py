@@ -26,7 +26,8 @@ def main() -> None:
     rounds = len(result["step_s"]["near"]["1"])
     about = (
         f"Seconds to push and pull {setting['size_mib']} MiB in parts of {setting['part_mib']} MiB, one worker, one "
-        f"server; the median of {rounds} rounds (the least to the most), and how many times faster than by one connection."
+        f"server; the median of {rounds} rounds (the least to the most), and how many times faster than by one "
+        "connection."
     )
     text = "\n\n".join([about, table(head, rows), told(result["circumstances"])])
     fill(HERE / "README.md", text)

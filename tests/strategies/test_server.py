@@ -152,7 +152,8 @@ def twice() -> str:
 
 
 def test_a_long_lease_holds_up_neither_the_start_nor_the_end() -> None:
-    world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)  # of which no eighth nor twentieth passes
+    # Neither an eighth of it passes, after which servers beat again, nor a twentieth, after which the arbiter looks.
+    world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)
 
 
 def test_a_second_backward_pass_before_the_step_is_refused() -> None:
