@@ -13,7 +13,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-repeatable = settings(derandomize=True, deadline=None, database=None)
+repeatable = settings(derandomize=True, database=None)
 numbers = st.lists(st.floats(-1e6, 1e6, width=32), max_size=40)
 
 

@@ -64,7 +64,7 @@ def _life(exchange: Exchange, program: Sequence[tuple[Call, Callable[[], Steps]]
 
 
 @given(st.integers(2, 4), st.integers(0, 3000), st.sampled_from(("sum", "avg", "max", "product")), Turns)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_all_reduce_is_the_reduction_in_the_order_of_ranks(
     size: int, length: int, operation: str, turns: list[int]
 ) -> None:
@@ -85,7 +85,7 @@ def _all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Callable[
 
 
 @given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2000)), max_size=6), Turns, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_calls_of_all_kinds_in_a_row_do_not_disturb_each_other(
     size: int, kinds: list[tuple[int, int]], turns: list[int], data: st.DataObject
 ) -> None:
@@ -133,7 +133,7 @@ def _any_call(e: Exchange, number: int, root: int, made: list[Tensor]) -> tuple[
 
 
 @given(st.integers(2, 4), st.integers(1, 2000), Turns)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_row_is_reduced_in_its_own_place(size: int, length: int, turns: list[int]) -> None:
     ranks, made = meet(size), [torch.randn(size, length) for _ in range(size)]
     expected = made[0].clone()
@@ -150,7 +150,7 @@ def test_a_row_is_reduced_in_its_own_place(size: int, length: int, turns: list[i
 
 
 @given(st.integers(2, 4), st.data(), Turns)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
     size: int, data: st.DataObject, turns: list[int]
 ) -> None:

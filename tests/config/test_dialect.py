@@ -28,7 +28,7 @@ def test_plain_words_mean_what_yaml_1_2_says(kind: str) -> None:
         assert type(meaning(word)) is type(value)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(values)
 def test_a_written_value_reads_back_as_it_was(value: object) -> None:
     line = write(value)
@@ -36,7 +36,6 @@ def test_a_written_value_reads_back_as_it_was(value: object) -> None:
     assert parse_file(f"key: {line}  # comment", "x.yaml")["key"].plain() == value
 
 
-@settings(deadline=None)
 @given(scalars)
 def test_other_yaml_readers_agree_on_what_was_written(value: object) -> None:
     assert yaml.safe_load(f"[{write(value)}]") == [value]

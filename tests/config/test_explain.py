@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config import Job, builtin_names, explain, read, to_yaml
@@ -47,7 +47,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return job if not list(broken_rules(job)) else Job()
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(job=jobs())
 def test_a_job_reads_back_from_its_yaml_as_it_was(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "job.yaml"

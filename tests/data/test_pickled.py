@@ -75,7 +75,7 @@ def test_an_array_of_anything_else_than_bytes_is_refused():
             pickled.read(pickle.dumps(array))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_pickle_is_a_value_error_and_nothing_else(data):
     content = bytearray(pickle.dumps(BATCH, 4))

@@ -74,7 +74,7 @@ def test_the_next_arbiter_knows_what_this_one_knew() -> None:
     assert who(following.tick(52.1)[0])[0] == 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(seed=st.integers(0, 2**32), lease=st.sampled_from([1.0, 2.0]))
 def test_no_two_ever_hold_a_lease_and_epochs_only_grow(seed: int, lease: float) -> None:
     chance, arbiter, now = Random(seed), Arbiter([0], [8], 1, lease), 0.0

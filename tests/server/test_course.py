@@ -131,7 +131,7 @@ def course(events: list[Event]) -> Course:
     return Course(events, len(PARTS), WORKERS, STEPS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), staleness=st.sampled_from([1, 2, None]))
 def test_any_schedule_is_done_again_to_the_same_bits(seed: int, staleness: int | None) -> None:
     fleet = Fleet(seed, staleness)
@@ -149,7 +149,7 @@ def test_parts_move_in_these_schedules() -> None:
     assert sum(fleet.moves for fleet in fleets) > 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), which=st.integers(0, 2**32))
 def test_a_note_that_is_lost_is_missed(seed: int, which: int) -> None:
     events = recorded(seed)

@@ -174,7 +174,7 @@ class World:
                 worker.said.discard(value.part)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), staleness=st.sampled_from([0, 1, None]))
 def test_every_schedule_of_moves_keeps_every_push_and_applies_it_once(seed: int, staleness: int | None) -> None:
     steps = 4

@@ -104,7 +104,7 @@ def deliver(out: list[Out], workers: list[Worker]) -> Iterator[Value]:
         yield message
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 3))
 def test_every_schedule_of_synchronous_steps_gives_the_same_bits(seed: int, count: int) -> None:
     chance = Random(seed)
@@ -118,7 +118,7 @@ def test_every_schedule_of_synchronous_steps_gives_the_same_bits(seed: int, coun
         assert torch.equal(found.values, expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), staleness=st.sampled_from([1, 2, None]))
 def test_no_read_is_staler_than_allowed_and_each_push_is_applied_once(seed: int, staleness: int | None) -> None:
     chance = Random(seed)
@@ -158,7 +158,7 @@ class Replica:
         return primary.acknowledged(self.number, answers[0].part, answers[0].clock)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), staleness=st.sampled_from([0, 1, None]))
 def test_a_backup_takes_over_at_any_moment_and_nothing_that_was_answered_is_lost(
     seed: int, staleness: int | None

@@ -97,7 +97,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(JSON)
 def test_every_number_in_info_comes_back_exactly(value: object) -> None:
     assert problems(value, "info") == []
