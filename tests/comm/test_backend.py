@@ -76,6 +76,18 @@ def _reduce_a_parameter() -> tuple[float, int]:
     return parameter[0].item(), parameter._version
 
 
+def test_rows_land_where_they_belong_in_an_output_that_is_transposed() -> None:
+    # Gloo itself fills the memory in its own order there, without a word.
+    assert world.run(2, _exchange_into_transposed) == [[[0, 1, 2], [10, 11, 12]], [[3, 4, 5], [13, 14, 15]]]
+
+
+def _exchange_into_transposed() -> list[list[int]]:
+    output = torch.empty(3, 2).t()
+    dist.all_to_all_single(output, torch.arange(6.0).view(2, 3) + 10 * dist.get_rank())
+    found: list[list[int]] = output.tolist()
+    return found
+
+
 def test_many_calls_that_nobody_waits_for_at_once_are_made_in_order() -> None:
     assert world.run(3, _many_at_once) == [True] * 3
 

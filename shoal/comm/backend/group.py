@@ -296,8 +296,6 @@ class ShoalGroup(Base):
     ) -> Work:
         opts = opts or Options.AllToAllOptions()
         args = (output, tensor, out_sizes, sizes, opts)
-        if not output.is_contiguous():
-            return self._leave("alltoall_base", [output], *args)
         rows, out_rows = _split(tensor, sizes, self.size()), _split(output, out_sizes, self.size())
         return self._all_to_all(out_rows, rows, [output], opts, "alltoall_base", [args])
 
