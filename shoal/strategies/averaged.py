@@ -31,6 +31,7 @@ from shoal.comm.fewer import Member, Reduction, plain_bytes
 from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.whole_gradients import WholeGradients
 
 MIB = 2**20
 LOST = (
@@ -66,6 +67,8 @@ class Averaged:
         # Whether ranks change buffers, each by its own samples; the first step looks.
         self.buffers = [b for _, b in sorted(_changing(part.module).items())]
         self.before: list[int] | None = [b._version for b in self.buffers]
+        # After many passes all are sent at the end, however many pieces they came in.
+        self.whole_gradients = WholeGradients({} if part.many_passes else part.owned)
         for bucket in self.buckets if not part.many_passes else []:
             for parameter in bucket.members:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
@@ -83,7 +86,8 @@ class Averaged:
         self.reducing, self.next = batch.last, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
-        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+        with self.whole_gradients.during():
+            loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
         if not batch.last:
             return loss
         return Loss(self._finish(loss.totals), loss.weighed)

@@ -43,6 +43,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.options import DdpOptions
+from shoal.strategies.whole_gradients import WholeGradients
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -122,7 +123,7 @@ class _Engine:
     def __init__(self, options: Ddp, part: Part, data: Axis) -> None:
         self.options, self.part, self.data = options, part, data
         self.riding = _Riding(part, data.device)
-        self.look = _Look(self.riding)
+        self.look, self.whole_gradients = _Look(self.riding), WholeGradients(part.owned)
         self.ddp: DistributedDataParallel | None = None
         self.failures: list[Exception] = []
         self.named = None if options.allreduce == "backend" else NamedAllReduce(options.allreduce, data, options.table)
@@ -138,7 +139,8 @@ class _Engine:
         # Gradients become means over ranks; the objectives of all ranks are to be summed.
         batch = batch._replace(scale=batch.scale * self.data.size)
         self.riding.carrier.grad = None
-        with nullcontext() if batch.last or self.ddp is None else self.ddp.no_sync():
+        sync = nullcontext() if batch.last or self.ddp is None else self.ddp.no_sync()
+        with self.whole_gradients.during(), sync:
             local = self.part.run(forward, batch)
         if not batch.last:
             return local

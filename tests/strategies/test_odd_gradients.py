@@ -1,0 +1,62 @@
+"""Gradients that come in pieces: right, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from odd import rows
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.testing import world
+
+
+class Twice(nn.Module):
+    """One layer, recomputed twice: each time in a backward pass of its own, inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda h: self.layer(h).tanh(), x, use_reentrant=True)
+        found: Tensor = self.head(x)
+        return found
+
+
+def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights after 8 steps, and the last loss."""
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), kind().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(rows(), batch_size=6))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.forward_backward(F.mse_loss, model, x, y)
+            optimizer.step()
+    return run.weights(), loss
+
+
+def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
+    """Weights and loss are those of one process."""
+    ((expected, loss),) = world.run(1, trained, "single", kind)
+    for weights, their_loss in world.run(ranks, trained, strategy, kind):
+        assert their_loss.dtype == loss.dtype
+        assert float(their_loss) == pytest.approx(float(loss), rel=1e-10)
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp,compress=powersgd=100"])
+def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
+    with pytest.raises(LaunchError, match=r"layer\..*: its gradient came in two pieces.*use_reentrant=False"):
+        world.run(2, trained, strategy, Twice)
+
+
+def test_local_steps_take_a_gradient_in_two_pieces() -> None:
+    agree("local=1", Twice, 2)
