@@ -122,7 +122,7 @@ class _Engine:
         steps: that were taken in all; every so many there is a meeting.
         moved: a step was taken since the last meeting.
         apart: a step was taken since ranks were last asked to agree.
-        begun: the next step has begun, or is not the first one after a meeting.
+        begun: a step has begun since the state was made or loaded; before, the optimizer has no gradient of ours.
     """
 
     alone = True
@@ -137,8 +137,8 @@ class _Engine:
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch. In the step before a meeting the totals are of all ranks; in others they are this rank's."""
-        if self.outer is not None and not self.begun:
-            # Not at the end of a meeting, for what is loaded or set until the next step counts as well.
+        if self.outer is not None and not self.moved and batch.before is None:
+            # Not only at the end of a meeting, for what is loaded or set until the next step counts as well.
             self.met_at = {name: parameter.detach().clone() for name, parameter in self.part.owned.items()}
         self.begun = True
         loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
@@ -153,7 +153,7 @@ class _Engine:
     def gather(self) -> None:
         """The optimizer has stepped."""
         if not self.begun:
-            return  # by no gradient of ours
+            return
         self.steps += 1
         self.moved = self.apart = True
         if self.steps % self.every == 0:
@@ -192,8 +192,8 @@ class _Engine:
 
     @torch.no_grad()
     def _meet(self) -> None:
-        """All ranks hold the same afterwards. Collective."""
-        self.moved = self.begun = False
+        """All ranks hold the same afterwards. It may come between a backward pass and its step. Collective."""
+        self.moved = False
         if self.data.size == 1 and self.outer is None:
             return
         names = iter(self.part.owned)
@@ -215,6 +215,7 @@ class _Engine:
         for (name, parameter), change in zip(parameters.items(), self._means(changes), strict=True):
             velocity = self.velocity.setdefault(name, torch.zeros_like(change))
             parameter.copy_(self.met_at[name].to(change.dtype) - outer.step(change, velocity))
+            self.met_at[name].copy_(parameter)
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Over ranks, of tensors that are sent as one; in float32 at least."""

@@ -154,6 +154,31 @@ def test_between_meetings_nothing_is_sent_and_all_learn_of_a_stop_at_the_next_on
         assert agreed == [False, False, False, True] * 2
 
 
+def looked(strategy: str) -> list[bool]:
+    """For each step whether weights agree after it. In the third one they are asked for before it is taken."""
+    run, model = shoal.init(strategy, **QUIET), net()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=4)
+    )
+    agreed = []
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        if step == 2:
+            run.weights()
+        optimizer.step()
+        found = [torch.zeros(1, dtype=torch.float64) for _ in range(run.world)]
+        dist.all_gather(found, next(iter(model.parameters())).detach().sum().view(1))
+        agreed.append(all(torch.equal(value, found[0]) for value in found))
+    return agreed
+
+
+@pytest.mark.parametrize("strategy", ["local=4", "diloco=4"])
+def test_a_meeting_between_a_backward_pass_and_its_step_changes_no_other(strategy: str) -> None:
+    for agreed in world.run(2, looked, strategy):
+        assert agreed == [False, False, False, True] * 2
+
+
 def asks() -> tuple[bool, bool, bool, str]:
     run, model = shoal.init("diloco=4", **QUIET), net()
     model, optimizer, loader = run.prepare(
