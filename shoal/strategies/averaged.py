@@ -30,7 +30,8 @@ from shoal.comm.buckets import buckets
 from shoal.comm.fewer import Member, Reduction, plain_bytes
 from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
-from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
+from shoal.strategies.buffers import changeable, changed, held
 from shoal.strategies.whole_gradients import WholeGradients
 
 MIB = 2**20
@@ -65,24 +66,21 @@ class Averaged:
         self.sender = _Sender(data, reduction, beside=not part.many_passes)
         self.reducing, self.next = False, 0
         # Whether ranks change buffers, each by its own samples; the first step looks.
-        self.buffers = [b for _, b in sorted(_changing(part.module).items())]
-        self.before: list[int] | None = [b._version for b in self.buffers]
+        self.before, self.shares_buffers = held(part.module), False
+        self.looks = True
         # After many passes all are sent at the end, however many pieces they came in.
         self.whole_gradients = WholeGradients({} if part.many_passes else part.owned)
         for bucket in self.buckets if not part.many_passes else []:
             for parameter in bucket.members:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
 
-    def forward(self, batch: Batch) -> Outcome:
-        for buffer in self.buffers if self.before is None else []:
-            self.data.broadcast_tensor(buffer)
-        return self.part.forward(batch)
-
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch, or all that a pipeline makes of it.
 
         Gradients become means over ranks, and the objectives of all ranks are to be summed.
         """
+        if batch.before is None:  # once a step: ranks may have different numbers of micro-batches
+            self._begin()
         self.reducing, self.next = batch.last, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
@@ -123,6 +121,10 @@ class Averaged:
         self.reduction.load(private)
         return [] if private else [LOST]
 
+    def _begin(self) -> None:
+        for buffer in changeable(self.part.module).values() if self.shares_buffers else ():
+            self.data.broadcast_tensor(buffer)
+
     def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1
         while self.reducing and self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
@@ -136,7 +138,7 @@ class Averaged:
     def _finish(self, totals: Tensor) -> Tensor:
         """Send what is left, and put means in the place of gradients. Gives the totals of all ranks, as a mean."""
         had = [parameter.grad is not None for bucket in self.buckets for parameter in bucket.members]
-        had.append(self.before is not None and self.before != [b._version for b in self.buffers])
+        had.append(self.looks and any(changed(self.part.module, self.before).values()))
         while self.next < len(self.buckets):
             self._send()
         message = torch.cat((totals.double(), torch.tensor(had, dtype=torch.float64, device=totals.device)))
@@ -151,8 +153,8 @@ class Averaged:
             used = used[count:]
         if self.reduction is not None:
             self.reduction.keep(arrived)
-        if self.before is not None:
-            self.before, self.buffers = None, self.buffers if used[0] else []
+        if self.looks:
+            self.looks, self.shares_buffers, self.before = False, used[0], {}
         return message[:SLOTS].to(totals.dtype)
 
 
@@ -236,14 +238,6 @@ class _Done:
 class _Nothing:
     def wait(self) -> None:
         """It has been waited for."""
-
-
-def _changing(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a forward pass may change, without BatchNorm's: training never reads those, and rank 0's are the
-    ones that are evaluated and saved."""
-    batch_norm = torch.nn.modules.batchnorm._NormBase
-    owners = [(n, m) for n, m in module.named_modules() if not isinstance(m, batch_norm)]
-    return {f"{name}.{key}": b for name, m in owners for key, b in m.named_buffers(recurse=False)}
 
 
 def _like(parameter: Tensor, own: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.buffers import changed, held
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.whole_gradients import WholeGradients
 
@@ -75,10 +76,16 @@ class Ddp(DdpOptions):
         mesh.data.broadcast(part.module)
         if reduction is not None:
             return self._compressed(part, Averaged(part, mesh.data, self.bucket_mb, reduction), reduction.keeps_error)
-        engine = Averaged(part, mesh.data, self.bucket_mb) if ours else _Engine(self, part, mesh.data)
+        if ours:
+            return self._averaged(part, Averaged(part, mesh.data, self.bucket_mb))
+        engine = _Engine(self, part, mesh.data)
         close_before_leaving(engine)
         late, said = part.late_gradients or LATE, (*part.said, *engine.said)
         return replace(part, forward=engine.forward, run=engine.run, late_gradients=late, said=said)
+
+    def _averaged(self, part: Part, engine: Averaged) -> Part:
+        close_before_leaving(engine)
+        return replace(part, run=engine.run, late_gradients=part.late_gradients or LATE)
 
     def _refuse_algorithm(self, mesh: Mesh, alone: bool) -> None:
         if self.allreduce == "backend":
@@ -109,7 +116,6 @@ class Ddp(DdpOptions):
         )
         return replace(
             part,
-            forward=engine.forward,
             run=engine.run,
             late_gradients=LATE,
             kept=engine if keeps_error else None,
@@ -160,8 +166,8 @@ class _Engine:
 
     def _after_the_first(self) -> DistributedDataParallel:
         """[2] Reduce what the first step has left, and build the engine for what was seen. Collective."""
-        used, changed = self.look.result()
-        flags = torch.tensor([*used, changed], dtype=torch.int64, device=self.data.device)
+        used, changes_buffers = self.look.result()
+        flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self.data.device)
         *users, changes = self.data.sum(flags).tolist()
         for parameter, count in zip(self.look.parameters, users, strict=True):
             if count:
@@ -217,7 +223,7 @@ class _Look:
 
     def __init__(self, riding: _Riding) -> None:
         self.parameters = [p for p in riding.parameters() if p.requires_grad]
-        self.module, self.before = riding.module, _versions(riding.module)
+        self.module, self.before = riding.module, held(riding.module)
         self.used = [0] * len(self.parameters)
         self.hooks = [p.register_hook(partial(self._saw, index)) for index, p in enumerate(self.parameters)]
 
@@ -228,7 +234,7 @@ class _Look:
         """For each parameter whether it was used, and whether a buffer changed; the looking ends."""
         for hook in self.hooks:
             hook.remove()
-        return self.used, int(_versions(self.module) != self.before)
+        return self.used, int(any(changed(self.module, self.before).values()))
 
 
 class _Riding(nn.Module):
@@ -253,11 +259,3 @@ class _Riding(nn.Module):
         # Where the engine searches the graph for what is used, it finds operations only, not leaves.
         carrier = self.carrier.view(SLOTS) if self.searched else self.carrier
         return outcome._replace(totals=outcome.totals.to(carrier.dtype), carrier=carrier)
-
-
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """Changes whenever a buffer does. BatchNorm's are left out: training never reads its running statistics, and
-    rank 0's are the ones that are evaluated and saved, so they need no broadcast in every step."""
-    batch_norm = torch.nn.modules.batchnorm._NormBase
-    owners = (m for m in module.modules() if not isinstance(m, batch_norm))
-    return [(id(b), b._version) for m in owners for b in m.buffers(recurse=False)]

@@ -36,6 +36,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.ordered import mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
+from shoal.strategies.buffers import changeable, changed, held
 from shoal.strategies.options import DilocoOptions, LocalOptions
 
 BUCKET_BYTES = 25 * 2**20
@@ -133,7 +134,7 @@ class _Engine:
         self.moved = self.apart = self.begun = False
         self.met_at: dict[str, Tensor] = {}  # only for an outer optimizer: the weights of the last meeting
         self.velocity: dict[str, Tensor] = {}
-        self.versions = [buffer._version for buffer in _others(part.module)]
+        self.buffers = held(part.module)
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch. In the step before a meeting the totals are of all ranks; in others they are this rank's."""
@@ -227,15 +228,14 @@ class _Engine:
 
     def _share_buffers(self) -> None:
         """What no mean can be taken of becomes the first rank's, where any rank has changed it."""
-        found = _others(self.part.module)
-        if not found or self.data.size == 1:
+        changes = changed(self.part.module, self.buffers)
+        if not changes or self.data.size == 1:
             return
-        changed = [old != buffer._version for old, buffer in zip(self.versions, found, strict=True)]
-        flags = torch.tensor(changed, dtype=torch.int64, device=self.data.device)
-        for buffer, ranks in zip(found, self.data.sum(flags).tolist(), strict=True):
+        flags = torch.tensor([*changes.values()], dtype=torch.int64, device=self.data.device)
+        for buffer, ranks in zip(changeable(self.part.module).values(), self.data.sum(flags).tolist(), strict=True):
             if ranks:
                 self.data.broadcast_tensor(buffer)
-        self.versions = [buffer._version for buffer in found]
+        self.buffers = held(self.part.module)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -246,8 +246,3 @@ def _statistics(module: nn.Module) -> list[Tensor]:
     """Running means and variances."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
-
-
-def _others(module: nn.Module) -> list[Tensor]:
-    owners = (m for m in module.modules() if not isinstance(m, _BatchNorm))
-    return [buffer for m in owners for buffer in m.buffers(recurse=False)]
