@@ -43,6 +43,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.buffers import changed, held
+from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.whole_gradients import WholeGradients
 
@@ -58,7 +59,8 @@ class Ddp(DdpOptions):
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces forward, run and late_gradients. Collective.
 
-        Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline.
+        Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline, or of complex
+            numbers.
         """
         reduction = parse(self.compress)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
@@ -69,6 +71,8 @@ class Ddp(DdpOptions):
                 f"compress={self.compress} is for whole models, and beside tensor and pipeline a rank has a part of "
                 "one. Use compress=none, or ddp alone."
             )
+        if reduction is not None:
+            refuse_complex(part.owned, self.compress)
         if not part.owned and not part.many_passes:  # a stage may have none
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:
@@ -244,7 +248,7 @@ class _Riding(nn.Module):
         super().__init__()
         self.module = part.module
         self.part_forward, self.searched = part.forward, False
-        dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32)
+        dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32).to_real()
         self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=device))
 
     def carried(self) -> Tensor:

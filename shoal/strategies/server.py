@@ -40,6 +40,7 @@ from shoal.server.staff import Staff
 from shoal.server.tls import refuse_bad
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.units import units
 
@@ -55,7 +56,8 @@ class Server(ServerOptions):
         """Replaces forward, run, gather and remote. Collective.
 
         Raises:
-            StrategyRefused: the model has no trainable parameter; a mesh with other axes than data.
+            StrategyRefused: the model has no trainable parameter; a mesh with other axes than data; compress of complex
+                numbers.
             ConfigError: no such certificate.
         """
         if not part.owned:
@@ -64,6 +66,8 @@ class Server(ServerOptions):
             raise StrategyRefused(
                 "strategy server owns whole parameters; beside tensor and pipeline no rank has them. Use ddp or zero1."
             )
+        if self.compress != "none":
+            refuse_complex(part.owned, self.compress)
         mesh.broadcast(part.module)
         engine = self.engine(part, mesh)
         close_before_leaving(engine)

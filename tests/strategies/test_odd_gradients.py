@@ -1,4 +1,4 @@
-"""Gradients that come in pieces: right, or refused."""
+"""Gradients that come in pieces, or of complex numbers: right, or refused."""
 
 import pytest
 import torch
@@ -26,6 +26,17 @@ class Twice(nn.Module):
             x = checkpoint(lambda h: self.layer(h).tanh(), x, use_reentrant=True)
         found: Tensor = self.head(x)
         return found
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = (x * self.wave).sum(1, keepdim=True)
+        return z.real + 2 * z.imag + self.bias
 
 
 def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Tensor]:
@@ -60,3 +71,20 @@ def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
 
 def test_local_steps_take_a_gradient_in_two_pieces() -> None:
     agree("local=1", Twice, 2)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2)])
+def test_ddp_takes_complex_parameters(kind: type[nn.Module], ranks: int) -> None:
+    agree("ddp", kind, ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "words"),
+    [
+        ("ddp,compress=bf16", Complex, "wave is complex"),
+        ("server=1,compress=bf16", Complex, "wave is complex"),
+    ],
+)
+def test_what_would_be_lost_on_the_way_is_refused(strategy: str, kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        world.run(2, trained, strategy, kind)
