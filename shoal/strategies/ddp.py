@@ -16,7 +16,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
     algorithm's order takes its place (`comm/algorithms`).
 
 The engine takes no sliced parameters, one backward pass a micro-batch, and its buckets are not the same after a resume:
-beside tensor, in a pipeline, and where gradients are sent in fewer bytes, they are averaged by `averaged.py`.
+beside tensor, in a pipeline, where gradients are sent in fewer bytes, and where sparse ones are to be summed in order,
+they are averaged by `averaged.py`.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Ddp(DdpOptions):
         """Replaces forward, run and late_gradients. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline, or of complex
-            numbers.
+            numbers; allreduce beside these, or of sparse gradients.
         """
         reduction = parse(self.compress)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
-        ours = part.many_passes or sliced
-        self._refuse_algorithm(mesh, alone=not ours and reduction is None)
+        ours, sparse = part.many_passes or sliced, _sparse(part.module)
+        self._refuse_algorithm(mesh, alone=not ours and reduction is None, sparse=sparse)
         if reduction is not None and ours:
             raise StrategyRefused(
                 f"compress={self.compress} is for whole models, and beside tensor and pipeline a rank has a part of "
@@ -80,7 +81,7 @@ class Ddp(DdpOptions):
         mesh.data.broadcast(part.module)
         if reduction is not None:
             return self._compressed(part, Averaged(part, mesh.data, self.bucket_mb, reduction), reduction.keeps_error)
-        if ours:
+        if ours or (sparse and needs_order(mesh.data)):
             return self._averaged(part, Averaged(part, mesh.data, self.bucket_mb))
         engine = _Engine(self, part, mesh.data)
         close_before_leaving(engine)
@@ -91,9 +92,14 @@ class Ddp(DdpOptions):
         close_before_leaving(engine)
         return replace(part, run=engine.run, late_gradients=part.late_gradients or LATE)
 
-    def _refuse_algorithm(self, mesh: Mesh, alone: bool) -> None:
+    def _refuse_algorithm(self, mesh: Mesh, alone: bool, sparse: list[str]) -> None:
         if self.allreduce == "backend":
             return
+        if sparse:
+            raise StrategyRefused(
+                f"ddp,allreduce={self.allreduce} moves dense gradients, and {', '.join(sparse)} has sparse=True. Use "
+                "sparse=False, or leave allreduce out."
+            )
         if not alone:
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} does not stand beside tensor, pipeline or compress, whose gradients "
@@ -181,6 +187,11 @@ class _Engine:
         return self._build(find_unused=self.options.unused or not always, sync_buffers=changes > 0)
 
     def _mean(self, gradient: Tensor) -> None:
+        if gradient.is_sparse and (self.named is not None or needs_order(self.data)):
+            raise StrategyRefused(
+                "a gradient is sparse, and none of the model's embeddings has sparse=True, so it was not expected. Use "
+                "nn.Embedding(..., sparse=True), or a dense gradient."
+            )
         if self.named is not None:
             self.named.mean(gradient)
         else:
@@ -263,3 +274,9 @@ class _Riding(nn.Module):
         # Where the engine searches the graph for what is used, it finds operations only, not leaves.
         carrier = self.carrier.view(SLOTS) if self.searched else self.carrier
         return outcome._replace(totals=outcome.totals.to(carrier.dtype), carrier=carrier)
+
+
+def _sparse(module: nn.Module) -> list[str]:
+    """Names of the layers whose gradients are sparse."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [n for n, m in module.named_modules() if isinstance(m, kinds) and m.sparse and m.weight.requires_grad]

@@ -1,4 +1,4 @@
-"""Gradients that come in pieces, or of complex numbers: right, or refused."""
+"""Gradients that come in pieces, of rows or of complex numbers: right, or refused."""
 
 import pytest
 import torch
@@ -39,6 +39,19 @@ class Complex(nn.Module):
         return z.real + 2 * z.imag + self.bias
 
 
+class Rows(nn.Module):
+    """Only the rows of an embedding that were looked up have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_up = self.table((x[:, 0].abs() * 3).long().clamp(max=7))
+        found: Tensor = self.head(torch.cat([x, looked_up], 1))
+        return found
+
+
 def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Tensor]:
     """Weights after 8 steps, and the last loss."""
     torch.manual_seed(0)
@@ -73,8 +86,8 @@ def test_local_steps_take_a_gradient_in_two_pieces() -> None:
     agree("local=1", Twice, 2)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2)])
-def test_ddp_takes_complex_parameters(kind: type[nn.Module], ranks: int) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2), (Rows, 3)])
+def test_ddp_takes_complex_parameters_and_sparse_gradients(kind: type[nn.Module], ranks: int) -> None:
     agree("ddp", kind, ranks)
 
 
@@ -83,6 +96,7 @@ def test_ddp_takes_complex_parameters(kind: type[nn.Module], ranks: int) -> None
     [
         ("ddp,compress=bf16", Complex, "wave is complex"),
         ("server=1,compress=bf16", Complex, "wave is complex"),
+        ("ddp,allreduce=ring", Rows, "table has sparse=True"),
     ],
 )
 def test_what_would_be_lost_on_the_way_is_refused(strategy: str, kind: type[nn.Module], words: str) -> None:
