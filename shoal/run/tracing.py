@@ -88,9 +88,11 @@ class Tracing:
         return self.recorder.during(ASIDE, doing)
 
     def finish(self) -> None:
-        """The run ends here: write what there is. Collective, unless it was written."""
-        if self.recorder.on:
+        """The run ends here: write what whole steps there are. Collective, unless it was written."""
+        if self.recorder.on and self._taken > self.window.after:
             self._end()
+        elif self.recorder.on:
+            self.unwatch()
         self._missed()
 
     def _before(self) -> None:
@@ -146,10 +148,11 @@ class Tracing:
             self._write(trace_of(found, ahead, hosts, steps))
 
     def _write(self, trace: Trace) -> None:
-        which = f"steps {trace.steps[0]} to {trace.steps[-1]}" if trace.steps else "no whole step"
         try:
             file = chrome.write(trace, self.directory)
-            _say(f"{which} traced: shoal trace {file}, or open it in https://ui.perfetto.dev")
+            _say(
+                f"steps {trace.steps[0]} to {trace.steps[-1]} traced: shoal trace {file}, or open it in https://ui.perfetto.dev"
+            )
         except OSError as error:
             _say(f"no trace was written: {self.directory}: {error.strerror}; training goes on")
 

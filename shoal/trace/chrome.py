@@ -79,10 +79,13 @@ def read(where: Path) -> Trace:
         for event in document["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in KINDS:
                 spans[event["pid"]].append(_span(event))
+        hosts = {int(rank): host for rank, host in said["hosts"].items()}
+        steps, clock_error_s = [int(step) for step in said["steps"]], float(said["clock_error_s"])
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, zlib.error) as error:
         raise ConfigError([f"{file}: not a trace that Shoal wrote ({type(error).__name__}: {error})"]) from error
-    hosts = {int(rank): host for rank, host in said["hosts"].items()}
-    return Trace(spans, hosts, said["steps"], said["clock_error_s"], file)
+    if not steps:
+        raise ConfigError([f"{file}: holds no whole step. Trace steps that the run takes to their end: --trace=3@10"])
+    return Trace(spans, hosts, steps, clock_error_s, file)
 
 
 def _file(where: Path) -> Path:

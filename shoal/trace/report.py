@@ -23,7 +23,7 @@ def to_json(trace: Trace, found: Account) -> dict[str, Any]:
 
 
 def lines(trace: Trace, found: Account) -> list[str]:
-    """The table, and what follows from it."""
+    """The table, and what follows from it. Args: trace: of one whole step at least, as `chrome.read` gives it."""
     first, last = trace.steps[0], trace.steps[-1]
     which = f"step {first}" if first == last else f"steps {first} to {last}, mean of {found.steps}"
     said = [f"{trace.file}: {which}, in milliseconds", ""]

@@ -101,6 +101,11 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="not a trace that Shoal wrote"):
             chrome.read(other)
     document = json.loads(chrome.write(a_trace(tmp_path), tmp_path).read_text())
+    said = document["otherData"]["shoal"]
+    for wrong, words in (({"steps": []}, "holds no whole step"), ({"clock_error_s": None}, "not a trace that Shoal")):
+        other.write_text(json.dumps(document | {"otherData": {"shoal": said | wrong}}))
+        with pytest.raises(ConfigError, match=words):
+            chrome.read(other)
     document["otherData"]["shoal"]["format"] = 9
     other.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="format 9 are not known"):
