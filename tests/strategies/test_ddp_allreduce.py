@@ -69,6 +69,12 @@ def test_auto_goes_by_a_table_of_ones_own(tmp_path: Path) -> None:
     assert f"all-reduce: auto, over 2 ranks on 1 host: {choice}" in said
 
 
+def test_a_table_that_is_no_text_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LaunchError, match=r"bytes\.json: there is no such file, or it is empty or no text"):
+        world.run(2, _said, f"ddp,allreduce=auto,table={tmp_path}/bytes.json")
+
+
 def test_a_table_that_is_not_there_is_an_error_on_every_rank() -> None:
     with pytest.raises(LaunchError, match=r"gone\.json: there is no such file"):
         world.run(2, _said, "ddp,allreduce=auto,table=gone.json")

@@ -129,6 +129,6 @@ class NamedAllReduce:
 
 def _text(axis: Axis, table: str) -> str:
     """The table, on the first rank; nothing on others, or where it cannot be read: all are to hear of that."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         return Path(table or MEASURED).read_text() if axis.rank == 0 else ""
     return ""

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.comm.algorithms.table import parse
@@ -37,11 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world > 1 and options.processes is not None:
         raise UsageError(f"-n {options.processes}: a launcher has started {world} ranks already. Leave -n out.")
     if options.file.exists():
-        parse(options.file.read_text(), str(options.file))
+        parse(_text(options.file), str(options.file))
     if world > 1:
         measure(options.file, options.machine)
         return 0
     return run(measure, (options.file, options.machine), options.processes)
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError, UnicodeError):
+        return file.read_text()
+    return ""
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def described(rows: list[Row]) -> str:
 def parse(text: str, source: str) -> Table:
     """A table from JSON. Raises ConfigError: that is none. Args: source: where it is from, for the error."""
     if not text:
-        raise ConfigError([f"{source}: there is no such file, or it is empty; {CURE}"])
+        raise ConfigError([f"{source}: there is no such file, or it is empty or no text; {CURE}"])
     try:
         found = json.loads(text)
         rows = tuple(_row(row) for row in found["rows"])
