@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from shoal.comm import compression_names
@@ -127,7 +128,9 @@ class DdpOptions:
     compress: str = "none"
 
     def __post_init__(self) -> None:
-        found = [] if self.bucket_mb > 0 else [f"bucket_mb={self.bucket_mb:g}: must be greater than 0"]
+        found = (
+            [] if 0 < self.bucket_mb < inf else [f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite"]
+        )
         found += _of(lambda: refuse_unknown(self.allreduce, self.table))
         _refuse(found + _of(lambda: compression_names.read(self.compress, powersgd=True)))
 
@@ -182,12 +185,12 @@ class ServerOptions:
         found = [] if self.servers > 0 else [f"server={self.servers}: there must be at least one server"]
         if self.replicas < 1:
             found.append(f"replicas={self.replicas}: there must be at least one of each shard")
-        if not self.lease_s > 0:
-            found.append(f"lease_s={self.lease_s}: must be greater than 0")
+        if not 0 < self.lease_s < inf:
+            found.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
         if self.staleness != "async" and not self.staleness.isdecimal():
             found.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
-        if not self.part_mb > 0:
-            found.append(f"part_mb={self.part_mb}: must be greater than 0")
+        if not 0 < self.part_mb < inf:
+            found.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
         if not 1 <= self.connections <= MOST_CONNECTIONS:
             found.append(f"connections={self.connections}: must be from 1 to {MOST_CONNECTIONS}")
         _refuse(found + _of(lambda: compression_names.read(self.compress)))
@@ -222,7 +225,7 @@ class DilocoOptions(LocalOptions):
 
     def _wrong(self) -> list[str]:
         found = super()._wrong()
-        found += [] if self.outer_lr > 0 else [f"outer_lr={self.outer_lr}: must be greater than 0"]
+        found += [] if 0 < self.outer_lr < inf else [f"outer_lr={self.outer_lr}: must be greater than 0, and finite"]
         fits = 0 <= self.outer_momentum < 1
         return found + ([] if fits else [f"outer_momentum={self.outer_momentum}: must be at least 0 and less than 1"])
 

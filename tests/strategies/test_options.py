@@ -44,6 +44,8 @@ BAD = [
     ("local=0", "local=0: there must be at least one step between meetings"),
     ("diloco=0", "diloco=0: there must be at least one step between meetings"),
     ("diloco=2,outer_lr=0", "outer_lr=0.0: must be greater than 0"),
+    ("diloco=2,outer_lr=.inf", "outer_lr=inf: must be greater than 0, and finite"),
+    ("ddp,bucket_mb=.nan", "bucket_mb=nan: must be greater than 0, and finite"),
     ("diloco=2,outer_momentum=1.0", "outer_momentum=1.0: must be at least 0 and less than 1"),
     ("single=1", "single takes no value; it is '1'"),
 ]
