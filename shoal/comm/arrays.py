@@ -57,8 +57,11 @@ def allreduce(value: Array, op: Operation = "mean") -> Array:
     axis = _axis("allreduce")
     _agree(axis, f"allreduce({_name(tensor)} {tuple(tensor.shape)}, op='{op}')")
     if axis.size > 1 and tensor.numel():
+        dtype = tensor.dtype
+        if op == "mean" and dtype in (torch.float16, torch.bfloat16):
+            tensor = tensor.float()  # where the mean fits, the sum may not
         dist.all_reduce(tensor, OPERATIONS[op])
-        tensor = tensor / axis.size if op == "mean" else tensor
+        tensor = (tensor / axis.size).to(dtype) if op == "mean" else tensor
     found: Array = back(tensor)
     return found
 
@@ -150,7 +153,7 @@ def _taken(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
         return copy, lambda tensor: tensor.to(device)
     try:
         if isinstance(value, np.ndarray):
-            return torch.from_numpy(np.array(value, order="C")), lambda tensor: tensor.numpy()
+            return _taken_from_numpy(value, call)
         if hasattr(value, "__dlpack__"):
             restore = _from_dlpack(value)
             tensor, back = _taken(from_dlpack(value), call)
@@ -160,6 +163,15 @@ def _taken(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
     raise UsageError(
         f"shoal.{call}: {type(value).__name__} is no array. Pass a torch tensor, a NumPy array, or what has "
         "__dlpack__; of a number, torch.tensor(number)."
+    )
+
+
+def _taken_from_numpy(value: np.ndarray, call: str) -> tuple[Tensor, Callable[[Tensor], np.ndarray]]:
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError(f"shoal.{call}: what is masked would count. Pass array.filled(0), or what is to stand there.")
+    native = value.dtype.newbyteorder("=")
+    return torch.from_numpy(np.array(value, native, order="C")), lambda tensor: tensor.numpy().astype(
+        value.dtype, copy=False
     )
 
 

@@ -56,6 +56,10 @@ def _kinds() -> bool:
     halves = shoal.broadcast(np.full(3, rank, dtype=np.float16), root=2)
     assert halves.dtype == np.float16
     assert halves.tolist() == [2, 2, 2]
+    foreign_bytes = shoal.allreduce(np.array([rank, 1.0], dtype=">f4"))
+    assert (foreign_bytes.dtype, foreign_bytes.tolist()) == (np.dtype(">f4"), [1.0, 1.0])
+    large = shoal.allreduce(torch.tensor([40000.0], dtype=torch.float16))  # of which the sum is none
+    assert (large.dtype, large.item()) == (torch.float16, 40000.0)
     shoal.barrier()
     return True
 
@@ -104,6 +108,7 @@ def test_one_process_gets_copies() -> None:
         (3.0, "float is no array"),
         (np.array(["a"]), "torch cannot take"),
         (torch.ones(2).to_sparse(), "to_dense"),
+        (np.ma.array([1.0, 999.0], mask=[False, True]), "filled"),
         (torch.ones(2, requires_grad=True) * 2, "detach"),
         (torch.ones(2, dtype=torch.int64), "op='sum'"),
         (torch.ones(2, dtype=torch.bool), "mean of bool"),
