@@ -122,6 +122,10 @@ class Averaged:
         return [] if private else [LOST]
 
     def _begin(self) -> None:
+        for bucket in self.buckets:
+            bucket.forget()
+        if self.reduction is not None:
+            self.reduction.keep(())
         for buffer in changeable(self.part.module).values() if self.shares_buffers else ():
             self.data.broadcast_tensor(buffer)
 
@@ -174,6 +178,12 @@ class _Bucket:
         missing = [p.grad is None for p in self.members]
         self.message = torch.cat([torch.zeros_like(x) if none else x for x, none in zip(pieces, missing, strict=True)])
         return self.message
+
+    def forget(self) -> None:
+        """Let go of what a step that was broken off has sent."""
+        if self.sent is not None:
+            self.sent.wait()
+        self.message = self.sent = None
 
     def unpack(self, used: list[bool]) -> None:
         assert self.sent is not None

@@ -69,6 +69,25 @@ def test_bytes_a_step_are_said_before_the_first() -> None:
     assert "compress=topk=0.1: a rank sends 0.00271 MB of gradients a step; uncompressed 0.0181 MB" in said
 
 
+def broken_off() -> int:
+    """How many memories there are after a step that ends in the middle with numbers that are none, and the next one."""
+    run, model = shoal.init("ddp,compress=onebit,bucket_mb=0.0001", announce=lambda _: None), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    x, y = next(iter(loader))
+    hook = model[1].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.forward_backward(lambda output, target: F.cross_entropy(output, target) * torch.nan, model, x, y)
+    hook.remove()
+    optimizer.zero_grad()
+    run.forward_backward(F.cross_entropy, model, x, y)
+    return len(run._part.kept.private())  # type: ignore[union-attr]
+
+
+def test_a_step_that_is_broken_off_leaves_nothing_to_the_next() -> None:
+    assert world.run(2, broken_off) == [4, 4]
+
+
 def refused(strategy: str, precision: str) -> None:
     run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
