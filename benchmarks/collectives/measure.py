@@ -34,6 +34,7 @@ RANKS = (2, 4)
 SIZES_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 26, 1 << 28)
 TURN_BYTES = 1 << 26  # how much a candidate reduces in one turn, about
 MOST_CALLS = 100
+PORT = "29577"
 SLOW = ("Gloo", "Horovod")  # make fewer calls in a turn, or all the time would be theirs
 
 
@@ -56,7 +57,7 @@ def _start(ranks: int, options: argparse.Namespace) -> Any:
     part = options.out.with_suffix(f".{ranks}.json")
     arguments = ["--part", str(part), "--rounds", str(options.rounds), "--largest-mb", str(options.largest_mb)]
     program = [sys.executable, "-m", "benchmarks.collectives.measure", *arguments]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": "1"}
     if shutil.which("mpirun"):
         mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle"]
         mpirun += ["1" if ranks > (os.cpu_count() or 1) else "0"]
@@ -68,6 +69,8 @@ def _start(ranks: int, options: argparse.Namespace) -> Any:
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit("a rank has failed")
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"):
+        left.unlink()
     found = json.loads(part.read_text())
     part.unlink()
     return found

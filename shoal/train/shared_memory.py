@@ -4,7 +4,7 @@
       worker 1   batch  batch ─┼─ /dev/shm ──> the rank, which holds one more
       ...                      ┘
 
-A container has 64 MiB of it unless told otherwise, and a worker that finds no room dies of SIGBUS in the middle of a run.
+A container has 64 MiB of it unless told otherwise. A worker that finds no room dies of SIGBUS in the middle of a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The collectives without processes: all ranks in one, driven in any order that hypothesis thinks of."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,26 +194,3 @@ def test_a_call_survives_its_way_through_a_word(kind: str, dtype: Any, length: i
 def test_a_rank_cannot_be_further_ahead_than_the_calls_of_its_phases_are_kept() -> None:
     assert exchange.RING > exchange.SLOTS + exchange.LAG
     assert SLOT_BYTES % 4096 == 0
-
-
-@pytest.mark.parametrize("ends_by", ["publishing", "giving up"])
-def test_who_waits_for_all_is_woken_by_the_last_alone(ends_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, wake, woken = meet(3), exchange.wake, list[int]()
-    monkeypatch.setattr(exchange, "wake", lambda address: (woken.append(address), wake(address)))
-    asleep = threading.Thread(target=_sleep_until, args=(ranks[0], 1))
-    asleep.start()
-    while not ranks[1].words[0][exchange.SLEEPS]:
-        assert asleep.is_alive()
-    ranks[1].publish()
-    assert not woken
-    if ends_by == "publishing":
-        ranks[2].publish()
-    else:
-        ranks[2].fail("tired")
-    asleep.join()
-    assert ranks[0].reached(1) == (ends_by == "publishing")
-
-
-def _sleep_until(rank: Exchange, phase: int) -> None:
-    while not rank.reached(phase) and rank.failure() is None:
-        rank.sleep(phase, limit_s=60.0)

@@ -39,7 +39,7 @@ from shoal.errors import CollectiveFailed
 Steps: TypeAlias = Generator[tuple[Callable[[Any], bool], Any], None, None]
 Show: TypeAlias = Callable[[int, int], None]
 Take: TypeAlias = Callable[[int, int], None]
-ONE_PASS_BYTES = 1 << 18  # which ranks beyond the second may show; up to here a second meeting costs more than adding
+ONE_PASS_BYTES = 1 << 19  # which ranks beyond the second may show; up to here a second meeting costs more than adding
 
 
 def phases(exchange: Exchange, count: int, show: Show | None, take: Take | None, root: int | None = None) -> Steps:

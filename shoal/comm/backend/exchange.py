@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.call import MOST_RANKS, Call, read
+from shoal.comm.backend.call import Call, read
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
 from shoal.errors import CollectiveFailed
@@ -31,8 +31,6 @@ AHEAD = SLOTS - LAG  # what all others have published so many phases ago has bee
 SLOT_BYTES = 1 << 19
 RING = 2 * SLOTS  # of calls: more than any rank can be ahead of another
 PHASE, CALLS, FAILED, SLEEPS, RING_AT = 0, 1, 2, 3, 8
-RANK_BITS = MOST_RANKS.bit_length()
-RANK_MASK, ALL = (1 << RANK_BITS) - 1, MOST_RANKS
 WORDS_BYTES, TEXT_BYTES = 512, 3072
 SLOTS_AT = 4096 - TOKEN_BYTES
 SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
@@ -194,31 +192,26 @@ class Exchange:
         return None
 
     def sleep(self, phase: int, limit_s: float, rank: int | None = None) -> None:
-        """Sleep until whoever is waited for has published `phase`, or somebody gives up; it may be less.
-
-        It sleeps on the phase of one rank that is late, and tells all for what: the last one that comes wakes it.
+        """Sleep until a rank that has not published `phase` publishes something or gives up; it may be less.
 
         Args: rank: who is waited for; None for all.
         """
-        late = [(other, words) for other, words in self._others if words[PHASE] < phase and rank in (None, other)]
-        if late:
-            on, words = late[0]
-            self._mine[SLEEPS] = phase << 2 * RANK_BITS | on << RANK_BITS | (ALL if rank is None else rank)
-            self._order()
-            if (seen := words[PHASE]) < phase and not any(words[FAILED] for _, words in late):
-                sleep_while(self._phase_at[on], seen, limit_s)
-            self._mine[SLEEPS] = 0
+        self._mine[SLEEPS] = 1
+        self._order()
+        for other, words in self._others:
+            late = (seen := words[PHASE]) < phase and not words[FAILED]
+            if late and rank in (None, other):
+                sleep_while(self._phase_at[other], seen, limit_s)
+                break
+        self._mine[SLEEPS] = 0
 
     def _wake(self) -> None:
-        """Whoever has begun to sleep before it could see what is told now, and has nobody else to wait for."""
+        """Whoever has begun to sleep before it could see what is published now."""
         self._order()
         for _, words in self._others:
-            if sleeps := words[SLEEPS]:
-                phase, on, rank = sleeps >> 2 * RANK_BITS, sleeps >> RANK_BITS & RANK_MASK, sleeps & RANK_MASK
-                awaited = self.words if rank == ALL else [self.words[rank]]
-                late = [w for w in awaited if w is not words and w[PHASE] < phase]
-                if not late or any(w[FAILED] for w in late):
-                    wake(self._phase_at[on])
+            if words[SLEEPS]:
+                wake(self._phase_at[self.rank])
+                break
 
     def _order(self) -> None:
         """What was written before is seen before what is written after, and likewise what is read.

@@ -1,7 +1,7 @@
 """How a rank waits for the others: it spins briefly, then sleeps until it is woken, and looks after their health.
 
       0       50 us                                                                      time-out
-      │ spin  │ sleep until the last one has come, or 20 ms: is everybody alive?         │ error
+      │ spin  │ sleep until somebody publishes, or 20 ms: is everybody alive?            │ error
 
 It never yields: on a busy machine Linux gives a process that yields its turn back only after everybody else's, while
 one that sleeps is woken at once.
