@@ -57,7 +57,7 @@ class Server(ServerOptions):
 
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data; compress of complex
-                numbers.
+                numbers; complex128.
             ConfigError: no such certificate.
         """
         if not part.owned:
@@ -68,6 +68,12 @@ class Server(ServerOptions):
             )
         if self.compress != "none":
             refuse_complex(part.owned, self.compress)
+        double = [name for name, parameter in part.owned.items() if parameter.dtype == torch.complex128]
+        if double:
+            raise StrategyRefused(
+                f"strategy server sends complex numbers as complex64, and {', '.join(double)} is complex128. Use "
+                "complex64, or ddp."
+            )
         mesh.broadcast(part.module)
         engine = self.engine(part, mesh)
         close_before_leaving(engine)

@@ -95,7 +95,8 @@ def test_ddp_takes_complex_parameters_and_sparse_gradients(kind: type[nn.Module]
     ("strategy", "kind", "words"),
     [
         ("ddp,compress=bf16", Complex, "wave is complex"),
-        ("server=1,compress=bf16", Complex, "wave is complex"),
+        ("server=1,compress=bf16", Complex, "bf16 sends real numbers, and wave is complex"),
+        ("server=1", Complex, "wave is complex128"),
         ("ddp,allreduce=ring", Rows, "table has sparse=True"),
     ],
 )
