@@ -4,7 +4,8 @@
       rank 1   logits of words 4..7  ── largest, sum of exponentials, the target's ──┴─> 3 numbers a row, not 8
 
 `Logits` has the shape of the whole. Cross-entropy and argmax over the vocabulary know what it is; so do the few
-functions that leave the vocabulary alone. Any other function gets the whole, gathered once: slower, and as exact.
+functions that leave the vocabulary alone. Any other function gets the whole, gathered once, as `on_demand.py` has it:
+slower, and as exact.
 """
 
 from __future__ import annotations
@@ -17,75 +18,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.exchange import joined
+from shoal.comm.exchange import slice_of
 from shoal.strategies.sliced.cross_entropy import cross_entropy
+from shoal.strategies.sliced.on_demand import OnDemand
 
 
-class Logits(Tensor):
+class Logits(OnDemand):
     """(..., V), of which `own` is this rank's (..., V/T)."""
-
-    own: Tensor
-    axis: Axis
-    _whole: Tensor | None
 
     @staticmethod
     def of(own: Tensor, axis: Axis) -> Logits:
-        shape = (*own.shape[:-1], own.shape[-1] * axis.size)
-        made = Tensor._make_wrapper_subclass(Logits, shape, dtype=own.dtype, device=own.device)
-        made.own, made.axis, made._whole = own, axis, None
-        found: Logits = made
-        return found
-
-    @property
-    def whole(self) -> Tensor:
-        """All logits, on every rank. Collective."""
-        if self._whole is None:
-            self._whole = joined(self.own, self.axis, self.own.dim() - 1)
-        return self._whole
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func in _DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **options)
-        if args and isinstance(args[0], Logits) and func in _KNOWN:
-            found = _KNOWN[func](*args, **options)
-            if found is not NotImplemented:
-                return found
-        return func(*_all_whole(args), **_all_whole(options))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*_all_whole(args), **_all_whole(kwargs or {}))
-
-
-def _all_whole(nest: Any) -> Any:
-    if isinstance(nest, Logits):
-        return nest.whole
-    if isinstance(nest, (list, tuple)):
-        return type(nest)(_all_whole(item) for item in nest)
-    return {key: _all_whole(value) for key, value in nest.items()} if isinstance(nest, dict) else nest
+        return Logits.slices(own, axis, own.dim() - 1)
 
 
 def _on_own(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """A function that takes each number by itself."""
-    return lambda x, *args, **options: Logits.of(function(x.own, *args, **options), x.axis)
+    return lambda x, *args, **options: x.like(function(x.own, *args, **options))
 
 
 def _flatten(x: Logits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if x.dim() < 2 or end_dim % x.dim() == x.dim() - 1:
         return NotImplemented
-    return Logits.of(x.own.flatten(start_dim, end_dim), x.axis)
+    return x.like(x.own.flatten(start_dim, end_dim))
 
 
 def _view(x: Logits, *shape: Any) -> Any:
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if not sizes or sizes[-1] != x.shape[-1]:
         return NotImplemented
-    return Logits.of(x.own.reshape(*sizes[:-1], x.own.shape[-1]), x.axis)
+    return x.like(x.own.reshape(*sizes[:-1], x.own.shape[-1]))
 
 
 def _item(x: Logits, index: Any) -> Any:
@@ -96,12 +57,12 @@ def _item(x: Logits, index: Any) -> Any:
     full = len(parts) == x.dim() or Ellipsis in parts
     if full and (parts[-1] != slice(None) or parts.count(Ellipsis) > 1):
         return NotImplemented
-    return Logits.of(x.own[index], x.axis)
+    return x.like(x.own[index])
 
 
 def _to(x: Logits, *args: Any, **options: Any) -> Any:
     dtype = args[0] if args else options.get("dtype")
-    return Logits.of(x.own.to(dtype), x.axis) if isinstance(dtype, torch.dtype) and len(args) < 2 else NotImplemented
+    return x.like(x.own.to(dtype)) if isinstance(dtype, torch.dtype) and len(args) < 2 else NotImplemented
 
 
 def _argmax(x: Logits, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -113,6 +74,19 @@ def _argmax(x: Logits, dim: int | None = None, keepdim: bool = False) -> Any:
     # The first of equals, as on one device: the largest of what is left to the end.
     left = torch.where(largest == everyone, x.axis.size * words - (index + x.axis.rank * words), 0)
     return x.axis.size * words - x.axis.largest(left)
+
+
+def _register_hook(x: Logits, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook sees a gradient that is whole where it looks at it."""
+
+    def on_slices(gradient: Tensor) -> Tensor | None:
+        seen = Logits.of(gradient, x.axis)
+        found = hook(seen)
+        if found is None or found is seen:
+            return slice_of(seen.whole, x.axis, x.along) if seen.written else None
+        return slice_of(found, x.axis, x.along)
+
+    return x.own.register_hook(on_slices)
 
 
 def _cross_entropy(
@@ -136,12 +110,7 @@ def _cross_entropy(
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
-_DESCRIBING = {
-    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.ndimension, Tensor.is_floating_point, Tensor.__len__),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")),
-    *(Tensor.is_complex, Tensor.element_size, Tensor._is_view),
-}
-_KNOWN: dict[Any, Callable[..., Any]] = {
+Logits.known = {
     F.cross_entropy: _cross_entropy,
     Tensor.argmax: _argmax,
     torch.argmax: _argmax,
@@ -160,5 +129,5 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__get__: lambda x: x.own.requires_grad,  # type: ignore[attr-defined]
     Tensor._base.__get__: lambda x: None,  # type: ignore[union-attr]
     Tensor.grad_fn.__get__: lambda x: x.own.grad_fn,  # type: ignore[union-attr]
-    Tensor.register_hook: lambda x, hook: x.own.register_hook(hook),
+    Tensor.register_hook: _register_hook,
 }

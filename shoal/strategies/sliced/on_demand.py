@@ -1,0 +1,166 @@
+"""A tensor of which each rank has a slice, and which becomes whole where somebody looks at it.
+
+      rank 0     own [ a b . . ] ─┐                              what knows slices runs on `own`, and sends little;
+                                  ├─> whole [ a b c d ]          anything else gets the whole, gathered once
+      rank 1     own [ . . c d ] ─┘
+
+It has the shape of the whole, and computes like the whole. Who writes into it writes into the gathered whole, and that
+is what it is from then on. The slices of others that share its memory would not follow, so that is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.comm.axis import Axis
+from shoal.comm.exchange import joined, slice_of
+from shoal.errors import StrategyRefused
+
+WRITTEN = (
+    "tensor: {what} writes into a tensor that lies in slices, and others have views of it that would not follow. Write "
+    "a new tensor, x = x / y for x.div_(y) say, or take a clone() first; or keep the layer that gives it whole: see "
+    "the strategy's option `whole`."
+)
+
+
+class Memory:
+    """What tensors share that are views of each other.
+
+    Attributes:
+        members: the tensors.
+        handed_out: gathered wholes that were written into, or that somebody has plain views of, each with its version
+            when it was gathered.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[weakref.ref[OnDemand]] = []
+        self.handed_out: list[tuple[Tensor, int]] = []
+
+    def join(self, member: OnDemand) -> None:
+        self.members = [*(other for other in self.members if other() is not None), weakref.ref(member)]
+
+    def refuse_what_others_miss(self, of: OnDemand, what: str) -> None:
+        """Raises StrategyRefused: a write that not all tensors of this memory would see."""
+        written = [whole for whole, version in self.handed_out if whole._version != version]
+        others = any(member() is not None and member() is not of for member in self.members)
+        if written and (others or any(whole is not of._whole for whole in written)):
+            raise StrategyRefused(WRITTEN.format(what=what))
+
+
+class OnDemand(Tensor):
+    """A tensor of which this rank has `own`, its slice along dimension `along`, differentiable.
+
+    Attributes: known: functions that run on slices; what gives NotImplemented gets the whole after all.
+    """
+
+    known: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    own: Tensor
+    axis: Axis
+    along: int
+    memory: Memory
+    _whole: Tensor | None
+    _gathered_version: int
+
+    @classmethod
+    def slices(cls, own: Tensor, axis: Axis, along: int, memory: Memory | None = None) -> Self:
+        """Args: memory: of the tensor that `own` is a view of a slice of, if it is."""
+        made: Any = _Wrapped.apply(own, cls, axis, along)
+        made.own, made.axis, made.along, made._whole = own, axis, along, None
+        made.memory = Memory() if memory is None else memory
+        made.memory.join(made)
+        found: Self = made
+        return found
+
+    def like(self, own: Tensor) -> Self:
+        """What a function of slices gave, of this tensor's."""
+        if own is self.own:
+            return self
+        same = own.untyped_storage().data_ptr() == self.own.untyped_storage().data_ptr()
+        along = own.dim() - (self.own.dim() - self.along)
+        return type(self).slices(own, self.axis, along, self.memory if same else None)
+
+    @property
+    def whole(self) -> Tensor:
+        """All of it, on every rank. Collective."""
+        if self._whole is None:
+            # With its graph even where nobody wants one now: who looks next may. And with a count of what is written.
+            with torch.inference_mode(False), torch.set_grad_enabled(self.own.requires_grad):
+                self._whole = joined(self.own, self.axis, self.along)
+            self._gathered_version = self._whole._version
+        return self._whole
+
+    @property
+    def written(self) -> bool:
+        """Whether the whole is no longer what the slices are."""
+        return self._whole is not None and self._whole._version != self._gathered_version
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in DESCRIBING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **options)
+        items = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, OnDemand)]
+        for item in items:
+            item.memory.refuse_what_others_miss(item, "somebody")
+        first = args[0] if args else None
+        if isinstance(first, OnDemand) and func in first.known and not first.written:
+            found = first.known[func](*args, **options)
+            if found is not NotImplemented:
+                return found
+        result = func(*_wholes(args), **_wholes(options))
+        for item in items:
+            item._note_what_is_seen(result, getattr(func, "__name__", str(func)))
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:  # below the level where it would be noticed
+            raise StrategyRefused(WRITTEN.format(what=func))
+        return func(*_wholes(args), **_wholes(kwargs or {}))
+
+    def _note_what_is_seen(self, result: Any, what: str) -> None:
+        whole = self.whole
+        shared = any(isinstance(leaf, Tensor) and _shares(leaf, whole) for leaf in tree_leaves(result))
+        if (self.written or shared) and all(whole is not other for other, _ in self.memory.handed_out):
+            self.memory.handed_out.append((whole, self._gathered_version))
+        self.memory.refuse_what_others_miss(self, what)
+
+
+def _wholes(nest: Any) -> Any:
+    return tree_map_only(OnDemand, lambda item: item.whole, nest)
+
+
+def _shares(leaf: Tensor, whole: Tensor) -> bool:
+    plain = type(leaf) is Tensor and leaf.layout is torch.strided
+    return plain and leaf.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+class _Wrapped(torch.autograd.Function):
+    """The wrapper in autograd's eyes: what takes it as a whole, a Function of somebody's own, gives a whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, kind: type[OnDemand], axis: Axis, along: int) -> Any:
+        ctx.axis, ctx.along = axis, along
+        shape = (*own.shape[:along], own.shape[along] * axis.size, *own.shape[along + 1 :])
+        return Tensor._make_wrapper_subclass(kind, shape, dtype=own.dtype, device=own.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return slice_of(gradient, ctx.axis, ctx.along).contiguous(), None, None, None
+
+
+DESCRIBING = {
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.ndimension, Tensor.is_floating_point, Tensor.__len__),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")),
+    *(Tensor.is_complex, Tensor.element_size, Tensor._is_view, Tensor.__hash__),
+}
+"""What asks a tensor about itself, and nothing about its numbers."""
