@@ -27,7 +27,7 @@ class Region:
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
         self.module, self.name, self.axis = module, name, axis
         self.depth = 0
-        self.copies: list[tuple[Tensor, int, Entered]] = []
+        self.copies: list[tuple[Tensor, tuple[int, bool], Entered]] = []
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self.depth += 1
@@ -47,12 +47,15 @@ class Region:
                 f"it, where its slice of the output would be taken for the whole. Call {self.name or 'the model'}, or "
                 "keep the layer whole: see the strategy's option `whole`."
             )
-        for source, version, made in self.copies:
-            if source is x and version == x._version:
+        if x.is_inference():  # nobody counts what is written into it, and there is no backward pass
+            return enter(x, self.axis)
+        state = (x._version, torch.is_grad_enabled())
+        for source, seen, made in self.copies:
+            if source is x and seen == state:
                 return made
         made = enter(x, self.axis)
         # A region may be large, and what was gathered for one of its pairs is not to live until its end.
-        self.copies = [*self.copies[-1:], (x, x._version, made)]
+        self.copies = [*self.copies[-1:], (x, state, made)]
         return made
 
 
