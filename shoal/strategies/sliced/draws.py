@@ -55,7 +55,7 @@ class WholeDraws(TorchFunctionMode):
         if attn_mask is not None:
             allowed = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
-        weights = scores.softmax(-1)
+        weights = torch._safe_softmax(scores, -1)  # a row with all keys hidden is 0
         attended: Tensor = weights * dropout_factors(weights, dropout_p, self.axis) @ value
         return attended
 

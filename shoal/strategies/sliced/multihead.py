@@ -72,7 +72,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), None
             scores = _scores(q, k, mask)
             return scores @ v, scores
-        scores = _scores(q, k, mask)
+        scores = _scores(q, k, mask, safe=not need_weights)
         scores = scores * dropout_factors(scores, self.dropout, axis)
         return scores @ v, scores if need_weights else None
 
@@ -117,10 +117,11 @@ class _Inside:
         self.region.copies = []
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, safe: bool = False) -> Tensor:
+    """Args: safe: a row with all keys hidden is 0, as where torch leaves it to SDPA, and not NaN."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    weights: Tensor = (scores if mask is None else scores + mask).softmax(-1)
-    return weights
+    scores = scores if mask is None else scores + mask
+    return torch._safe_softmax(scores, -1) if safe else scores.softmax(-1)
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
