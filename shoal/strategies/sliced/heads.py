@@ -18,12 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.axis import Axis
+from shoal.comm.exchange import join
 from shoal.comm.norm import whole
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.beside import copied
 from shoal.strategies.sliced.draws import WholeDraws
+from shoal.strategies.sliced.hooks import hooked_inside
+from shoal.strategies.sliced.on_demand import OnDemand
 from shoal.strategies.sliced.pairs import Modules, width_in, width_out
 from shoal.strategies.sliced.region import Region
 
@@ -84,6 +88,9 @@ def _heads(name: str, module: nn.Module, columns: tuple[str, ...], row: str, mod
     layers = [below.get(path) for path in (*columns, row)]
     if not all(layer is not None and modules.may_be_cut(layer, (nn.Linear,)) for layer in layers):
         return None
+    if (seen := hooked_inside(module)) is not None:
+        modules.reasons[name] = f"hooks of its {seen} would see a slice of what goes by"
+        return None
     path, _, _ = columns[0].rpartition(".")
     owner, fused = below[path], 3 if len(columns) == 1 else 1
     width, head_width, heads = width_in(layers[-1]), _number(owner, HEAD_WIDTHS), _number(owner, HEADS)
@@ -123,32 +130,43 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return found[0] if found else None
 
 
+class OfHeads(OnDemand):
+    """A part of the output that each rank has for its heads, their weights say; whole where somebody looks at it."""
+
+
 class HeadsRegion(Region):
-    """A region whose first forward pass is compared with that of the whole.
+    """A region whose first forward pass is compared with that of the whole, in training and in evaluation.
 
     Args: layers: the cut ones. counted: (module, attribute): what a rank has 1/T of.
+
+    Attributes: outputs: what was found, by whether it trains: for each tensor of the output None, or the dimension of
+        the heads that this rank has of it.
     """
 
     def __init__(
         self, module: nn.Module, name: str, axis: Axis, layers: list[Any], counted: list[tuple[nn.Module, str]]
     ) -> None:
         super().__init__(module, name, axis)
-        self.layers, self.counted, self.compared = layers, counted, False
+        self.layers, self.counted = layers, counted
+        self.outputs: dict[bool, list[int | None]] = {}
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        if self.compared:
+        if self.depth:  # its forward pass calls itself
             return self._sliced(*inputs, **options)
-        self.compared = True
+        if self.module.training in self.outputs:
+            return self._handed_on(self._sliced(*inputs, **options))
         others, other_options = copied((inputs, options))
         expected = self._whole(*others, **other_options)
         try:
             found = self._sliced(*inputs, **options)
         except RuntimeError as error:
             raise StrategyRefused(f"{self._head()}its forward pass fails: {error}. {self._cure()}") from error
-        self._compare(found, expected)
-        return found
+        self.outputs[self.module.training] = self._compared(found, expected)
+        return self._handed_on(found)
 
     def _sliced(self, *inputs: Any, **options: Any) -> Any:
+        # What it has handed on comes back: a cache of keys and values, say.
+        inputs, options = tree_map_only(OfHeads, lambda x: x if x.written else x.own, (inputs, options))
         with WholeDraws(self.axis) if self.module.training else nullcontext():
             return super().__call__(*inputs, **options)
 
@@ -161,9 +179,11 @@ class HeadsRegion(Region):
                 for key, parameter in layer._parameters.items():
                     layer._parameters[key] = None if parameter is None else nn.Parameter(whole(parameter), False)
             self._count(self.axis.size, 1)
+            self.depth += 1
             try:
                 return type(self.module).forward(self.module, *inputs, **options)
             finally:
+                self.depth -= 1
                 self._count(1, self.axis.size)
                 for layer, kind, parameters in zip(self.layers, kinds, own, strict=True):
                     layer.__class__ = kind
@@ -173,16 +193,46 @@ class HeadsRegion(Region):
         for module, key in self.counted:
             setattr(module, key, getattr(module, key) * times // divided_by)
 
-    def _compare(self, found: Any, expected: Any) -> None:
-        found, expected = (value[0] if isinstance(value, tuple) else value for value in (found, expected))
-        alike = isinstance(found, Tensor) and found.shape == expected.shape
-        size = expected.abs().max().double() if alike else 0.0
-        error = (found.detach() - expected).abs().max().double() / size if alike and size else torch.tensor(0.0)
-        if not alike or not error <= TOLERANCES.get(found.dtype, 0.1):
+    def _compared(self, found: Any, expected: Any) -> list[int | None]:
+        """Of each tensor the dimension in which this rank has a slice of it. Raises StrategyRefused."""
+        pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=False))
+        tensors = [(mine, other) for mine, other in pairs if isinstance(mine, Tensor) and isinstance(other, Tensor)]
+        if _kinds(found) != _kinds(expected) or not tensors:
+            raise StrategyRefused(f"{self._head()}its output has other parts than that of the whole. {self._cure()}")
+        return [self._along(mine.detach(), other) for mine, other in tensors]
+
+    def _along(self, found: Tensor, expected: Tensor) -> int | None:
+        along = None
+        if found.shape != expected.shape and found.dim() == expected.dim():
+            apart = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
+            if len(apart) == 1 and found.shape[apart[0]] * self.axis.size == expected.shape[apart[0]]:
+                along = apart[0]
+                found = join(found, self.axis, along, expected.shape[along])
+        alike = found.shape == expected.shape
+        error = _relative_error(found, expected) if alike else torch.inf
+        if not error <= TOLERANCES.get(found.dtype, 0.1):
             raise StrategyRefused(
-                f"{self._head()}its output is not that of the whole (relative difference {float(error):.1e}). "
-                f"{self._cure()}"
+                f"{self._head()}its output is not that of the whole (relative difference {error:.1e}). {self._cure()}"
             )
+        return along
+
+    def _handed_on(self, found: Any) -> Any:
+        """The output, with what this rank has a slice of as what knows that."""
+        outputs = self.outputs[self.module.training]
+        if sum(isinstance(leaf, Tensor) for leaf in tree_leaves(found)) != len(outputs):
+            raise StrategyRefused(
+                f"{self._head()}its output has other parts than in its first forward pass, which were not compared "
+                f"with those of the whole. {self._cure()}"
+            )
+        if not any(along is not None for along in outputs):
+            return found
+        left = iter(outputs)
+
+        def handed_on(tensor: Tensor) -> Tensor:
+            along = next(left)
+            return tensor if along is None else OfHeads.slices(tensor, self.axis, along)
+
+        return tree_map_only(Tensor, handed_on, found)
 
     def _head(self) -> str:
         return f"{self.name or 'the model'}: with its layers in slices "
@@ -192,3 +242,15 @@ class HeadsRegion(Region):
             "It does more with them than their names, or the plan, tell. Keep it whole: "
             f"tensor={self.axis.size},whole={self.name or '...'}."
         )
+
+
+def _kinds(output: Any) -> list[bool]:
+    """Which of its parts are tensors."""
+    return [isinstance(leaf, Tensor) for leaf in tree_leaves(output)]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    size, error = expected.abs().max().double(), (found.double() - expected.double()).abs().max()
+    return float(error / size if size else error)
