@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.heads import Heads, counts_of
+from shoal.strategies.sliced.hooks import hooked_between
 from shoal.strategies.sliced.pairs import CONVOLUTIONS, LINEAR, Modules, width_in, width_out
 
 
@@ -50,6 +51,18 @@ def asked(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) ->
         for row, (_, columns) in rows.items()
         if not columns
     ]
+    belongs = {column: [row for row, (_, columns) in rows.items() if column in columns] for column in used}
+    problems += [
+        f"{column} may belong to {' or to '.join(belongs[column])}, all in one module: put each pair into a module of "
+        "its own, or leave out cut_by, and pairs are found by what the model does"
+        for column in how
+        if len(belongs.get(column, [])) > 1
+    ]
+    problems += [
+        f"hooks of {seen} would see a slice between {row} and its columns: take them off, or leave the pair whole"
+        for row, (region, columns) in rows.items()
+        if (seen := hooked_between(region, (*columns, row), modules.by_name)) is not None
+    ]
     problems += [
         f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into it: name pairs inside one "
         "of its blocks, or leave out pipeline"
@@ -64,7 +77,8 @@ def asked(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) ->
 def _problem(name: str, kind: str, modules: Modules) -> str:
     module = modules.by_name[name]
     if not modules.may_be_cut(module, (*LINEAR, *CONVOLUTIONS)) or getattr(module, "groups", 1) != 1:
-        return f"{name} is a {type(module).__name__}; what can be cut are Linear and convolutions, used in one place"
+        kinds = "Linear and convolutions without hooks, used in one place"
+        return f"{name} is a {type(module).__name__}; what can be cut are {kinds}"
     width = width_out(module) if kind == "column" else width_in(module)
     if width % modules.degree:
         return f"{name} has {width} {'outputs' if kind == 'column' else 'inputs'}, no multiple of {modules.degree}"

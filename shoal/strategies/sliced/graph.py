@@ -3,12 +3,17 @@
 A module whose forward pass depends on values, or that fx cannot follow, is a leaf of the graph around it, and the root
 of a graph of its own. What runs depends on more than the modules, so a forward pass is looked at in training and in
 evaluation, and with its optional arguments given and left out; only what is so in every graph counts.
+
+What a module keeps for others to look at, self.seen = x say, is no edge of a graph. But the tracer's stand-in for it
+outlives the tracer, and that marks its node.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +22,9 @@ from torch.nn.modules.container import ModuleDict, ModuleList
 
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.sliced.transposed import is_transposed
+
+KEPT = "kept"
+"""In the `meta` of a node: somebody has kept its value, outside of the graph."""
 
 
 def graphs(
@@ -84,16 +92,31 @@ def _optional(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _graph(module: nn.Module, opaque: set[nn.Module], left_out: dict[str, Any]) -> fx.Graph | None:
+    before = [(m, dict(vars(m))) for m in module.modules()]
     while True:
         tracer = _Tracer(opaque)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return tracer.trace(module, left_out or None)
+                graph = tracer.trace(module, left_out or None)
+            tracer.mark_kept()
+            return graph
         except Exception:  # noqa: BLE001 - whatever a forward pass may say to values that are not there
             if tracer.failed is None:
                 return None
             opaque.add(tracer.failed)
+        finally:
+            _restore(before)
+
+
+def _restore(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Modules lose the stand-ins that they have kept."""
+    for module, attributes in before:
+        held = vars(module)
+        for key in [key for key, value in held.items() if isinstance(value, fx.Proxy)]:
+            del held[key]
+            if key in attributes:
+                held[key] = attributes[key]
 
 
 class _Tracer(fx.Tracer):
@@ -101,6 +124,20 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.opaque = opaque
         self.failed: nn.Module | None = None
+        self.made: list[tuple[weakref.ref[fx.Proxy], fx.Node]] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        made = super().proxy(node)
+        self.made.append((weakref.ref(made), node))
+        return made
+
+    def mark_kept(self) -> None:
+        """After the trace: nodes whose stand-ins somebody still has."""
+        if any(made() is not None for made, _ in self.made):
+            gc.collect()  # all ranks have to find the same
+        for made, node in self.made:
+            if made() is not None:
+                node.meta[KEPT] = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self.opaque or is_transposed(m) or super().is_leaf_module(m, module_qualified_name)

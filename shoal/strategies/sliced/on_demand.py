@@ -145,7 +145,7 @@ def _shares(leaf: Tensor, whole: Tensor) -> bool:
 
 
 class _Wrapped(torch.autograd.Function):
-    """The wrapper in autograd's eyes: what takes it as a whole, a Function of somebody's own, gives a whole gradient."""
+    """The wrapper in autograd's eyes: who takes it as a whole, a Function of somebody's own, gives a whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, kind: type[OnDemand], axis: Axis, along: int) -> Any:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shoal.pipeline.uncut import Uncut
+from shoal.strategies.sliced.graph import KEPT
+from shoal.strategies.sliced.hooks import hooked, hooked_border, hooked_parameter
 from shoal.strategies.sliced.transposed import is_transposed
 
 LINEAR = (nn.Linear,)
@@ -88,6 +90,10 @@ class Modules:
         self.shared = {m for m in self.left if any(parameters[id(p)] > 1 for p in m.parameters(recurse=False))}
         self.shared |= {m for m, times in Counter(m for _, m in _all_paths(model)).items() if times > 1}
         self.reasons: dict[str, str] = {}
+        for module, name in list(self.left.items()):
+            if (key := hooked_parameter(module)) is not None:
+                self.reasons[name] = f"its {key} has hooks, which would not know of a slice"
+                del self.left[module]
         if uncut is not None:
             self._leave_to_stages(uncut)
 
@@ -111,10 +117,9 @@ class Modules:
 
     def may_be_cut(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
         """Whether it is exactly of a known kind, used in one place, and nobody's hooks see its output."""
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         known = type(module) in kinds or (nn.Linear in kinds and is_transposed(module))
         plain = known and "forward" not in vars(module)
-        return plain and module in self.left and module not in self.shared and not any(hooks)
+        return plain and module in self.left and module not in self.shared and not hooked(module)
 
 
 def pairs(graph: fx.Graph, root: str, modules: Modules) -> set[Pair]:
@@ -174,8 +179,8 @@ class _Walk:
         if not isinstance(source, fx.Node) or not self._known(source):
             return False
         takes_slices = self.inside - {*self.columns} | {row}  # a column layer takes what is whole
-        alone = all(set(node.users) <= takes_slices for node in self.inside)
-        return bool(self.columns) and alone and self._fits(row)
+        alone = all(set(node.users) <= takes_slices and KEPT not in node.meta for node in self.inside)
+        return bool(self.columns) and alone and self._fits(row) and self._unseen(row)
 
     def pair(self, row: fx.Node) -> Pair:
         names = sorted({self.name(node) for node in self.columns})
@@ -219,8 +224,14 @@ class _Walk:
     def _fits(self, row: fx.Node) -> bool:
         module, degree = self.modules.by_name[self.name(row)], self.modules.degree
         width = width_in(module)
-        assert all(width_out(self.modules.by_name[self.name(c)]) == width for c in self.columns)
+        for column in self.columns:
+            if (other := width_out(self.modules.by_name[self.name(column)])) != width:  # spread, where the two meet
+                return self._reason(column, f"its {other} outputs meet {width} of another layer")
         return width % degree == 0 or self._reason(row, f"its {width} inputs are no multiple of {degree}")
+
+    def _unseen(self, row: fx.Node) -> bool:
+        found = hooked_border((*self.inside, row), self.prefix, self.modules.by_name)
+        return found is None or self._reason(row, f"hooks of {found} would see a slice of what goes by")
 
     def _reason(self, node: fx.Node, text: str) -> bool:
         self.modules.reasons[self.name(node)] = text

@@ -17,6 +17,7 @@ from shoal.pipeline.uncut import Uncut
 from shoal.strategies.sliced.asked import asked
 from shoal.strategies.sliced.graph import graphs
 from shoal.strategies.sliced.heads import Heads, attentions
+from shoal.strategies.sliced.hooks import hooked
 from shoal.strategies.sliced.pairs import CONVOLUTIONS, Modules, Pair, pairs
 
 HEAD_NAMES = ("head", "lm_head", "output", "decoder", "fc_out", "classifier", "proj_out", "embed_out", "to_logits")
@@ -128,7 +129,7 @@ def _is_multihead(module: nn.Module, name: str, modules: Modules) -> bool:
         modules.reasons[name] = f"its {module.num_heads} heads are no multiple of {modules.degree}"
     elif not same:
         modules.reasons[name] = "keys and values of other widths, or added biases, are not known here"
-    elif not modules.may_be_cut(module, (nn.MultiheadAttention,)):
+    elif not modules.may_be_cut(module, (nn.MultiheadAttention,)) or module.out_proj not in modules.left:
         modules.reasons[name] = "it is shared, or has hooks"
     else:
         return True
@@ -144,6 +145,7 @@ def _has_feed_forward(module: Any, modules: Modules) -> bool:
         known
         and all(modules.may_be_cut(layer, (nn.Linear,)) for layer in layers)
         and modules.may_be_cut(module.dropout, (nn.Dropout,))
+        and not (isinstance(module.activation, nn.Module) and hooked(module.activation))
         and layers[0].out_features % modules.degree == 0
     )
 
@@ -163,10 +165,10 @@ def _vocabulary(model: nn.Module, modules: Modules) -> tuple[tuple[str, ...], tu
         if type(module) is nn.Embedding and module.num_embeddings in words and _plain_embedding(module):
             if module.num_embeddings % modules.degree:
                 modules.reasons[name] = f"its {module.num_embeddings} words are no multiple of {modules.degree}"
-            elif module in modules.left and "forward" not in vars(module) and not module._forward_hooks:
+            elif module in modules.left and "forward" not in vars(module) and not hooked(module):
                 embeddings.append(name)
     for name, module in candidates.items():
-        plain = module in modules.left and "forward" not in vars(module) and not module._forward_hooks
+        plain = module in modules.left and "forward" not in vars(module) and not hooked(module)
         if module.out_features % modules.degree:
             modules.reasons[name] = f"its {module.out_features} words are no multiple of {modules.degree}"
         elif modules.uncut is not None and modules.uncut.running(name) != {modules.uncut.last}:
