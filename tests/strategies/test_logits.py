@@ -71,6 +71,24 @@ def with_a_function_of_its_own(x: Tensor) -> Tensor:
     return F.cross_entropy(x, TARGET) + Squares.apply(x.view(5, WORDS))
 
 
+class Tenth(torch.autograd.Function):
+    """Gives back what it was given, or a copy, and a tenth of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: bool) -> Tensor:
+        return x.clone() if copies else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 0.1 * gradient, None
+
+
+def through_functions_of_its_own(x: Tensor) -> Tensor:
+    copy, same = Tenth.apply(x, True), Tenth.apply(x, False)
+    losses = [F.cross_entropy(logits, TARGET) for logits in (x, copy, same)]
+    return torch.stack(losses).sum() + copy.exp().mean()
+
+
 def hooked(x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: gradient / gradient.norm())
     return F.cross_entropy(x, TARGET)
@@ -78,7 +96,7 @@ def hooked(x: Tensor) -> Tensor:
 
 LOSSES = (
     *(masked, scaled, written_through_a_view, written_unseen_by_autograd, written_after_the_loss),
-    *(looked_at_without_gradients, with_a_function_of_its_own, hooked),
+    *(looked_at_without_gradients, with_a_function_of_its_own, through_functions_of_its_own, hooked),
 )
 
 

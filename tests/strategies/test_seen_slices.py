@@ -1,6 +1,7 @@
 """What the user's own code would see of a slice: it stays whole, becomes whole where it is seen, or is refused."""
 
 import operator
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from named_models import bert
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.errors import StrategyRefused
+import shoal
+from shoal.errors import StrategyRefused, UsageError
 from shoal.proof import Experiment, prove
 from shoal.proof.zoo import WORDS, gpt_untied, image_loader, token_loader
 from shoal.strategies.sliced.draws import WholeDraws
 from shoal.strategies.tensor import TensorParallel, plan_of
+from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
@@ -195,3 +199,20 @@ def of_rows() -> nn.Module:
 def test_a_mean_over_heads_is_refused_in_the_first_step() -> None:
     with pytest.raises(Exception, match=r"its output is not that of the whole .*whole=attention"):
         prove(Experiment(of_rows, image_loader, F.cross_entropy, steps=1), "tensor=2", 2)
+
+
+def evaluated_with_padding() -> str:
+    run = shoal.init("tensor=2", announce=lambda _: None)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 5, 8)
+    model, _, _ = run.prepare(model, optimizer, DataLoader(TensorDataset(x, x), batch_size=4))
+    padded = torch.arange(5).expand(4, -1) > 3
+    warnings.simplefilter("ignore")  # in this rank: torch says that nested tensors may change
+    with torch.no_grad(), pytest.raises(UsageError) as refusal:
+        model.eval()(x, src_key_padding_mask=padded)
+    return str(refusal.value)
+
+
+def test_nested_tensors_are_refused() -> None:
+    assert all("Make it with enable_nested_tensor=False" in said for said in world.run(2, evaluated_with_padding))

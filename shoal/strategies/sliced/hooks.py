@@ -32,7 +32,7 @@ def hooked_border(nodes: Iterable[fx.Node], prefix: str, by_name: Mapping[str, n
     Args: prefix: of names in the graph.
     """
     paths = [_containers(node) for node in nodes]
-    parting = set[str]().union(*paths) - paths[0].intersection(*paths)
+    parting = {path for path in set[str]().union(*paths) if not all(path in others for others in paths)}
     return next((path for path in sorted(parting) if hooked(by_name[prefix + path])), None)
 
 

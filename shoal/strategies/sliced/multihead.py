@@ -15,6 +15,12 @@ from shoal.strategies.sliced.fused import regrouped
 from shoal.strategies.sliced.linear import added, summed
 from shoal.strategies.sliced.region import Region, here
 
+NESTED = (
+    "tensor: in evaluation nn.TransformerEncoder hands padded sequences to its layers as nested tensors, which layers "
+    "in slices do not take. Make it with enable_nested_tensor=False; what it gives for padded tokens is then computed "
+    "like that of others, in evaluation as in training, and no longer 0."
+)
+
 
 class SlicedMultiheadAttention(nn.MultiheadAttention):
     """nn.MultiheadAttention with some of the heads on each rank.
@@ -39,6 +45,8 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         """As in torch; with `need_weights` the weights are the mean over all heads, or of each head."""
         if is_causal and attn_mask is None:
             raise UsageError("attention with is_causal=True needs attn_mask as well, as it does on one device.")
+        if query.is_nested:
+            raise UsageError(NESTED)
         with _Inside(self.region):
             inputs = [x if query.dim() == 3 else x.unsqueeze(0) for x in (query, key, value)]
             if not self.batch_first and query.dim() == 3:

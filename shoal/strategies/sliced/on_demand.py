@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.axis import Axis
-from shoal.comm.exchange import joined, slice_of
+from shoal.comm.exchange import join, joined, slice_of
 from shoal.errors import StrategyRefused
 
 WRITTEN = (
@@ -110,6 +110,7 @@ class OnDemand(Tensor):
                 return func(*args, **options)
         items = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, OnDemand)]
         for item in items:
+            item._follow()
             item.memory.refuse_what_others_miss(item, "somebody")
         first = args[0] if args else None
         if isinstance(first, OnDemand) and func in first.known and not first.written:
@@ -126,6 +127,17 @@ class OnDemand(Tensor):
         if func._schema.is_mutable:  # below the level where it would be noticed
             raise StrategyRefused(WRITTEN.format(what=func))
         return func(*_wholes(args), **_wholes(kwargs or {}))
+
+    def _follow(self) -> None:
+        """Where a Function of somebody's own, a checkpoint say, gave this wrapper: the slices come from it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            cut_off = self.requires_grad and not self.own.requires_grad
+        if not cut_off:
+            return
+        if self.written:
+            raise StrategyRefused(WRITTEN.format(what="an autograd.Function"))
+        with torch.inference_mode(False), torch.enable_grad():
+            self.own, self._whole = _Own.apply(self, self.own), None
 
     def _note_what_is_seen(self, result: Any, what: str) -> None:
         whole = self.whole
@@ -156,6 +168,19 @@ class _Wrapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return slice_of(gradient, ctx.axis, ctx.along).contiguous(), None, None, None
+
+
+class _Own(torch.autograd.Function):
+    """The slices of a wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, wrapper: OnDemand, own: Tensor) -> Tensor:
+        ctx.axis, ctx.along, ctx.length = wrapper.axis, wrapper.along, wrapper.shape[wrapper.along]
+        return own.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return join(gradient, ctx.axis, ctx.along, ctx.length), None
 
 
 DESCRIBING = {
