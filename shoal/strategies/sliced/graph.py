@@ -128,7 +128,8 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         made = super().proxy(node)
-        self.made.append((weakref.ref(made), node))
+        if node.op.startswith("call"):
+            self.made.append((weakref.ref(made), node))
         return made
 
     def mark_kept(self) -> None:

@@ -177,7 +177,8 @@ class HeadsRegion(Region):
             for layer in self.layers:
                 layer.__class__ = layer.sliced_from
                 for key, parameter in layer._parameters.items():
-                    layer._parameters[key] = None if parameter is None else nn.Parameter(whole(parameter), False)
+                    with torch.inference_mode(False):  # the ranks' messages are received outside of it
+                        layer._parameters[key] = None if parameter is None else nn.Parameter(whole(parameter), False)
             self._count(self.axis.size, 1)
             self.depth += 1
             try:
