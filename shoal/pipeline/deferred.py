@@ -2,22 +2,41 @@
 
       micro-batch   0        1        2        3
       normalised by its own mean and variance, each
-      counted       sum, sum of squares and number of entries add up ──> one update of the running statistics
+      counted       number, mean and squared deviations are merged ──> one update of the running statistics
+
+A module that is called twice in a forward pass has two updates, in the order of its calls.
 
 The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3). Gradients differ from one device all the same.
+Merged as by Chan, Golub and LeVeque (Technical Report STAN-CS-79-773): a difference of large squares would be noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.norm import local
+
+
+class _Call(NamedTuple):
+    """One of the calls of a module in a forward pass; in their order."""
+
+    norm: int
+    stage: int
+    turn: int
+
+
+class _Seen(NamedTuple):
+    """Of one call in some micro-batches."""
+
+    number: int
+    mean: Tensor  # float64, one entry for each channel, as are the next
+    squares: Tensor  # of deviations from the mean, summed
 
 
 class DeferredStatistics:
@@ -29,11 +48,14 @@ class DeferredStatistics:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = {id(m): m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats}
         self._norms = list(found.values())
-        self._sums: dict[int, list[Tensor]] = {}
+        self._seen: dict[_Call, _Seen] = {}
+        self._calls: dict[int, int] = {}
+        self._stage = 0
 
     @contextmanager
-    def counting(self, rows: int) -> Iterator[None]:
-        """The time of a forward pass through a micro-batch; running statistics stay what they are."""
+    def counting(self, rows: int, stage: int = 0) -> Iterator[None]:
+        """The time of a micro-batch's forward pass through a stage; running statistics stay what they are."""
+        self._calls, self._stage = {}, stage
         norms = [norm for norm in self._norms if norm.training]
         kept = [(norm, norm.momentum, _count(norm).clone()) for norm in norms]
         # Looked at now only: not while a forward pass is computed again, nor for a stand-in.
@@ -54,20 +76,19 @@ class DeferredStatistics:
             x = inputs[0]
             dims = [dim for dim in range(x.dim()) if dim != 1]
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            number = torch.tensor(float(x.numel() // x.shape[1]), device=x.device, dtype=wide.dtype)
-            seen = [number, wide.sum(dims), wide.square().sum(dims)]
-        known = self._sums.get(id(norm))
-        self._sums[id(norm)] = seen if known is None else [a + b for a, b in zip(known, seen, strict=True)]
+            variance, mean = torch.var_mean(wide, dims, correction=0)
+            number = x.numel() // x.shape[1]
+            seen = _Seen(number, mean.double(), variance.double() * number)
+        call = _Call(id(norm), self._stage, self._calls.get(id(norm), 0))
+        self._calls[id(norm)] = call.turn + 1
+        self._seen[call] = _merged(self._seen[call], seen) if call in self._seen else seen
 
     def commit(self) -> None:
-        """One update of all running statistics, as after one batch."""
-        for norm in self._norms:
-            sums = self._sums.pop(id(norm), None)
-            if sums is None:
-                continue
-            number, total, squares = sums
-            mean = total / number
-            variance = (squares / number - mean.square()) * number / (number - 1).clamp(min=1)
+        """One update of all running statistics for each call, as after one batch."""
+        norms = {id(norm): norm for norm in self._norms}
+        for call in sorted(self._seen):
+            norm, (number, mean, squares) = norms[call.norm], self._seen[call]
+            variance = squares / max(number - 1, 1)
             assert norm.running_mean is not None
             assert norm.running_var is not None
             _count(norm).add_(1)
@@ -75,6 +96,14 @@ class DeferredStatistics:
             # This rank's channels, where a norm is in slices.
             local(norm.running_mean).lerp_(mean.to(norm.running_mean.dtype), share)
             local(norm.running_var).lerp_(variance.to(norm.running_var.dtype), share)
+        self._seen.clear()
+
+
+def _merged(one: _Seen, other: _Seen) -> _Seen:
+    number, apart = one.number + other.number, other.mean - one.mean
+    mean = one.mean + apart * (other.number / number)
+    squares = one.squares + other.squares + apart.square() * (one.number * other.number / number)
+    return _Seen(number, mean, squares)
 
 
 def _count(norm: _BatchNorm) -> Tensor:
