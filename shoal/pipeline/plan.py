@@ -13,7 +13,7 @@ from shoal.errors import StrategyRefused, did_you_mean
 from shoal.pipeline.balance import balanced
 from shoal.pipeline.steps import crossing, observe, places, sizes, steps_of
 from shoal.pipeline.together import Wish, parted
-from shoal.pipeline.trace import Traced, traced
+from shoal.pipeline.trace import Traced, forget, traced
 from shoal.pipeline.uncut import Uncut
 
 
@@ -45,6 +45,7 @@ def trace_for(
     coarse = traced(model, num_inputs, whole, sample)
     if len(places(coarse.training, None)) + 1 >= num_stages:
         return coarse
+    forget(model, coarse.added)
     fine = traced(model, num_inputs, frozenset(), sample)
     found = len(places(fine.training, None))
     if found + 1 < num_stages:

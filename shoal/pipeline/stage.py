@@ -184,7 +184,9 @@ def held(model: nn.Module, targets: Set[str], others: Set[str] = frozenset()) ->
             tree.put(path, value)
         else:
             home = model.get_submodule(owner)
-            tree.put(path, getattr(home, name), name not in home._non_persistent_buffers_set)
+            # A plain attribute that holds a tensor is in no state dict.
+            plain = name not in home._parameters and name not in home._buffers
+            tree.put(path, getattr(home, name), not plain and name not in home._non_persistent_buffers_set)
     return tree
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.pipeline.buffers import Buffers
+
 FREE = ("placeholder", "get_attr", "output")
 SIZES = ("size", "dim", "numel", "__len__", "ndimension")
 REPEATS = 3
@@ -76,16 +78,14 @@ def places(graph: fx.Graph, seen: Mapping[fx.Node, Seen] | None) -> list[int]:
 
 def observe(model: nn.Module, graph: fx.Graph, sample: tuple[Any, ...]) -> dict[fx.Node, Seen]:
     """Run each step forward and backward on a sample; buffers and gradients of the model stay as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = Buffers(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.random.fork_rng():
             watcher = _Watcher(model, graph)
             watcher.run(*sample)
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
     return watcher.seen

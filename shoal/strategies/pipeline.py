@@ -18,7 +18,7 @@ bubble). The tables of the last three and the backward pass in halves are those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ from shoal.pipeline.stage import Stage, held, let_go, seen_by, stages, unused
 from shoal.pipeline.table import Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.timing import idle_shares, timeline
+from shoal.pipeline.trace import Traced
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.base import Part, Sample
 from shoal.strategies.options import PipelineOptions
@@ -64,8 +65,8 @@ class Pipeline(PipelineOptions):
             return part
         mesh.pipeline.broadcast(part.module)
         chosen = self._table(part.sample)
-        where, uncut = self._where(part, mesh, chosen)
-        return _cut(part, mesh, chosen, where, uncut, self.microbatches == 0)
+        where, uncut, graph = self._where(part, mesh, chosen)
+        return _cut(part, mesh, chosen, where, uncut, graph, self.microbatches == 0)
 
     def _refuse(self, part: Part) -> None:
         if self.ranks > 1 and part.sample is None:
@@ -74,7 +75,8 @@ class Pipeline(PipelineOptions):
                 "Prepare a loader: run.prepare(model, optimizer, loader)."
             )
         model = part.module
-        if self.ranks > 1 and (model._forward_hooks or model._forward_pre_hooks_with_kwargs or model._backward_hooks):
+        hooks = (model._forward_hooks, model._forward_pre_hooks_with_kwargs)
+        if self.ranks > 1 and any((*hooks, model._backward_hooks, model._backward_pre_hooks)):
             raise StrategyRefused(
                 "pipeline: the model itself has hooks on its output, its gradients or its named arguments, and no rank "
                 "calls all of it. Put them on a module inside; hooks on positional inputs are called."
@@ -84,21 +86,28 @@ class Pipeline(PipelineOptions):
         wanted = self.microbatches or _chosen(self.schedule, self.ranks, 0 if sample is None else sample.rows)
         return table(self.schedule, self.ranks, wanted, self.stages)
 
-    def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut]:
+    def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut, Traced]:
         assert part.sample is not None
         inputs = seen_by(part.module, [*part.module._forward_pre_hooks.values()], part.sample.inputs)
         whole = set(innermost(units(part.module)))
         graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
+        halved = any(action.kind == "W" for row in chosen.rows for action in row)
+        if halved and graph.tried is not None and graph.tried.hooks:
+            raise StrategyRefused(
+                f"pipeline: schedule={self.schedule} takes backward passes in halves, and hooks on gradients that "
+                "modules of the model have or register would act in both. Use schedule=1f1b or schedule=interleaved."
+            )
         num_stages, balance = chosen.num_stages, self.balance
         where = plan(mesh, part.module, graph, num_stages, balance, self.cuts, inputs, part.together)
-        return where, Uncut(part.module, (graph.training, graph.evaluating), where.begins)
+        return where, Uncut(part.module, (graph.training, graph.evaluating), where.begins), graph
 
 
-def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, free: bool) -> Part:
+def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, graph: Traced, free: bool) -> Part:
     model, axis = part.module, mesh.pipeline
     pieces = stages(model, *uncut.graphs, uncut.begins)
     homes = {stage: chosen.rank_of(stage) for stage in range(chosen.num_stages)}
-    _refuse_shared_buffers(model, pieces, homes)
+    assert graph.tried is not None, "a pipeline has a sample"
+    _refuse_shared_buffers(model, pieces, homes, graph.tried.written)
     mine = chosen.stages_of(axis.rank)
     others = unused(model, set().union(*(piece.targets for piece in pieces))) if homes[0] == axis.rank else set()
     kept = held(model, set().union(*(pieces[stage].targets for stage in mine)), others)
@@ -112,7 +121,7 @@ def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, free:
     for stage in mine:
         pieces[stage].home = kept
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, kept, aliases)
-    staged = Staged(model, chosen, axis, {stage: pieces[stage] for stage in mine}, ties, mesh.recorder)
+    staged = Staged(model, chosen, axis, {stage: pieces[stage] for stage in mine}, ties, graph.constants, mesh.recorder)
     model.forward = staged.evaluate
     return replace(
         part,
@@ -151,19 +160,20 @@ def _shared(
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-def _refuse_shared_buffers(model: nn.Module, pieces: list[Stage], homes: Mapping[int, int]) -> None:
-    """Raise StrategyRefused where a module with running statistics is called on several ranks."""
+def _refuse_shared_buffers(model: nn.Module, pieces: list[Stage], homes: Mapping[int, int], written: Set[int]) -> None:
+    """Raise StrategyRefused where a module with running statistics is called on several ranks, by whatever name."""
+    names = {id(module): name for name, module in model.named_modules()}
     users: dict[str, set[int]] = {}
-    modules = dict(model.named_modules())
     for stage, piece in enumerate(pieces):
-        for path in piece.targets:
-            if path in modules and any(True for _ in modules[path].buffers()):
-                users.setdefault(path, set()).add(homes[stage])
+        for module in piece.modules():
+            # What nobody writes into, such as a mask or a table of sines, may have copies.
+            if any(id(buffer) in written for buffer in module.buffers(recurse=False)):
+                users.setdefault(names[id(module)], set()).add(homes[stage])
     for path, ranks in users.items():
         if len(ranks) > 1:
             raise StrategyRefused(
                 f"pipeline: {path} has buffers and is called in stages of ranks {sorted(ranks)}, whose copies would "
-                "drift apart. Cut the model elsewhere with cuts=NAME."
+                "drift apart. Cut the model elsewhere with cuts=NAME, or give each place a module of its own."
             )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from shoal.comm.axis import Axis
+from shoal.pipeline.constants import Constants
 from shoal.pipeline.deferred import DeferredStatistics
 from shoal.pipeline.engine import Computed, Engine
 from shoal.pipeline.stage import Stage, seen_by
@@ -35,6 +36,7 @@ class Staged:
         table: who computes what.
         axis: of the pipeline.
         stages: of this rank, by number.
+        constants: what they take for granted.
         recorder: is told of each pass and each message.
     """
 
@@ -45,10 +47,11 @@ class Staged:
         axis: Axis,
         stages: Mapping[int, Stage],
         ties: Ties,
+        constants: Constants,
         recorder: Recorder,
     ) -> None:
         self.model, self.table, self.axis, self.stages = model, table, axis, stages
-        self.ties, self.wire = ties, Wire(axis, recorder)
+        self.ties, self.constants, self.wire = ties, constants, Wire(axis, recorder)
         self.hooks = [*model._forward_pre_hooks.values()]
         self.last = table.num_stages - 1
         self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
@@ -65,6 +68,7 @@ class Staged:
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """All micro-batches through all stages; gradients add up in `.grad`. Collective over the pipeline."""
+        self.constants.refuse_changes()
         count = self.table.num_microbatches
         batch = batch._replace(inputs=seen_by(self.model, self.hooks, batch.inputs))
         # Every rank makes as many as the table has; where samples are fewer, stand-ins that weigh nothing fill up.
@@ -73,7 +77,7 @@ class Staged:
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> Computed:
             micro = micros[microbatch]
-            with self.statistics.counting(micro.rows):
+            with self.statistics.counting(micro.rows, stage):
                 outcome = forward(micro._replace(stage=stage, values=values))
             if stage == self.last:
                 outcomes.append(outcome._replace(objective=outcome.totals))  # not its graph
@@ -90,6 +94,7 @@ class Staged:
 
     def evaluate(self, *inputs: Any) -> Any:
         """The model's output, on every rank of the pipeline, without a graph. Collective over the pipeline."""
+        self.constants.refuse_changes()
         with torch.no_grad():
             output = self._through(inputs)
             return self._told(output)

@@ -1,0 +1,34 @@
+"""The buffers of a model as they were before it was tried: values, and which tensor stands under which name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Buffers:
+    """Remembers them when it is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (module, name, tensor, tensor.clone())
+            for module in model.modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+
+    def written(self) -> set[int]:
+        """Ids of those that have another value now, or another tensor in their place."""
+        return {
+            id(tensor)
+            for module, name, tensor, value in self._kept
+            if module._buffers.get(name) is not tensor or not torch.equal(tensor, value)
+        }
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for module, name, tensor, value in self._kept:
+                module._buffers[name] = tensor
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
