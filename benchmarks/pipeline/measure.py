@@ -185,6 +185,7 @@ def _watch_waiting() -> list[float]:
         return call
 
     Exchange.take = timed(Exchange.take)  # type: ignore[method-assign]
+    Exchange.take_back = timed(Exchange.take_back)  # type: ignore[method-assign]
     dist.all_reduce = timed(dist.all_reduce)
     return waited_s
 

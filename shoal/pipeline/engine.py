@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import UsageError
+from shoal.pipeline.form import Form
 from shoal.pipeline.table import Action, Table
-from shoal.pipeline.wire import Exchange, Form, message_after, message_before
+from shoal.pipeline.wire import Exchange, message_after, message_before
 from shoal.trace.span import BACKWARD, FORWARD
 
 
@@ -103,7 +105,9 @@ class Engine:
         # The backward pass in two halves detaches what is sent: a view cannot be, nor what the stage itself has saved.
         values_sent = tuple(value.clone() for value in computed.values) if self._is_halved else computed.values
         self._held[stage, microbatch] = _Held(leaves, computed._replace(values=values_sent))
-        self._give(action, values_sent)
+        after = message_after(self.table, action)
+        if after is not None:
+            self.exchange.give(after, values_sent)
 
     def _backward(self, action: Action) -> None:
         held = self._held.pop(action[1:])
@@ -152,20 +156,23 @@ class Engine:
     def _roots(self, action: Action, held: _Held) -> _Roots:
         objective = held.computed.objective
         if objective is not None:
-            return _Roots([objective], [None]) if objective.requires_grad else _Roots([], [])
+            if not objective.requires_grad:
+                raise UsageError(
+                    "pipeline: the loss has no gradient: it was computed from detached tensors or under torch.no_grad. "
+                    "Compute it from the model's output itself."
+                )
+            return _Roots([objective], [None])
         message = message_before(self.table, action)
         assert message is not None
-        gradients, _ = self.exchange.take(message)
-        return _Roots([value for value in held.computed.values if value.requires_grad], list(gradients))
-
-    def _give(self, action: Action, values: Sequence[Tensor]) -> None:
-        message = message_after(self.table, action)
-        if message is not None:
-            self.exchange.give(message, values)
+        values = [value for value in held.computed.values if value.requires_grad]
+        pairs = zip(values, self.exchange.take_back(message), strict=True)
+        reached = [(value, gradient) for value, gradient in pairs if gradient is not None]
+        return _Roots([value for value, _ in reached], [gradient for _, gradient in reached])
 
     def _give_gradients(self, action: Action, held: _Held) -> None:
-        wanted = [leaf for leaf in held.leaves if leaf.requires_grad]
-        self._give(action, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted])
+        message = message_after(self.table, action)
+        if message is not None:
+            self.exchange.give_back(message, [leaf.grad for leaf in held.leaves if leaf.requires_grad])
 
 
 def _named(action: Action) -> str:

@@ -33,6 +33,7 @@ class Ties:
     ) -> None:
         self.axis, self.module = axis, module
         here = {aliases.get(name, name): name for name, _ in module.named_parameters()}
+        self.names = list(shared)
         self.held = {name: (here[name], list(ranks)) for name, ranks in shared.items() if axis.rank in ranks}
 
     @property
@@ -41,13 +42,28 @@ class Ties:
         return {name for name, (_, ranks) in self.held.items() if ranks[0] != self.axis.rank}
 
     def sum(self) -> None:
-        """Every holder gets the sum, added up in the order of ranks by the first. Collective over the holders."""
-        for name, ranks in self.held.values():
+        """Every holder gets the sum, added up in the order of ranks by the first. Collective over the pipeline.
+
+        What no holder has a gradient of gets none: zeros would be stepped with momentum and weight decay.
+        """
+        if not self.names:
+            return
+        reached = self._reached()
+        for whole_name, (name, ranks) in self.held.items():
+            if whole_name not in reached:
+                continue
             parameter = self.module.get_parameter(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             mine = local(parameter.grad)
             mine.copy_(self._summed(mine.contiguous(), ranks))
+
+    def _reached(self) -> set[str]:
+        """Names of those that some holder has a gradient of."""
+        mine = {name for name, (here, _) in self.held.items() if self.module.get_parameter(here).grad is not None}
+        holders = torch.tensor([float(name in mine) for name in self.names], device=self.axis.device)
+        counted = self.axis.sum(holders).tolist()
+        return {name for name, count in zip(self.names, counted, strict=True) if count}
 
     def _summed(self, gradient: Tensor, ranks: list[int]) -> Tensor:
         first, *others = ranks

@@ -5,9 +5,10 @@
                           <─ gradient of x ─ gradient of shortcut ──
 
 A header says types and shapes; it comes once for each shape of the model's inputs, which all ranks of a pipeline see.
-Gradients have the shapes of what was sent, so they need none. Everything is contiguous when it is sent, whatever the
-stages make of it: a `batch_first` LSTM gives a transposed tensor, which Gloo refuses and NCCL may corrupt
-(pytorch#62283).
+Gradients have the shapes of what was sent, so theirs says only which of them there are: what the loss does not depend
+on has none, and is to have none, for zeros would be stepped with momentum and weight decay. Everything is contiguous
+when it is sent, whatever the stages make of it: a `batch_first` LSTM gives a transposed tensor, which Gloo refuses and
+NCCL may corrupt (pytorch#62283).
 
 A rank asks for messages in the order in which their sender sends them, so that none needs a label.
 """
@@ -24,26 +25,9 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
+from shoal.pipeline.form import HEADER, Form, Forms, Present, counted, decoded, encoded, told
 from shoal.pipeline.table import Action, Table
 from shoal.trace.recorder import Recorder
-
-HEADER = 256
-"""Numbers in a header."""
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
-)
-
-
-class Form(NamedTuple):
-    """What a tensor looks like."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    has_gradient: bool
-
-
-Forms = tuple[Form, ...]
 
 
 class Message(NamedTuple):
@@ -96,6 +80,8 @@ class Wire:
         self.axis, self.recorder = axis, recorder
         self.sent: dict[tuple[int, Hashable], Forms] = {}
         self.received: dict[tuple[int, Hashable], Forms] = {}
+        self.sent_back: dict[tuple[int, Hashable], Present] = {}
+        self.received_back: dict[tuple[int, Hashable], Present] = {}
         self.sent_bytes = 0
         self._work: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -115,6 +101,14 @@ class Wire:
         work = dist.irecv(tensor, group=self.axis.group, group_src=sender)
         assert work is not None
         return work, tensor
+
+    def numbers(self, count: int, sender: int) -> Tensor:
+        """Wait for a header: (count,), int64."""
+        header = torch.empty(count, dtype=torch.int64, device=self.axis.device)
+        work = dist.irecv(header, group=self.axis.group, group_src=sender)
+        assert work is not None
+        work.wait()
+        return header
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -137,34 +131,55 @@ class Exchange:
             for sender in range(table.num_ranks)
         }
         self._asked: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
-        self._given: dict[Message, list[Tensor]] = {}  # from a stage on this very rank
+        self._given: dict[Message, list[Tensor | None]] = {}  # from a stage on this very rank
         self._forms: dict[Message, Forms] = {}
 
     def give(self, message: Message, values: Sequence[Tensor]) -> None:
-        """Hand values or gradients on, to whatever rank."""
+        """Hand values on, to whatever rank."""
         receiver = _goes_to(self.table, message)
-        if message.kind == "F":
-            self._forms[message] = forms = tuple(Form(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
-            if receiver != self.rank:
-                self._announce(message, forms, receiver)
+        self._forms[message] = forms = tuple(Form(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
+        if receiver != self.rank:
+            self._announce(message, forms, receiver)
+        self._send(message, values, receiver)
+
+    def give_back(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
+        """Hand gradients on, to whatever rank; None where there is none."""
+        receiver = _goes_to(self.table, message)
+        if receiver != self.rank and gradients:
+            self._announce_back(message, tuple(gradient is not None for gradient in gradients), receiver)
+        self._send(message, gradients, receiver)
+
+    def _send(self, message: Message, values: Sequence[Tensor | None], receiver: int) -> None:
         if receiver == self.rank:
-            self._given[message] = [value.detach() for value in values]
+            self._given[message] = [None if value is None else value.detach() for value in values]
             return
         with self.wire.recorder.about(f"{message.kind}{message.microbatch}"):
             for value in values:
-                self.wire.send(value, receiver)
+                if value is not None:
+                    self.wire.send(value, receiver)
 
     def take(self, message: Message) -> tuple[list[Tensor], Forms]:
-        """Wait for values or gradients."""
+        """Wait for values."""
+        tensors = [tensor for tensor in self._taken(message) if tensor is not None]
+        return tensors, self._form(message)
+
+    def take_back(self, message: Message) -> list[Tensor | None]:
+        """Wait for gradients: one for each value that can have one, None where it has none."""
+        return self._taken(message)
+
+    def _taken(self, message: Message) -> list[Tensor | None]:
         if message in self._given:
-            return self._given.pop(message), self._form(message)
+            return self._given.pop(message)
         if message not in self._asked:
             self.ask(message)
         tensors = []
         for work, tensor in self._asked.pop(message):
             work.wait()
             tensors.append(tensor)
-        return tensors, self._form(message)
+        if message.kind == "F":
+            return [*tensors]
+        coming = iter(tensors)
+        return [next(coming) if there else None for there in self._present(message)]
 
     def ask(self, message: Message) -> None:
         """Ask for a message, and for all that its sender sends before it."""
@@ -184,11 +199,13 @@ class Exchange:
         if sender == self.rank or message in self._asked:
             return False
         for following in self._coming[sender]:
-            known = (following.stage, self.key_of(following.microbatch)) in self.wire.received
-            if following.kind == "F" and not known:
+            if following.kind == "F" and self._key(following) not in self.wire.received:
                 return False
-            if following.kind == "B" and Message("F", following.stage, following.microbatch) not in self._forms:
-                return False
+            if following.kind == "B":
+                if following._replace(kind="F") not in self._forms:
+                    return False
+                if self._wanted(following) and self._key(following) not in self.wire.received_back:
+                    return False
             if following == message:
                 return True
         return False
@@ -197,51 +214,51 @@ class Exchange:
         return self._forms[message._replace(kind="F")]
 
     def _announce(self, message: Message, forms: Forms, receiver: int) -> None:
-        key = (message.stage, self.key_of(message.microbatch))
+        key = self._key(message)
         known = self.wire.sent.setdefault(key, forms)
         if known is forms:
-            self.wire.send(_encoded(forms, self.wire.axis.device), receiver)
+            self.wire.send(encoded(forms, self.wire.axis.device), receiver)
         elif known != forms:
             raise UsageError(
-                f"pipeline: stage {message.stage} gave {_told(forms)} where for inputs of the same shape it gave "
-                f"{_told(known)} before. What crosses a cut must follow from the shapes of the model's inputs; put the "
+                f"pipeline: stage {message.stage} gave {told(forms)} where for inputs of the same shape it gave "
+                f"{told(known)} before. What crosses a cut must follow from the shapes of the model's inputs; put the "
                 "cut elsewhere with cuts=NAME."
             )
 
     def _expected(self, message: Message, sender: int) -> Forms:
         if message.kind == "B":
-            return tuple(form for form in self._form(message) if form.has_gradient)
-        key = (message.stage, self.key_of(message.microbatch))
+            return self._expected_back(message, sender)
+        key = self._key(message)
         if key not in self.wire.received:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.wire.axis.device)
-            work = dist.irecv(header, group=self.wire.axis.group, group_src=sender)
-            assert work is not None
-            work.wait()
-            self.wire.received[key] = _decoded(header)
+            self.wire.received[key] = decoded(self.wire.numbers(HEADER, sender))
         self._forms[message] = self.wire.received[key]
         return self._forms[message]
 
+    def _announce_back(self, message: Message, present: Present, receiver: int) -> None:
+        key = self._key(message)
+        known = self.wire.sent_back.get(key)
+        if known is None:
+            self.wire.sent_back[key] = present
+            self.wire.send(torch.tensor(present, dtype=torch.int64, device=self.wire.axis.device), receiver)
+        elif known != present:
+            raise UsageError(
+                f"pipeline: of the {len(present)} values that cross from stage {message.stage} to the next, the loss "
+                f"depended on {counted(known)} before and depends on {counted(present)} now. Keep every part in the "
+                "loss, and multiply by zero what is not to count for a while."
+            )
 
-def _encoded(forms: Forms, device: torch.device) -> Tensor:
-    numbers = [len(forms)]
-    for form in forms:
-        numbers += [DTYPES.index(form.dtype), form.has_gradient, len(form.shape), *form.shape]
-    if len(numbers) > HEADER:
-        raise UsageError(
-            f"pipeline: {len(forms)} tensors cross one cut, more than a header describes. Put the cut where fewer do, "
-            "with cuts=NAME."
-        )
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=device)
+    def _expected_back(self, message: Message, sender: int) -> Forms:
+        wanted, key = self._wanted(message), self._key(message)
+        if wanted and key not in self.wire.received_back:
+            numbers = self.wire.numbers(len(wanted), sender).tolist()
+            self.wire.received_back[key] = tuple(bool(number) for number in numbers)
+        return tuple(form for form, there in zip(wanted, self._present(message), strict=True) if there)
 
+    def _present(self, message: Message) -> Present:
+        return self.wire.received_back[self._key(message)] if self._wanted(message) else ()
 
-def _decoded(header: Tensor) -> Forms:
-    numbers = deque(header.tolist())
-    forms = []
-    for _ in range(numbers.popleft()):
-        dtype, has_gradient, dims = numbers.popleft(), numbers.popleft(), numbers.popleft()
-        forms.append(Form(DTYPES[dtype], tuple(numbers.popleft() for _ in range(dims)), bool(has_gradient)))
-    return tuple(forms)
+    def _wanted(self, message: Message) -> Forms:
+        return tuple(form for form in self._form(message) if form.has_gradient)
 
-
-def _told(forms: Forms) -> str:
-    return ", ".join(f"{form.dtype} {list(form.shape)}" for form in forms)
+    def _key(self, message: Message) -> tuple[int, Hashable]:
+        return message.stage, self.key_of(message.microbatch)

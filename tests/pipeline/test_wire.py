@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from shoal.errors import UsageError
+from shoal.pipeline.form import Form, decoded, encoded
 from shoal.pipeline.schedules import SCHEDULES, problems, table
 from shoal.pipeline.stage import Branch, held
-from shoal.pipeline.wire import Form, _decoded, _encoded, message_after, message_before, messages
+from shoal.pipeline.wire import message_after, message_before, messages
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -29,13 +30,13 @@ def test_a_header_tells_types_shapes_and_who_has_a_gradient() -> None:
         Form(torch.bool, (), False),
         Form(torch.bfloat16, (0, 5), True),
     )
-    assert _decoded(_encoded(forms, torch.device("cpu"))) == forms
-    assert _decoded(_encoded((), torch.device("cpu"))) == ()
+    assert decoded(encoded(forms, torch.device("cpu"))) == forms
+    assert decoded(encoded((), torch.device("cpu"))) == ()
 
 
 def test_more_tensors_than_a_header_describes_are_refused() -> None:
     with pytest.raises(UsageError, match="100 tensors cross one cut"):
-        _encoded((Form(torch.float32, (1,), True),) * 100, torch.device("cpu"))
+        encoded((Form(torch.float32, (1,), True),) * 100, torch.device("cpu"))
 
 
 class Awkward(torch.nn.Module):

@@ -1,0 +1,64 @@
+"""What a header says of the tensors that cross a cut: their number, types and shapes, and who has a gradient."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+
+HEADER = 256
+"""Numbers in a header."""
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+class Form(NamedTuple):
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_gradient: bool
+
+
+Forms = tuple[Form, ...]
+Present = tuple[bool, ...]
+"""Which of the values that can have a gradient have one."""
+
+
+def encoded(forms: Forms, device: torch.device) -> Tensor:
+    """As numbers, (HEADER,), int64. Raises UsageError: they are too many for one."""
+    numbers = [len(forms)]
+    for form in forms:
+        numbers += [DTYPES.index(form.dtype), form.has_gradient, len(form.shape), *form.shape]
+    if len(numbers) > HEADER:
+        raise UsageError(
+            f"pipeline: {len(forms)} tensors cross one cut, more than a header describes. Put the cut where fewer do, "
+            "with cuts=NAME."
+        )
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=device)
+
+
+def decoded(header: Tensor) -> Forms:
+    """The inverse."""
+    numbers = deque(header.tolist())
+    forms = []
+    for _ in range(numbers.popleft()):
+        dtype, has_gradient, dims = numbers.popleft(), numbers.popleft(), numbers.popleft()
+        forms.append(Form(DTYPES[dtype], tuple(numbers.popleft() for _ in range(dims)), bool(has_gradient)))
+    return tuple(forms)
+
+
+def counted(present: Present) -> str:
+    """For a message: which of them have a gradient."""
+    return ", ".join(f"number {index}" for index, there in enumerate(present) if there) or "none"
+
+
+def told(forms: Forms) -> str:
+    """For a message."""
+    return ", ".join(f"{form.dtype} {list(form.shape)}" for form in forms)
