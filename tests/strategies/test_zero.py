@@ -226,7 +226,6 @@ def refused(strategy: str, trainable: bool) -> str:
     ("strategy", "trainable", "message"),
     [
         ("zero3,hybrid=3", True, "4 ranks do not make whole groups. Use a divisor of 4"),
-        ("zero3,hybrid=-1", True, "Use a divisor of 4"),
         ("zero1", False, "the model has no such parameter"),
         ("zero3,unit=Blok", True, "unit=Blok: the model has no module of that class"),
     ],
