@@ -25,6 +25,8 @@ from shoal.pipeline.buffers import Buffers
 from shoal.pipeline.modes import in_mode, in_training
 
 SEED = 0
+PERIOD = 1024
+"""Of the fixed vector, which is repeated: one as long as a large weight would take longer than the sample."""
 Gradients = dict[str, tuple[float, float]]
 
 
@@ -123,7 +125,11 @@ def _told(gradient: Tensor) -> tuple[float, float]:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     wide = torch.view_as_real(dense) if dense.is_complex() else dense
     flat = wide.flatten().to(torch.promote_types(wide.dtype, torch.float32))
-    return float(flat.norm()), float(flat @ torch.arange(flat.numel(), device=flat.device).to(flat).cos())
+    draw = torch.Generator().manual_seed(SEED)
+    weights = torch.randn(PERIOD, generator=draw).to(flat)
+    rest = flat.numel() % PERIOD
+    rows, end = flat[: flat.numel() - rest].view(-1, PERIOD), flat[flat.numel() - rest :]
+    return float(flat.norm()), float((rows @ weights).sum() + end @ weights[:rest])
 
 
 def _refuse_other_outputs(model: nn.Module, expected: list[Any], given: list[Any]) -> None:
