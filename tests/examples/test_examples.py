@@ -37,7 +37,7 @@ def one_gpt(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("pipeline=2", 2),
+        pytest.param("pipeline=2", 2, marks=pytest.mark.slow),
         pytest.param("tensor=2,pipeline=2,zero1", 4, marks=pytest.mark.slow),
         pytest.param("tensor=2,pipeline=2,zero1", 8, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),

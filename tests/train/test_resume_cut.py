@@ -71,7 +71,7 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [pytest.param("tensor=2", 2, marks=pytest.mark.slow), ("tensor=2,pipeline=2,cuts=blocks.0", 4)],
+    [("tensor=2", 2), pytest.param("tensor=2,pipeline=2,cuts=blocks.0", 4, marks=pytest.mark.slow)],
 )
 def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(
     tmp_path: Path, strategy: str, ranks: int
