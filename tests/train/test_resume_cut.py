@@ -69,10 +69,8 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.tensors.items() if value.is_floating_point() and value.numel()}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("tensor=2", 2), pytest.param("tensor=2,pipeline=2,cuts=blocks.0", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor=2", 2), ("tensor=2,pipeline=2,cuts=blocks.0", 4)])
 def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(
     tmp_path: Path, strategy: str, ranks: int
 ) -> None:
