@@ -117,8 +117,7 @@ class Network(Arbitration):
                 header, _ = unpack(head[:HEADER_BYTES])
                 self._pass_frame(head + _exactly(source, header.length), header.op, source, sink, server)
         for end in (source, sink):  # an end that has gone has gone for the other too
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            _hang_up(end)
 
     def _pass_frame(self, frame: bytes, op: int, source: socket.socket, sink: socket.socket, server: int) -> None:
         half = len(frame) // 2
@@ -153,11 +152,12 @@ class Network(Arbitration):
         match what.split():
             case ["cut"]:
                 for end in (source, sink):
-                    end.shutdown(socket.SHUT_RDWR)
+                    _hang_up(end)
             case ["truncate"]:
                 sink.shutdown(socket.SHUT_WR)  # its end has half a frame, the other does not know
-                while source.recv(1 << 16):
-                    pass
+                with contextlib.suppress(ConnectionError):  # which may be how it hears of it
+                    while source.recv(1 << 16):
+                        pass
             case ["slow"]:
                 self.slow_until = time.monotonic() + 2
             case ["late"]:
@@ -206,3 +206,8 @@ def _exactly(source: socket.socket, size_bytes: int) -> bytes:
     if len(found) < size_bytes:
         raise EOFError
     return found
+
+
+def _hang_up(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it may have gone by itself
+        end.shutdown(socket.SHUT_RDWR)
