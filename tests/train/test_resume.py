@@ -189,6 +189,7 @@ def test_what_is_there_is_never_started_afresh(tmp_path: Path) -> None:
     tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))
 
 
+@pytest.mark.slow  # tests/train/test_resume_fewer.py has one for every day
 def test_what_compression_has_left_out_goes_on_after_a_resume(tmp_path: Path) -> None:
     strategy = "server=2,compress=topk=0.1,part_mb=0.0001"
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "whole", CNN, strategy=strategy))
