@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +17,9 @@ from typing import Any, NamedTuple
 from benchmarks.hosts import network
 from benchmarks.hosts.exchange import Work
 from benchmarks.hosts.far import two_hosts
+from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.step import by_servers, link
 from benchmarks.page import circumstances
-from shoal.errors import ShoalError
 
 RESULT = Path(__file__).with_name("result.json")
 SIZE_MIB, PART_MIB, STEPS = 8, 1, 2
@@ -78,17 +76,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result = json.loads(RESULT.read_text()) if options.more else _nothing()
     first = len(result["step_s"]["near"]["1"])
-    try:
+    with as_a_program():
         for number in range(first, first + options.rounds):
             measure_round(result, number)
             RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    except ShoalError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.hosts import network
 from benchmarks.hosts.exchange import Work
+from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
 from benchmarks.page import circumstances
-from shoal.errors import ShoalError
 
 RESULT = Path(__file__).with_name("result.json")
 RATE_MBIT, SIZE_MIB, PART_MIB, STEPS, COMPUTE_S = 100, 4, 0.5, 3, 1.0
@@ -61,19 +59,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     setting = {"rate_mbit": RATE_MBIT, "size_mib": SIZE_MIB, "part_mib": PART_MIB, "steps": STEPS}
     result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal"))}
     result |= {"setting": {**setting, "compute_s": COMPUTE_S}, "link_bytes_per_s": [], "cells": []}
-    try:
-        with network.hosts(2 * max(HOSTS), RATE_MBIT):
-            for number in range(options.rounds):
-                measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
-    except ShoalError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with as_a_program(), network.hosts(2 * max(HOSTS), RATE_MBIT):
+        for number in range(options.rounds):
+            measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

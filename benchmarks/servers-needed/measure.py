@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.hosts import network
 from benchmarks.hosts.exchange import Work
+from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
 from benchmarks.page import circumstances
-from shoal.errors import ShoalError
 
 from . import training
 
@@ -64,25 +62,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     setting = {"rate_mbit": RATE_MBIT, "size_mib": SIZE_MIB, "part_mib": PART_MIB, "steps": STEPS}
     result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting}
     result |= {"link_bytes_per_s": [], "cells": []}
     if options.more:
         result = json.loads(RESULT.read_text())
-    try:
-        with network.hosts(len(WORKERS) + max(SERVERS), RATE_MBIT):
-            if "training" not in result:
-                result["training"] = training.compared()
-                _write(result)
-            for _ in range(options.rounds):
-                number = len(result["link_bytes_per_s"])
-                measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
-                _write(result)
-    except ShoalError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with as_a_program(), network.hosts(len(WORKERS) + max(SERVERS), RATE_MBIT):
+        if "training" not in result:
+            result["training"] = training.compared()
+            _write(result)
+        for _ in range(options.rounds):
+            number = len(result["link_bytes_per_s"])
+            measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
+            _write(result)
 
 
 if __name__ == "__main__":

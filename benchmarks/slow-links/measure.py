@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,8 +18,8 @@ from typing import Any
 from benchmarks.hosts import network
 from benchmarks.hosts.cast import Cast
 from benchmarks.hosts.command import environment, shoal
+from benchmarks.hosts.program import as_a_program
 from benchmarks.page import circumstances
-from shoal.errors import ShoalError
 
 from .ways import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
 
@@ -60,24 +58,18 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     setting = {"hosts": HOSTS, "rate_mbit": RATE_MBIT, "target_top1": TARGET_TOP1, "task": " ".join(TASK)}
     result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting, "runs": []}
     if options.more:
         result = json.loads(RESULT.read_text())
     first = 1 + max((run["seed"] for run in result["runs"]), default=-1)
-    try:
-        with network.hosts(HOSTS, RATE_MBIT):
-            for seed in range(first, first + options.rounds):
-                for way in random.Random(seed).sample(options.ways, len(options.ways)):
-                    found = trained(way, seed)
-                    result["runs"].append({"way": way, "seed": seed, **found})
-                    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-                    print(seed, way, found["sent_bytes"], found["evaluations"], flush=True)
-    except ShoalError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with as_a_program(), network.hosts(HOSTS, RATE_MBIT):
+        for seed in range(first, first + options.rounds):
+            for way in random.Random(seed).sample(options.ways, len(options.ways)):
+                found = trained(way, seed)
+                result["runs"].append({"way": way, "seed": seed, **found})
+                RESULT.write_text(json.dumps(result, indent=1) + "\n")
+                print(seed, way, found["sent_bytes"], found["evaluations"], flush=True)
 
 
 if __name__ == "__main__":
