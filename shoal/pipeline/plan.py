@@ -76,29 +76,16 @@ def plan(
 
     Raises: StrategyRefused: names that are no place to cut, or too few places; a wish cannot be told.
     """
-    chosen = _chosen(model, graph, num_stages, by, cuts, sample, wishes) if world.rank == 0 else ""
-    found = json.loads(world.broadcast_text(chosen))
+    said = ""
+    if world.rank == 0:
+        try:
+            said = json.dumps(_plan(model, graph, num_stages, by, cuts, sample, wishes)._asdict())
+        except StrategyRefused as refusal:  # to be raised on every rank
+            said = json.dumps({"refusal": str(refusal)})
+    found = json.loads(world.broadcast_text(said))
     if "refusal" in found:
         raise StrategyRefused(found["refusal"])
     return Plan(**found)
-
-
-def _chosen(
-    model: nn.Module,
-    graph: Traced,
-    num_stages: int,
-    by: str,
-    cuts: str,
-    sample: tuple[Any, ...] | None,
-    wishes: Sequence[Wish],
-) -> str:
-    try:
-        one_stage = Uncut(model, (graph.training, graph.evaluating), [])
-        wanted = [] if cuts else [together for wish in wishes for together in wish(one_stage)]
-        parts = parted(graph.training, wanted)
-        return json.dumps(_plan(model, graph, num_stages, by, cuts, sample, parts)._asdict())
-    except StrategyRefused as refusal:  # to be raised on every rank
-        return json.dumps({"refusal": str(refusal)})
 
 
 def _plan(
@@ -108,8 +95,11 @@ def _plan(
     by: str,
     cuts: str,
     sample: tuple[Any, ...] | None,
-    parts: Sequence[int],
+    wishes: Sequence[Wish],
 ) -> Plan:
+    one_stage = Uncut(model, (graph.training, graph.evaluating), [])
+    wanted = [] if cuts else [together for wish in wishes for together in wish(one_stage)]
+    parts = parted(graph.training, wanted)
     steps, values = steps_of(graph.training), crossing(graph.training)
     seen = None if sample is None else observe(model, graph.training, sample)
     where = places(graph.training, seen)
