@@ -43,6 +43,7 @@ from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.units import units
+from shoal.strategies.whole_gradients import in_two_pieces
 
 PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
 
@@ -192,10 +193,7 @@ class Engine:
         for number in self.parts_of[name]:
             self.missing[number] -= 1
             if self.missing[number] < 0:
-                raise UsageError(
-                    f"{name}: its gradient came in two pieces in one backward pass, as it does where a module that is "
-                    "called more than once is recomputed with use_reentrant=True. Use use_reentrant=False."
-                )
+                raise in_two_pieces(name)
             if self.missing[number] == 0:
                 self._push(number)
 

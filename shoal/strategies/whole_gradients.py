@@ -42,8 +42,13 @@ class WholeGradients:
         if self.arrived is None:
             return
         if name in self.arrived:
-            raise UsageError(
-                f"{name}: its gradient came in two pieces in one backward pass, as it does where a module that is "
-                "called more than once is recomputed with use_reentrant=True. Use use_reentrant=False."
-            )
+            raise in_two_pieces(name)
         self.arrived.add(name)
+
+
+def in_two_pieces(name: str) -> UsageError:
+    """What to raise where a second piece of a parameter's gradient has come."""
+    return UsageError(
+        f"{name}: its gradient came in two pieces in one backward pass, as it does where a module that is "
+        "called more than once is recomputed with use_reentrant=True. Use use_reentrant=False."
+    )
