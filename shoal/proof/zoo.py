@@ -178,5 +178,3 @@ EXPERIMENTS = {
     "two inputs": Experiment(TwoInputs, pair_loader, F.cross_entropy),
     "dict of inputs": Experiment(TwoInputs, named_loader, F.cross_entropy),
 }
-BY_DESIGN = ("cnn with BatchNorm", "dropout")
-"""Those whose numbers depend on how a batch is split: they are exact on one rank that computes it at once."""

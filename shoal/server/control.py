@@ -23,7 +23,6 @@ from shoal.server.messages import FIRST_USER, PLACEMENT_BYTES, Op
 from shoal.server.peer import Peer
 
 TOLD, POINTER = "servers.json", "servers"
-ANSWER_S = 10.0
 SETTLE_S = 120.0
 """How long a new shard may take to have its parts, and one that leaves to be rid of them."""
 AGAIN_S = 0.1
