@@ -76,7 +76,7 @@ def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
             assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp,compress=powersgd=100"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp,compress=powersgd=100", "server=1"])
 def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
     with pytest.raises(LaunchError, match=r"layer\..*: its gradient came in two pieces.*use_reentrant=False"):
         world.run(2, trained, strategy, Twice)
