@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.rows import all_gather
 
-# torch 2.13 renamed them, and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it, and warns about the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -87,7 +87,7 @@ def join(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
     """The whole, `length` along `dim`, of which each rank has what `slice_of` gives; no gradient. Collective."""
     front = _filled(x.movedim(dim, 0), -(-length // axis.size))
     whole = front.new_empty(axis.size * len(front), *front.shape[1:])
-    _all_gather(whole, front, group=axis.group)
+    all_gather(whole, front, axis.group)
     return whole[:length].movedim(0, dim).contiguous()
 
 

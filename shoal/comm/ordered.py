@@ -22,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.axis import Axis
 from shoal.comm.backend.group import ShoalGroup
 from shoal.comm.beside import reduce_beside
-
-# torch 2.13 renamed it, and warns about the old name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from shoal.comm.rows import all_gather, all_to_all
 
 
 def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -36,12 +34,12 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     flat = tensor.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
     columns = torch.empty_like(padded)
-    dist.all_to_all_single(columns, padded, group=group)  # [1]
+    all_to_all(columns, padded, group)  # [1]
     total = columns.view(ranks, -1)
     own = total[0].clone()
     for other in total[1:]:  # [2]
         own += other
-    all_gather(padded, own / ranks, group=group)  # [3]
+    all_gather(padded, own / ranks, group)  # [3]
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 

@@ -20,7 +20,6 @@ second one of 4 pieces, `_StridedShard`. `fully_shard` says it so too; a checkpo
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +27,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import local
-from shoal.comm.ordered import all_gather, mean
+from shoal.comm.ordered import mean
+from shoal.comm.rows import all_gather, all_to_all
 from shoal.strategies.base import Batch, Forward, Loss, Part
 
 
@@ -77,7 +77,7 @@ class LateShards:
             length = max(sum(t.numel() for t in column) for column in columns)
             mine = _flat(columns[self.data.rank], length)
             everyone = mine.new_empty(self.data.size * length)
-            all_gather(everyone, mine, group=self.data.group)
+            all_gather(everyone, mine, self.data.group)
             for column, flat in zip(columns, everyone.view(self.data.size, length), strict=True):
                 _unflatten(flat, column)
         self.part.gather()
@@ -97,7 +97,7 @@ class LateShards:
         length = max(sum(t.numel() for t in column) for column in columns)
         sent = torch.cat([_flat(column, length) for column in columns])
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.data.group)
+        all_to_all(received, sent, self.data.group)
         total = received.view(size, length)[0].clone()
         for other in received.view(size, length)[1:]:
             total += other

@@ -1,15 +1,16 @@
 """Means over ranks in fewer bytes: what arrives, what waits, what is sent."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm import ordered
+from shoal.comm.backend import both_ways
 from shoal.comm.compress import TopK
-from shoal.comm.fewer import Gathered, Member, PowerSgd, Reduction, gathered, halves, parse, plain_bytes
+from shoal.comm.fewer import Gathered, Member, PowerSgd, Reduction, parse, plain_bytes
 from shoal.comm.ordered import ordered_mean
 from shoal.errors import ConfigError
 from shoal.testing import world
@@ -142,32 +143,20 @@ def test_a_parameter_that_nobody_used_keeps_what_waits() -> None:
 
 
 class Counting:
-    """The bytes that this rank hands to others, by what each collective has to send at least."""
+    """The bytes that this rank sends to others."""
 
     def __init__(self) -> None:
-        self.sent_bytes, self.ranks = 0, dist.get_world_size()
+        self.sent_bytes, self.send = 0, both_ways.all_to_all
 
-    def gathering(self, call: Callable) -> Callable:
-        def counted(out: Tensor, own: Tensor, group: object = None) -> None:
-            self.sent_bytes += (self.ranks - 1) * own.nbytes
-            call(out, own, group=group)
-
-        return counted
-
-    def exchanging(self, call: Callable) -> Callable:
-        def counted(out: Tensor, own: Tensor, group: object = None) -> None:
-            self.sent_bytes += own.nbytes * (self.ranks - 1) // self.ranks
-            call(out, own, group=group)
-
-        return counted
+    def all_to_all(self, gloo: Any, into: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        self.sent_bytes += sum(row.nbytes for rank, row in enumerate(rows) if rank != gloo.rank())
+        self.send(gloo, into, rows)
 
 
 def counted(names: list[str], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     """What was sent, and what was said."""
     group, ranks, counting = dist.new_group(backend="gloo"), dist.get_world_size(), Counting()
-    for module in (ordered, gathered, halves):
-        module.all_gather = counting.gathering(module.all_gather)  # type: ignore[attr-defined]
-    dist.all_to_all_single = counting.exchanging(dist.all_to_all_single)
+    both_ways.all_to_all = counting.all_to_all
     found = {}
     for name in names:
         counting.sent_bytes, reduction = 0, parse(name)

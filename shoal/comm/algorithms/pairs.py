@@ -39,8 +39,11 @@ class Pairs:
         self._do([(dist.irecv, into, source)])
 
     def exchange(self, tensor: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Send and receive at the same time, so that a circle of ranks that all do it does not wait for itself."""
-        self._do([(dist.isend, tensor, to), (dist.irecv, into, source)])
+        """Send and receive at the same time, so that a circle of ranks that all do it does not wait for itself.
+
+        The other way round, Gloo would fill one direction of a link after the other (shoal/comm/backend/both_ways.py).
+        """
+        self._do([(dist.irecv, into, source), (dist.isend, tensor, to)])
 
     def _do(self, wanted: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:
         messages = [message for message in wanted if message[1].numel()]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.backend import collectives
+from shoal.comm.backend import both_ways, collectives
 from shoal.comm.backend.call import Call, read
 from shoal.comm.backend.collectives import Steps
 from shoal.comm.backend.exchange import Exchange
@@ -64,16 +64,17 @@ class BetweenHosts:
         """`piece` becomes the reduction over all hosts, in their order. Collective."""
         if self.hosts == 2 or piece.nbytes <= ONE_MESSAGE_BYTES:
             shown = torch.empty(self.hosts, piece.numel(), dtype=piece.dtype)
-            self.gloo.allgather([list(shown.unbind())], [piece]).wait()
+            both_ways.all_gather(self.gloo, shown.unbind(), piece)
             reduce_into(piece, shown.unbind(), operation)
             return
         length = -(-piece.numel() // self.hosts)
         padded = piece.new_zeros(self.hosts * length)
         padded[: piece.numel()] = piece
         columns, own = torch.empty_like(padded), piece.new_empty(length)
-        self.gloo.alltoall_base(columns, padded, [], []).wait()
-        reduce_into(own, columns.view(self.hosts, length).unbind(), operation)
-        self.gloo.allgather([list(padded.view(self.hosts, length).unbind())], [own]).wait()
+        arriving, leaving = columns.view(self.hosts, length).unbind(), padded.view(self.hosts, length).unbind()
+        both_ways.all_to_all(self.gloo, arriving, leaving)
+        reduce_into(own, arriving, operation)
+        both_ways.all_gather(self.gloo, leaving, own)
         piece.copy_(padded[: piece.numel()])
 
 

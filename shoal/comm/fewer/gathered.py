@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.compress import Compression
 from shoal.comm.fewer.base import Member, Memory, wide
-from shoal.comm.ordered import all_gather
+from shoal.comm.rows import all_gather
 
 
 class Gathered:
@@ -40,7 +40,7 @@ class Gathered:
         for member, gradient, out in zip(members, flat.split(counts), message.split(sizes_bytes), strict=True):
             self.compression.encode(gradient, self._draft(member.name, gradient), out)
         arrived = torch.empty(ranks * len(message), dtype=torch.uint8, device=flat.device)
-        all_gather(arrived, message, group=group)
+        all_gather(arrived, message, group)
         total = torch.zeros(len(flat), dtype=wide(flat.dtype), device=flat.device)
         for one in arrived.view(ranks, -1):
             for part, piece in zip(total.split(counts), one.split(sizes_bytes), strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.comm.compress import Compression
 from shoal.comm.fewer.base import Member, wide
-from shoal.comm.ordered import all_gather
+from shoal.comm.rows import all_gather, all_to_all
 
 
 class Halves:
@@ -43,14 +43,14 @@ class Halves:
         for part, out in zip(parts, leaving, strict=True):
             self.compression.encode(part, None, out)
         arrived = torch.empty_like(leaving)
-        dist.all_to_all_single(arrived, leaving, group=group)  # [1]
+        all_to_all(arrived, leaving, group)  # [1]
         total = torch.zeros(count, dtype=wide(dtype), device=flat.device)
         for message in arrived:  # [2]
             total += self.compression.decode(message, count, dtype)
         message = torch.empty(size_bytes, dtype=torch.uint8, device=flat.device)
         self.compression.encode((total / ranks).to(dtype), None, message)
         means = torch.empty(ranks * size_bytes, dtype=torch.uint8, device=flat.device)
-        all_gather(means, message, group=group)  # [3]
+        all_gather(means, message, group)  # [3]
         decoded = [self.compression.decode(mean, count, dtype) for mean in means.view(ranks, -1)]
         flat.copy_(torch.cat(decoded)[: len(flat)])
 
