@@ -3,8 +3,9 @@
 import shoal
 torch.distributed.init_process_group("cpu:shoal")
 
-  torch.distributed ── group.py ──┬── order.py ── collectives.py ── exchange.py      shared memory
-                     (what is     │   (calls in   (who shows and    (phases, slots;
-                      asked for)  │    order)      takes what)       each writes its own)
-                                  └── Gloo: other devices, types and hosts
+  torch.distributed ── group.py ────────── calling.py ──┬── order.py ── collectives.py ── exchange.py    shared memory
+                       reductions.py      (who does     │   (calls in   (who shows and    (phases, slots;
+                       copies.py           the call)    │    order)      takes what)       each writes its own)
+                       messages.py                      └── Gloo: other devices, types and hosts
+                      (what is asked for)
 """

@@ -1,0 +1,174 @@
+"""How a call is made: on shared memory where it can be, else Gloo's affair; and what a trace is told of it.
+
+all_reduce ──> _does? ──┬── yes: _run, _run_each ──> order.py
+                        └── no:  _leave ───────────> Gloo
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import ReduceOp, Work
+
+from shoal.comm.backend.call import DTYPES, Call
+from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.hosts import BetweenHosts
+from shoal.comm.backend.order import Order
+from shoal.comm.backend.reduction import can_reduce
+from shoal.comm.backend.rows import pairs
+from shoal.comm.backend.watched import watch_steps, watch_work
+from shoal.trace.recorder import Flight, Recorder
+
+logger = logging.getLogger("shoal.comm")
+OPERATIONS = {  # by their numbers, which are found in half the time
+    ReduceOp.SUM.value: "sum",
+    ReduceOp.AVG.value: "avg",
+    ReduceOp.PRODUCT.value: "product",
+    ReduceOp.MIN.value: "min",
+    ReduceOp.MAX.value: "max",
+    ReduceOp.BAND.value: "band",
+    ReduceOp.BOR.value: "bor",
+    ReduceOp.BXOR.value: "bxor",
+}
+Base: Any = dist.ProcessGroup  # its stubs know each call in several forms, of which torch.distributed uses one
+Options: Any = c10d  # and leave out the options
+
+
+class Calling(Base):
+    """What every kind of call needs of its group. `ShoalGroup` sets the attributes."""
+
+    recorder: Recorder | None
+    _label: str
+    _ranks: list[int]
+    _known: dict[tuple[Any, ...], tuple[Call, int]]
+    _order: Order | None
+    _exchange: Exchange
+    _between: BetweenHosts | None
+
+    def _does(self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False) -> bool:
+        return (
+            self._order is not None
+            and (over_hosts or self._between is None)
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and (tensor.dtype in DTYPES if operation is None else can_reduce(tensor.dtype, operation))
+        )
+
+    def _even(self, tensor: Tensor, rows: Sequence[Tensor]) -> bool:
+        """Whether there is a row as long as `tensor` for each rank; what is wrong otherwise, Gloo says."""
+        length, dtype = tensor.numel(), tensor.dtype
+        return len(rows) == self.size() and all(row.numel() == length and row.dtype == dtype for row in rows)
+
+    def _call(self, kind: str, tensor: Tensor, operation: str = "", root: int = 0) -> tuple[Call, int]:
+        key = (kind, tensor.dtype, tensor.numel(), operation, root)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) > 4096:
+                self._known.clear()
+            call = Call(kind, tensor.dtype, tensor.numel(), operation, root)
+            found = self._known[key] = call, call.word
+        return found
+
+    def _run(
+        self,
+        call: tuple[Call, int],
+        start: Callable[[], Steps],
+        outputs: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        results: Sequence[Tensor],
+        opts: Any,
+        size_bytes: int = 0,
+    ) -> Work:
+        assert self._order is not None
+        begin, order, at_once = start, self._order, not opts.asyncOp
+        for output in outputs:
+            if not output.is_contiguous():
+                begin = partial(_back, flats, outputs, start)
+                break
+        if self.recorder is None:
+            return order.call(*call, begin, results, at_once)
+        kind, root = call[0].kind, call[0].root
+        size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
+        flight = self.recorder.depart(kind, size_bytes, self._label, self._awaited(kind, root))
+        return watch_steps(self.recorder, flight, begin, lambda steps: order.call(*call, steps, results, at_once))
+
+    def _run_each(
+        self,
+        kind: str,
+        each: list[tuple[Tensor, Callable[[], Steps]]],
+        outputs: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        results: Sequence[Tensor],
+        opts: Any,
+        operation: str = "",
+    ) -> Work:
+        """One call after the other, and one handle for all."""
+        calls = [(self._call(kind, flat, operation), start) for flat, start in each]
+        if len(calls) == 1:
+            return self._run(*calls[0], outputs, flats, results, opts)
+        first = calls[0][0] if calls else (Call("barrier"), Call("barrier").word)
+        size_bytes = sum(call.length * call.dtype.itemsize for (call, _), _ in calls)
+        steps = partial(_one_after_the_other, self._exchange, calls)
+        return self._run(first, steps, outputs, flats, results, opts, size_bytes)
+
+    def _leave(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Work:
+        """Somebody else's affair: Gloo's."""
+        if self._order is not None:
+            logger.debug("%s: Gloo does %s of %s", self, name, tensors[0].dtype if tensors else "nothing")
+        # Asked for by name: the base class would ask this one again.
+        backend = self._get_backend(tensors[0].device if tensors else torch.device("cpu"))
+        call: Callable[[], Work] = partial(getattr(backend, name), *args)
+        if self.recorder is None:
+            return call()
+        flight = self._departs(self.recorder, name, sum(tensor.nbytes for tensor in tensors), args)
+        return watch_work(self.recorder, flight, call, tells=name not in ("send", "recv"))
+
+    def _leave_each(self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]) -> Work:
+        *before, last = calls
+        for args in before:
+            self._leave(name, tensors, *args).wait()
+        return self._leave(name, tensors, *last)
+
+    # --- while a trace is taken
+
+    def _departs(self, recorder: Recorder, name: str, size_bytes: int, args: tuple[Any, ...]) -> Flight:
+        """A call of Gloo's begins."""
+        if name not in ("send", "recv"):
+            root = int(getattr(args[-1], "rootRank", 0))
+            return recorder.depart(f"{name} (Gloo)", size_bytes, self._label, self._awaited(name, root))
+        here, there = self._ranks[self.rank()], self._ranks[args[1]]
+        ends = (here, there) if name == "send" else (there, here)
+        meeting = f"{self._label}: {ends[0]} > {ends[1]}, tag {args[2]}"
+        word = "to" if name == "send" else "from"
+        return recorder.depart(f"{name} {word} {there}", size_bytes, meeting, () if name == "send" else (there,))
+
+    def _awaited(self, kind: str, root: int) -> tuple[int, ...]:
+        """Whom a rank has to wait for in such a call."""
+        others = tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
+        if kind in ("broadcast", "scatter"):
+            return () if root == self.rank() else (self._ranks[root],)
+        if kind in ("reduce", "gather"):
+            return others if root == self.rank() else ()
+        return others
+
+
+def _back(flats: Sequence[Tensor], tensors: Sequence[Tensor], start: Callable[[], Steps]) -> Steps:
+    """The steps, and then the numbers of copies back to where they belong."""
+    yield from start()
+    for flat, tensor in pairs(flats, tensors):
+        if not tensor.is_contiguous():
+            tensor.data.copy_(flat.view(tensor.shape))
+
+
+def _one_after_the_other(exchange: Exchange, calls: Sequence[tuple[tuple[Call, int], Callable[[], Steps]]]) -> Steps:
+    for call, start in calls:
+        exchange.begin(*call)
+        yield from start()

@@ -1,0 +1,107 @@
+"""The collectives that add numbers up, or take the least of them, as torch.distributed asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from shoal.comm.backend import collectives, hosts
+from shoal.comm.backend.calling import OPERATIONS, Calling, Options
+from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.rows import flattened, pairs, rows_of
+
+
+class Reductions(Calling):
+    """all_reduce, reduce, reduce_scatter."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        opts = opts or Options.AllreduceOptions()
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if not self._does(tensors[0], operation, over_hosts=True) or len(tensors) > 1:
+            return self._leave("allreduce", tensors, tensors, opts)
+        flat = flattened(tensors[0])
+        call = self._call("all_reduce", flat, operation)
+        return self._run(call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or Options.AllreduceCoalescedOptions()
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if not all(self._does(tensor, operation, over_hosts=True) for tensor in tensors):
+            return self._leave("allreduce_coalesced", tensors, tensors, opts)
+        flats = [flattened(tensor) for tensor in tensors]
+        return self._run_each(
+            "all_reduce",
+            [(flat, partial(self._all_reduce, flat, operation)) for flat in flats],
+            tensors,
+            flats,
+            tensors,
+            opts,
+            operation,
+        )
+
+    def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
+        if self._between is None:
+            return collectives.all_reduce(self._exchange, flat, operation)
+        return hosts.all_reduce(self._exchange, self._between, flat, operation)
+
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
+        if not self._does(tensors[0], operation):
+            return self._leave("reduce", tensors, tensors, opts)
+        flat = flattened(tensors[0])
+        return self._run(
+            self._call("reduce", flat, operation, root),
+            lambda: collectives.reduce(self._exchange, flat, operation, root),
+            tensors,
+            (flat,),
+            tensors,
+            opts,
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        return self._reduce_scatter(outputs, [inputs[0]], opts, "reduce_scatter", [(outputs, inputs, opts)])
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        return self._reduce_scatter(
+            [output], [rows_of(tensor, self.size())], opts, "_reduce_scatter_base", [(output, tensor, opts)]
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        rows = [rows_of(tensor, self.size()) for tensor in inputs]
+        return self._reduce_scatter(
+            outputs, rows, opts, "_reduce_scatter_base", [(o, i, opts) for o, i in pairs(outputs, inputs)]
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter(
+        self, outputs: list[Tensor], rows: list[Sequence[Tensor]], opts: Any, other: str, others: list[tuple[Any, ...]]
+    ) -> Work:
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if not all(self._does(output, operation) and self._even(output, r) for output, r in pairs(outputs, rows)):
+            return self._leave_each(other, outputs, others)
+        flats, flat_rows = (
+            [flattened(output) for output in outputs],
+            [[flattened(row) for row in each] for each in rows],
+        )
+        return self._run_each(
+            "reduce_scatter",
+            [
+                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
+                for flat, r in pairs(flats, flat_rows)
+            ],
+            outputs,
+            flats,
+            outputs,
+            opts,
+            operation,
+        )
