@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import nullcontext
 
 import agreeing
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.backend.group import ShoalGroup
-from shoal.errors import CollectiveFailed
+from shoal.errors import CollectiveFailed, UsageError
 from shoal.testing import world
 
 ONE_HOST = {"all_to_all", "strided"}  # Gloo has no all-to-all of lists, and takes no tensor with gaps
@@ -87,3 +88,26 @@ def _gloo_sums(hosts: str) -> tuple[bool, float]:
     tensor = torch.full((3,), dist.get_rank() + 1.0)
     dist.all_reduce(tensor, group=group)
     return group.sums_in_order, tensor[0].item()
+
+
+@pytest.mark.parametrize("hosts", ["AABB", "AAB", "ABA"])
+def test_messages_find_their_way_inside_and_between_hosts(hosts: str) -> None:
+    assert world.run(len(hosts), _messages, hosts) == [hosts.count(host) > 1 for host in hosts]
+
+
+def _messages(hosts: str) -> bool:
+    group, rank = _group_over(hosts), dist.get_rank()
+    assert isinstance(group, ShoalGroup)
+    others = [other for other in range(len(hosts)) if other != rank]
+    into = {other: torch.zeros(3) for other in others}
+    works = [dist.isend(torch.full((3,), float(rank)), other, group) for other in others]
+    works += [dist.irecv(tensor, other, group) for other, tensor in into.items()]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert all((tensor == other).all() for other, tensor in into.items())
+    with pytest.raises(UsageError, match="Say whose message it is") if hosts.count(hosts[rank]) > 1 else nullcontext():
+        if hosts.count(hosts[rank]) > 1:
+            dist.recv(torch.zeros(3), group=group)
+    dist.barrier()
+    return bool(group._courier and group._courier.post.lines)

@@ -6,6 +6,8 @@ torch.distributed.init_process_group("cpu:shoal")
   torch.distributed ── group.py ────────── calling.py ──┬── order.py ── collectives.py ── exchange.py    shared memory
                        reductions.py      (who does     │   (calls in   (who shows and    (phases, slots;
                        copies.py           the call)    │    order)      takes what)       each writes its own)
-                       messages.py                      └── Gloo: other devices, types and hosts
-                      (what is asked for)
+                       messages.py ── courier.py        └── Gloo: other devices, types and hosts
+                      (what is           └── post.py ── channel.py                                       shared memory
+                       asked for)            (who gets   (a ring of bytes
+                                              which)      for each pair)
 """

@@ -140,10 +140,13 @@ class Calling(Base):
     # --- while a trace is taken
 
     def _departs(self, recorder: Recorder, name: str, size_bytes: int, args: tuple[Any, ...]) -> Flight:
-        """A call of Gloo's begins."""
+        """A call of Gloo's, or a message, begins."""
         if name not in ("send", "recv"):
             root = int(getattr(args[-1], "rootRank", 0))
             return recorder.depart(f"{name} (Gloo)", size_bytes, self._label, self._awaited(name, root))
+        if args[1] is None:
+            others = tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
+            return recorder.depart("recv from any", size_bytes, f"{self._label}: any > {self.rank()}", others)
         here, there = self._ranks[self.rank()], self._ranks[args[1]]
         ends = (here, there) if name == "send" else (there, here)
         meeting = f"{self._label}: {ends[0]} > {ends[1]}, tag {args[2]}"

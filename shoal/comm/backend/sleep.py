@@ -45,7 +45,6 @@ def sleep_while(address: int, number: int, limit_s: float) -> None:
     _FUTEX(NUMBER, address, WAIT, number & 0xFFFFFFFF, ctypes.addressof(limit))
 
 
-def wake(address: int) -> None:
-    """Wake all that sleep on the number at `address`, in whatever process."""
-    if _FUTEX is not None:
-        _FUTEX(NUMBER, address, WAKE, ALL, None)
+def wake(address: int) -> int:
+    """Wake all that sleep on the number at `address`, in whatever process; how many there were, as far as is known."""
+    return 0 if _FUTEX is None else int(_FUTEX(NUMBER, address, WAKE, ALL, None))
