@@ -7,9 +7,10 @@
     receive  1 header and MAC   2 is the MAC right?   3 the next number?   4 not too long?
              5 `place` says where the payload goes    6 payload   7 its MAC, if it has one
 
-A MAC is HMAC-SHA256 under the key of this session and direction, cut to 16 bytes: of the header, or of header and
-payload. A frame of another session, of the other direction, repeated, left out or out of turn is thus refused before
-anything of it is believed. After any error the connection is closed.
+A header's MAC is HMAC-SHA256 under the key of this session and direction, cut to 16 bytes. A payload's is one of header
+and payload, by the best code that both ends know (`mac.py`). A frame of another session, of the other direction,
+repeated, left out or out of turn is thus refused before anything of it is believed. After any error the connection is
+closed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.frame import HEADER_BYTES, Header, pack, unpack
 from shoal.server.handshake import Session
+from shoal.server.mac import MAC_BYTES, Mac, macs
 from shoal.server.stream import SharedSocket, receive_all, send_all, tune
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-MAC_BYTES = 16
 _CHUNK_BYTES = 256 * 1024  # of a payload that is hashed: stays in the cache between the hash and the socket
 _NOTHING = memoryview(b"")
 
@@ -53,6 +54,8 @@ class Channel:
         self._limit_bytes = limit_bytes
         self._send_mac = hmac.new(session.send_key, digestmod=hashlib.sha256)
         self._receive_mac = hmac.new(session.receive_key, digestmod=hashlib.sha256)
+        self._send_payload_mac = macs(session.mac, session.send_key)
+        self._receive_payload_mac = macs(session.mac, session.receive_key)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._sent = self._received = 0
         self._head = memoryview(bytearray(HEADER_BYTES + MAC_BYTES))
@@ -72,13 +75,14 @@ class Channel:
         refuse_length(len(body), self._limit_bytes, "to send")
         with self._sending:
             packed = pack(header._replace(length=len(body)), self._sent)
-            mac = self._send_mac.copy()
-            mac.update(packed)
+            head = packed + _tag(self._send_mac, packed)
             with self._socket as sock:
                 if body and self._authenticate_payload:
-                    _send_hashed(sock, packed + _tag(mac), body, mac)
+                    mac = self._send_payload_mac(self._sent)
+                    mac.update(packed)
+                    _send_hashed(sock, head, body, mac)
                 else:
-                    send_all(sock, packed + _tag(mac), body)
+                    send_all(sock, head, body)
             self._sent += 1
 
     def receive(self, place: Callable[[Header], memoryview | bytearray | None]) -> tuple[Header, memoryview]:
@@ -116,9 +120,7 @@ class Channel:
     ) -> tuple[Header, memoryview]:
         receive_all(sock, self._head)
         packed, tag = self._head[:HEADER_BYTES], self._head[HEADER_BYTES:]
-        mac = self._receive_mac.copy()
-        mac.update(packed)
-        if not hmac.compare_digest(_tag(mac), tag):
+        if not hmac.compare_digest(_tag(self._receive_mac, packed), tag):
             raise WireError("a frame's header is damaged or not the peer's. The connection was closed")
         header, sequence = unpack(packed)
         if sequence != self._received:
@@ -129,6 +131,8 @@ class Channel:
             return header, _NOTHING
         body = memory(place(header), header.length)
         if self._authenticate_payload:
+            mac = self._receive_payload_mac(sequence)
+            mac.update(packed)
             _receive_hashed(sock, body, mac)
         else:
             receive_all(sock, body)
@@ -174,25 +178,27 @@ def memory(placed: memoryview | bytearray | None, length_bytes: int) -> memoryvi
     return body
 
 
-def _tag(mac: hmac.HMAC) -> bytes:
+def _tag(keyed: hmac.HMAC, packed: ReadableBuffer) -> bytes:
+    mac = keyed.copy()
+    mac.update(packed)
     return mac.digest()[:MAC_BYTES]
 
 
-def _send_hashed(sock: socket.socket, head: bytes, body: memoryview, mac: hmac.HMAC) -> None:
+def _send_hashed(sock: socket.socket, head: bytes, body: memoryview, mac: Mac) -> None:
     # Chunk by chunk, so that the peer hashes one while this end hashes the next.
     for start in range(0, len(body), _CHUNK_BYTES):
         chunk = body[start : start + _CHUNK_BYTES]
         mac.update(chunk)
         is_last = start + len(chunk) == len(body)
-        send_all(sock, head if start == 0 else b"", chunk, _tag(mac) if is_last else b"")
+        send_all(sock, head if start == 0 else b"", chunk, mac.tag() if is_last else b"")
 
 
-def _receive_hashed(sock: socket.socket, body: memoryview, mac: hmac.HMAC) -> None:
+def _receive_hashed(sock: socket.socket, body: memoryview, mac: Mac) -> None:
     for start in range(0, len(body), _CHUNK_BYTES):
         chunk = body[start : start + _CHUNK_BYTES]
         receive_all(sock, chunk)
         mac.update(chunk)
     tag = memoryview(bytearray(MAC_BYTES))
     receive_all(sock, tag)
-    if not hmac.compare_digest(_tag(mac), tag):
+    if not hmac.compare_digest(mac.tag(), tag):
         raise WireError("a frame's payload is damaged or not the peer's. The connection was closed")

@@ -12,6 +12,7 @@ from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel, is_loopback
 from shoal.server.handshake import ALONE, HANDSHAKE_S, Strand, connect
 from shoal.server.key import Key
+from shoal.server.mac import HMAC, known
 from shoal.server.tls import secured
 
 
@@ -62,5 +63,6 @@ def _call(
     if key.certificate is not None:
         connection = secured(connection, key.certificate, server_side=False, limit_s=limit_s)
     left_s = limit_s - (time.monotonic() - begun_s)
-    session = connect(connection, key.secret, name, number, limit_s=left_s, strand=strand)
+    own = known() if secret else HMAC
+    session = connect(connection, key.secret, name, number, limit_s=left_s, strand=strand, known=own)
     return Channel(connection, session, authenticate_payload=secret, limit_bytes=limit_bytes)

@@ -23,6 +23,7 @@ from shoal.server.channel import Channel, is_loopback
 from shoal.server.gathering import Gathering
 from shoal.server.handshake import HANDSHAKE_S, accept
 from shoal.server.key import Key
+from shoal.server.mac import HMAC, known
 from shoal.server.tls import secured
 
 HANDSHAKES = 64
@@ -95,7 +96,7 @@ class Door:
             plain = connection
             if self._key.certificate is not None:
                 plain = secured(connection, self._key.certificate, server_side=True, limit_s=HANDSHAKE_S)
-            session, number = accept(plain, self._key.secret, self._job)
+            session, number = accept(plain, self._key.secret, self._job, known=known() if secret else HMAC)
             channel = Channel(plain, session, authenticate_payload=secret, limit_bytes=self._limit_bytes)
         except WireError as error:
             connection.close()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shoal.errors import WireError
 
 MAGIC = b"SHPS"
-VERSION = 2
+VERSION = 3
 _LAYOUT = struct.Struct("<4sHBBIIIQQQ")
 HEADER_BYTES = _LAYOUT.size
 

@@ -1,8 +1,8 @@
 """Both ends of a new connection prove that they hold the job's key, without saying it, and agree on session keys.
 
     worker                                                server
-      │  1 greeting: magic, version, nonce  ──────────────▶  │
-      │  ◀──────────────  1 greeting: magic, version, nonce  │   said at once, to anyone
+      │  1 greeting: magic, version, MACs, nonce  ────────▶  │
+      │  ◀────────  1 greeting: magic, version, MACs, nonce  │   said at once, to anyone
       │                                                      │   closes, without a word, on what is not a greeting
       │  ◀─────────  2 server's proofs: of the key, the job  │
       │  3 worker's number, strand and proof  ────────────▶  │   closes, without a word, on a wrong proof
@@ -14,8 +14,9 @@ nothing; the label differs by role, so one end's own proof sent back to it is wo
 itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
 All servers of a job hold one key, so their number belongs in the name of the job, `digits/2`: else someone in between
 could lead a worker to another server than it asked for. Where several connections are to be used as one, each of them
-shakes hands, and proves which of how many it is: its strand. Nothing is encrypted here (`tls.py` does): who can listen
-sees gradients and weights.
+shakes hands, and proves which of how many it is: its strand. Payloads get the best MAC that both ends know (`mac.py`);
+what an end knows is part of its greeting, and so of the proofs: nobody in between can talk the two into a lesser one.
+Nothing is encrypted here (`tls.py` does): who can listen sees gradients and weights.
 
 Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
 """
@@ -34,10 +35,11 @@ from typing import NamedTuple
 from shoal.errors import ConfigError, ConnectionLost, WireError
 from shoal.server.frame import MAGIC, VERSION
 from shoal.server.key import KEY_BYTES
+from shoal.server.mac import HMAC, best
 from shoal.server.stream import receive_all, send_all
 
 HANDSHAKE_S = 5.0
-_GREETING = struct.Struct("<4sH32s")
+_GREETING = struct.Struct("<4sHB32s")
 MOST_CONNECTIONS = 16
 """That are used as one."""
 _CALLER = struct.Struct("<I16sBB")
@@ -57,15 +59,22 @@ ALONE = Strand(bytes(16), 0, 1)
 
 @dataclass(frozen=True)
 class Session:
-    """The keys of one connection, 32 bytes each, and which of several it is; they are never printed."""
+    """The keys of one connection, 32 bytes each, which of several it is, and the MAC of payloads; never printed."""
 
     send_key: bytes = field(repr=False)
     receive_key: bytes = field(repr=False)
     strand: Strand = field(default=ALONE, repr=False)
+    mac: int = field(default=HMAC, repr=False)
 
 
 def connect(
-    sock: socket.socket, key: bytes, job: str, worker: int, limit_s: float = HANDSHAKE_S, strand: Strand = ALONE
+    sock: socket.socket,
+    key: bytes,
+    job: str,
+    worker: int,
+    limit_s: float = HANDSHAKE_S,
+    strand: Strand = ALONE,
+    known: int = HMAC,
 ) -> Session:
     """The worker's side, over a connected stream socket. Afterwards the socket has no timeout.
 
@@ -76,14 +85,15 @@ def connect(
         worker: this worker's number, below 2**32.
         limit_s: how long the whole handshake may take.
         strand: which connection of several this is.
+        known: the MACs that this end knows.
 
     Raises:
         WireError: wrong key, another job, another version, not a Shoal server, or closed; the message says which.
     """
-    talk = _Talk(sock, time.monotonic() + limit_s)
+    talk = _Talk(sock, time.monotonic() + limit_s, known)
     try:
         ours = talk.greet()
-        theirs = talk.hear_greeting("server")
+        theirs, agreed = talk.hear_greeting("server")
         if theirs == ours:
             raise WireError(
                 "the connection leads back to this end; nobody listens on that port. Start the server first"
@@ -97,13 +107,15 @@ def connect(
         caller = _CALLER.pack(worker, *strand)
         send_all(sock, caller, proofs.of_caller(caller))
         sock.settimeout(None)
-        return Session(send_key=proofs.to_server(caller), receive_key=proofs.to_worker(caller), strand=strand)
+        return Session(proofs.to_server(caller), proofs.to_worker(caller), strand, agreed)
     except BaseException:
         sock.close()
         raise
 
 
-def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE_S) -> tuple[Session, int]:
+def accept(
+    sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE_S, known: int = HMAC
+) -> tuple[Session, int]:
     """The server's side, over a socket that was just accepted. Afterwards the socket has no timeout.
 
     Args:
@@ -111,6 +123,7 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
         key: the job's key, 32 bytes.
         job: as for `connect`.
         limit_s: how long the whole handshake may take, and thus how long a silent peer keeps a thread.
+        known: the MACs that this end knows.
 
     Returns:
         The session's keys, and the number of the worker at the other end.
@@ -118,10 +131,11 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
     Raises:
         WireError: the peer does not hold the key, is of another version, no Shoal worker, silent or gone.
     """
-    talk = _Talk(sock, time.monotonic() + limit_s)
+    talk = _Talk(sock, time.monotonic() + limit_s, known)
     try:
         ours = talk.greet()
-        proofs = _Proofs(key, job, ours + talk.hear_greeting("worker"))
+        theirs, agreed = talk.hear_greeting("worker")
+        proofs = _Proofs(key, job, ours + theirs)
         send_all(sock, proofs.of_key(), proofs.of_job())
         caller = talk.hear(_CALLER.size, "worker")
         if not hmac.compare_digest(talk.hear(_PROOF_BYTES, "worker"), proofs.of_caller(caller)):
@@ -134,7 +148,7 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
                 f"{MOST_CONNECTIONS}, counted from 0. It was refused"
             )
         sock.settimeout(None)
-        return Session(send_key=proofs.to_worker(caller), receive_key=proofs.to_server(caller), strand=strand), worker
+        return Session(proofs.to_worker(caller), proofs.to_server(caller), strand, agreed), worker
     except BaseException:
         sock.close()
         raise
@@ -144,9 +158,10 @@ def accept(sock: socket.socket, key: bytes, job: str, limit_s: float = HANDSHAKE
 class _Talk:
     sock: socket.socket
     deadline_s: float
+    known: int
 
     def greet(self) -> bytes:
-        greeting = _GREETING.pack(MAGIC, VERSION, secrets.token_bytes(32))
+        greeting = _GREETING.pack(MAGIC, VERSION, self.known, secrets.token_bytes(32))
         self.sock.settimeout(max(self.deadline_s - time.monotonic(), 1e-3))
         send_all(self.sock, greeting)
         return greeting
@@ -162,7 +177,8 @@ class _Talk:
             ) from error
         return bytes(heard)
 
-    def hear_greeting(self, peer: str) -> bytes:
+    def hear_greeting(self, peer: str) -> tuple[bytes, int]:
+        """All of it, and the MAC that follows from it and from this end's."""
         start = self.hear(6, peer)
         magic, version = start[:4], int.from_bytes(start[4:], "little")
         if magic != MAGIC:
@@ -171,7 +187,13 @@ class _Talk:
             raise WireError(
                 f"the {peer} speaks version {version} of the wire, this end {VERSION}. Run one Shoal on both"
             )
-        return start + self.hear(_GREETING.size - 6, peer)
+        rest = self.hear(_GREETING.size - 6, peer)
+        agreed = best(self.known, rest[0])
+        if not agreed:
+            raise WireError(
+                f"the {peer} knows no MAC of this end's: its greeting is damaged. The connection was closed"
+            )
+        return start + rest, agreed
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,23 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from shoal.server.channel import Channel
 from shoal.server.frame import Header
 from shoal.server.handshake import Session
+from shoal.server.mac import GMAC, HMAC, known
 
 KEY = bytes(range(32))
 KINDS = ("tcp", "unix")
 MIB = 1 << 20
+needs_gmac = pytest.mark.skipif(
+    not known() & GMAC, reason="GMAC takes the package cryptography, which is not installed"
+)
+every_mac = pytest.mark.parametrize("mac", [HMAC, pytest.param(GMAC, marks=needs_gmac)], ids=["hmac", "gmac"])
 SESSION = Session(send_key=b"a" * 32, receive_key=b"b" * 32)
 PEERS = Session(send_key=b"b" * 32, receive_key=b"a" * 32)
 
@@ -34,11 +42,11 @@ def sockets(kind: str = "unix") -> Iterator[tuple[socket.socket, socket.socket]]
 
 @contextlib.contextmanager
 def channels(
-    kind: str = "unix", authenticate: bool = True, limit_bytes: int = 8 * MIB
+    kind: str = "unix", authenticate: bool = True, limit_bytes: int = 8 * MIB, mac: int = HMAC
 ) -> Iterator[tuple[Channel, Channel]]:
     with sockets(kind) as (first, second):
-        ours = Channel(first, SESSION, authenticate_payload=authenticate, limit_bytes=limit_bytes)
-        theirs = Channel(second, PEERS, authenticate_payload=authenticate, limit_bytes=limit_bytes)
+        ours = Channel(first, replace(SESSION, mac=mac), authenticate_payload=authenticate, limit_bytes=limit_bytes)
+        theirs = Channel(second, replace(PEERS, mac=mac), authenticate_payload=authenticate, limit_bytes=limit_bytes)
         with contextlib.closing(ours), contextlib.closing(theirs):
             yield ours, theirs
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shaken import KEY, MIB, PEERS, SESSION, beside, new_memory, sockets
+from shaken import KEY, MIB, PEERS, SESSION, beside, needs_gmac, new_memory, sockets
 
 from shoal.errors import ConnectionLost, WireError
+from shoal.server import channel as channels_
+from shoal.server import dial as dials
 from shoal.server import door as doors
 from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
@@ -26,6 +28,7 @@ from shoal.server.frame import Header, pack
 from shoal.server.gathering import Gathering
 from shoal.server.handshake import MOST_CONNECTIONS, Strand, connect
 from shoal.server.key import Key
+from shoal.server.mac import GMAC, HMAC, Macs, macs
 from shoal.server.messages import Op
 from shoal.server.peer import Peer
 from shoal.server.pieces import LEAST_BYTES, MOST_BYTES, piece_bytes
@@ -286,6 +289,25 @@ def test_a_door_lets_in_several_connections_as_one_peer():
             bundle.close()
             theirs[number].close()
         assert (came.empty(), door.refused) == (True, 0)
+
+
+@pytest.mark.parametrize(("stays_here", "mac"), [(True, HMAC), pytest.param(False, GMAC, marks=needs_gmac)])
+def test_between_machines_payloads_have_the_best_mac_that_both_ends_know(monkeypatch, stays_here, mac):
+    made = []
+
+    def seen(kind: int, key: bytes) -> Macs:
+        made.append(kind)
+        return macs(kind, key)
+
+    monkeypatch.setattr(channels_, "macs", seen)
+    monkeypatch.setattr(doors, "is_loopback", lambda _: stays_here)
+    monkeypatch.setattr(dials, "is_loopback", lambda _: stays_here)
+    with opened() as (_door, address, came):
+        ours = dial(address, Key(KEY), "digits", 5, limit_bytes=LIMIT_BYTES)
+        theirs, _number = came.get()
+        with contextlib.closing(ours), contextlib.closing(theirs), beside(ours.send, Header(op=1), b"gradient"):
+            assert theirs.receive(new_memory)[1] == b"gradient"
+    assert made == [mac] * 4
 
 
 def test_connections_that_never_become_complete_are_closed_and_counted(monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from shaken import KEY, KINDS, MIB, PEERS, SESSION, beside, channels, new_memory, sockets
+from shaken import KEY, KINDS, MIB, PEERS, SESSION, beside, channels, every_mac, new_memory, sockets
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.channel import Channel, is_loopback
@@ -42,8 +42,9 @@ def test_a_tensor_goes_straight_into_a_tensors_memory(kind, authenticate):
     assert address(payload) == received.data_ptr()
 
 
+@every_mac
 @both
-def test_payloads_of_every_size_arrive_whole(kind, authenticate):
+def test_payloads_of_every_size_arrive_whole(kind, authenticate, mac):
     sizes = [0, 1, 43, 256 * 1024 - 1, 256 * 1024, 256 * 1024 + 1, 3 * MIB + 17]
     sent = [np.random.default_rng(size).bytes(size) for size in sizes]
 
@@ -51,7 +52,7 @@ def test_payloads_of_every_size_arrive_whole(kind, authenticate):
         for size, payload in zip(sizes, sent, strict=True):
             ours.send(Header(op=1, part=size), payload)
 
-    with channels(kind, authenticate) as (ours, theirs), beside(send):
+    with channels(kind, authenticate, mac=mac) as (ours, theirs), beside(send):
         came = [theirs.receive(new_memory) for _ in sizes]
     assert [header.part for header, _ in came] == sizes
     assert [bytes(payload) for _, payload in came] == sent

@@ -64,7 +64,7 @@ def test_strangers_that_say_nothing_do_not_keep_out_who_holds_the_key(monkeypatc
     with opened(listener) as (door, came), contextlib.ExitStack() as silent:
         strangers = [silent.enter_context(socket.create_connection(address)) for _ in range(HANDSHAKES + 3)]
         for stranger in strangers[:3]:  # the oldest have to go
-            assert len(read_to_end(stranger)) == 38
+            assert len(read_to_end(stranger)) == 39
         visit(address, 7)
         assert came.get() == 7
         for stranger in strangers:

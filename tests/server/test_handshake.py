@@ -13,31 +13,33 @@ from shaken import KEY, KINDS, beside, read_to_end, sockets
 from shoal.errors import ConfigError, ConnectionLost, WireError
 from shoal.server.frame import MAGIC, VERSION
 from shoal.server.handshake import accept, connect
+from shoal.server.mac import GMAC, HMAC
 
-GREETING_BYTES = 38
+GREETING_BYTES = 39
 CALLER_BYTES = 4 + 18
 PROOFS_BYTES = 64
+MACS_AT = 6
 OTHER_VERSION = (VERSION + 1).to_bytes(2, "little")
 
 
-def shake(worker_end, server_end, worker_key=KEY, worker_job="digits", worker=7):
+def shake(worker_end, server_end, worker_key=KEY, worker_job="digits", worker=7, known=(HMAC, HMAC)):
     """What either side ends with: its result, or the error."""
-    with beside(accept, server_end, KEY, "digits") as accepting:
+    with beside(accept, server_end, KEY, "digits", known=known[1]) as accepting:
         try:
-            connected = connect(worker_end, worker_key, worker_job, worker)
+            connected = connect(worker_end, worker_key, worker_job, worker, known=known[0])
         except WireError as error:
             connected = error
     return connected, accepting.exception() or accepting.result()
 
 
-def relayed(source: socket.socket, sink: socket.socket, flip_at: int | None = None) -> bytes:
-    """Pass on what comes, one bit of byte `flip_at` turned; returns what came."""
+def relayed(source: socket.socket, sink: socket.socket, flip_at: int | None = None, flip: int = 1) -> bytes:
+    """Pass on what comes, bits of byte `flip_at` turned; returns what came."""
     passed = b""
     with contextlib.suppress(OSError):  # an end that refuses closes what it has not read
         while piece := source.recv(1 << 12):
             altered = bytearray(piece)
             if flip_at is not None and len(passed) <= flip_at < len(passed) + len(piece):
-                altered[flip_at - len(passed)] ^= 1
+                altered[flip_at - len(passed)] ^= flip
             passed += piece
             sink.sendall(altered)
     with contextlib.suppress(OSError):
@@ -45,15 +47,15 @@ def relayed(source: socket.socket, sink: socket.socket, flip_at: int | None = No
     return passed
 
 
-def through_a_third(flip_to_server=None, flip_to_worker=None):
+def through_a_third(flip_to_server=None, flip_to_worker=None, flip=1, known=(HMAC, HMAC)):
     """A handshake through a man in the middle; what either side ends with, and what went to the server."""
     with (
         sockets() as (worker_end, left),
         sockets() as (right, server_end),
-        beside(relayed, left, right, flip_to_server) as heard,
-        beside(relayed, right, left, flip_to_worker),
+        beside(relayed, left, right, flip_to_server, flip) as heard,
+        beside(relayed, right, left, flip_to_worker, flip),
     ):
-        connected, accepted = shake(worker_end, server_end)
+        connected, accepted = shake(worker_end, server_end, known=known)
         worker_end.close()
         server_end.close()
     return connected, accepted, heard.result()
@@ -96,7 +98,7 @@ def test_a_worker_with_the_wrong_key_or_job_is_told_why_by_its_own_end(kind, wro
 
 def test_a_stranger_hears_a_greeting_and_two_proofs_and_nothing_more():
     with sockets() as (stranger, server_end), beside(accept, server_end, KEY, "digits") as accepting:
-        stranger.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes(32) + bytes(CALLER_BYTES + 32))
+        stranger.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes([HMAC]) + bytes(32) + bytes(CALLER_BYTES + 32))
         assert len(read_to_end(stranger)) == GREETING_BYTES + PROOFS_BYTES
     assert "does not hold this job's key" in str(accepting.exception())
 
@@ -108,7 +110,8 @@ def test_a_stranger_hears_a_greeting_and_two_proofs_and_nothing_more():
         (b"GET / HTTP/1.1\r\n\r\n", "begins with b'GET '. Check host and port"),
         (b"", "closed the connection after 0 of 6 bytes"),
         (MAGIC, "closed the connection after 4 of 6 bytes"),
-        (MAGIC + VERSION.to_bytes(2, "little") + bytes(31), "closed the connection after 31 of 32 bytes"),
+        (MAGIC + VERSION.to_bytes(2, "little") + bytes(32), "closed the connection after 32 of 33 bytes"),
+        (MAGIC + VERSION.to_bytes(2, "little") + bytes(33), "knows no MAC of this end's"),
     ],
 )
 def test_who_greets_otherwise_is_refused_by_either_side(greeting, why):
@@ -140,6 +143,27 @@ def test_a_workers_words_of_an_earlier_connection_are_refused():
         thief.sendall(heard)
         with pytest.raises(WireError, match="does not hold"):
             accept(server_end, KEY, "digits")
+
+
+BOTH = HMAC | GMAC
+
+
+@pytest.mark.parametrize(
+    ("known", "agreed"),
+    [((BOTH, BOTH), GMAC), ((BOTH, HMAC), HMAC), ((HMAC, BOTH), HMAC), ((BOTH | 64, BOTH | 128), GMAC)],
+)
+def test_both_ends_take_the_best_mac_that_both_know(known, agreed):
+    with sockets() as (worker_end, server_end):
+        mine, (theirs, _) = shake(worker_end, server_end, known=known)
+        assert mine.mac == theirs.mac == agreed
+
+
+@pytest.mark.parametrize("direction", ["flip_to_server", "flip_to_worker"])
+def test_nobody_in_between_can_take_a_mac_away_or_add_one(direction):
+    for known in ((BOTH, BOTH), (HMAC, BOTH), (BOTH, HMAC)):
+        connected, accepted, _ = through_a_third(**{direction: MACS_AT}, flip=GMAC, known=known)
+        assert isinstance(connected, WireError)
+        assert isinstance(accepted, WireError)
 
 
 def test_no_bit_can_be_turned_on_the_way():
@@ -195,6 +219,6 @@ def test_a_peer_that_drips_its_greeting_is_given_up_too():
 
 def test_a_key_of_another_length_never_opens_a_session():
     with sockets() as (ours, theirs):
-        theirs.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes(32))
+        theirs.sendall(MAGIC + VERSION.to_bytes(2, "little") + bytes([HMAC]) + bytes(32))
         with pytest.raises(ConfigError, match="has 0 bytes instead of 32"):
             accept(ours, b"", "digits")

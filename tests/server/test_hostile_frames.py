@@ -8,26 +8,29 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import pytest
-from shaken import MIB, PEERS, SESSION, beside, frames, new_memory, read_to_end, sockets
+from shaken import MIB, PEERS, SESSION, beside, every_mac, frames, needs_gmac, new_memory, read_to_end, sockets
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.channel import Channel
 from shoal.server.frame import Header
 from shoal.server.handshake import Session
+from shoal.server.mac import GMAC, HMAC
 
 HEAD_BYTES = 44 + 16
 PUSH = (Header(op=1, step=1), b"first")
 NEXT = (Header(op=1, step=2), b"second")
 
 
-def received(sent: bytes, count: int, authenticate: bool = True, limit_bytes: int = 1000, place=new_memory):
+def received(sent: bytes, count: int, authenticate: bool = True, limit_bytes: int = 1000, place=new_memory, mac=HMAC):
     """Receive `count` frames from a peer that sends these bytes and closes."""
     with sockets("tcp") as (first, second):
         second.sendall(sent)
         second.close()
-        channel = Channel(first, SESSION, authenticate_payload=authenticate, limit_bytes=limit_bytes)
+        session = replace(SESSION, mac=mac)
+        channel = Channel(first, session, authenticate_payload=authenticate, limit_bytes=limit_bytes)
         with contextlib.closing(channel):
             return [bytes(channel.receive(place)[1]) for _ in range(count)]
 
@@ -74,13 +77,29 @@ def test_an_oversized_frame_is_refused_before_any_memory_is_taken():
         tracemalloc.stop()
 
 
-def test_a_turned_bit_anywhere_is_refused():
-    (frame,) = frames(PUSH)
+@every_mac
+def test_a_turned_bit_anywhere_is_refused(mac):
+    (frame,) = frames(PUSH, session=replace(PEERS, mac=mac))
     for position in range(len(frame)):
         damaged = bytearray(frame)
         damaged[position] ^= 1 << position % 8
         with pytest.raises(WireError, match="header is damaged" if position < HEAD_BYTES else "payload is damaged"):
-            received(bytes(damaged), 1)
+            received(bytes(damaged), 1, mac=mac)
+
+
+@every_mac
+def test_a_payload_under_the_header_of_another_frame_is_refused(mac):
+    first, second = frames((Header(op=1), b"first"), (Header(op=1), b"other"), session=replace(PEERS, mac=mac))
+    with pytest.raises(WireError, match="payload is damaged"):
+        received(first[:HEAD_BYTES] + second[HEAD_BYTES:], 1, mac=mac)
+
+
+@needs_gmac
+def test_ends_that_differ_in_the_mac_refuse_each_other():
+    for ours, theirs in ((HMAC, GMAC), (GMAC, HMAC)):
+        (frame,) = frames(PUSH, session=replace(PEERS, mac=theirs))
+        with pytest.raises(WireError, match="payload is damaged"):
+            received(frame, 1, mac=ours)
 
 
 def test_without_payload_authentication_the_header_still_has_its_mac():
