@@ -44,7 +44,8 @@ class Link:
 
     Args:
         place: where a frame's payload goes.
-        lent, lent_at: the memory of this worker's gradients, and where in it each part lies, in bytes.
+        lent, lent_at: memory of this worker's that servers may read, and where in it each part's gradient is laid for
+            those that do, in bytes.
         take: is given every value that came, its payload, and the memory that it lies in where that is not ours.
         answered: is given every answer to a question.
         moved: is told of a part that this shard does not answer for, or not now, and of what it was asked in vain.
@@ -178,6 +179,9 @@ class Link:
         at_bytes = self._lent_at.get(part) if self._lending else None
         which = blocks.touched(gradient) if sparse and at_bytes is None else None
         if at_bytes is not None:
+            lent = self._lent.tensor(at_bytes, gradient.numel(), gradient.dtype)
+            if lent.data_ptr() != gradient.data_ptr():
+                lent.copy_(gradient)
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
             self._post(Op.PUSH, part=part, step=step, flags=SHARED, epoch=high, worker=low)
         elif which is not None and blocks.are_few(which):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 from contextlib import closing
@@ -19,7 +20,7 @@ from shoal.server.frame import Header
 from shoal.server.handshake import accept
 from shoal.server.key import Key
 from shoal.server.link import Link
-from shoal.server.messages import Op
+from shoal.server.messages import SHARED, Op
 from shoal.server.views import Views
 
 PART_BYTES = 4 * 2**20
@@ -87,5 +88,23 @@ def test_a_value_that_cannot_be_right_ends_the_wait_for_it():
         link, server = linked(listener, memory, take=take, lost=lost.put)
         server.send(Header(Op.VALUE))
         assert "what its server said cannot be right (AssertionError('stale'))" in str(lost.get())
+        with beside(link.close):
+            server.close()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_gradient_is_laid_in_lent_memory_for_a_server_that_reads_there_and_for_no_other(shares):
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(Memory(1024)) as memory:
+        link, server = linked(listener, memory, lent_at={0: 64})
+        assert server.receive(new_memory)[0].op == Op.SHARE
+        server.send(Header(Op.SHARE), json.dumps(memory.description if shares else {}).encode())
+        if shares:
+            assert server.receive(new_memory) == (Header(Op.SHARE, 2), b"{}")
+        gradient = torch.arange(1.0, 9.0)
+        link.push(0, (0, gradient, b"\1", False), now=True)
+        header, payload = server.receive(new_memory)
+        assert (header.op, bool(header.flags & SHARED)) == (Op.PUSH, shares)
+        assert torch.equal(memory.tensor(64, 8, torch.float32), gradient if shares else torch.zeros(8))
+        assert bytes(payload) == (b"" if shares else gradient.numpy().tobytes())
         with beside(link.close):
             server.close()

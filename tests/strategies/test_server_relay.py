@@ -26,8 +26,9 @@ def data() -> list[tuple[Tensor, int]]:
 
 def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     """Weights after two epochs, bytes that the servers have received and sent, and processes that this rank started."""
-    if int(os.environ["WORLD_SIZE"]) == 4:
-        os.environ |= {"LOCAL_RANK": str(int(os.environ["RANK"]) % 2), "LOCAL_WORLD_SIZE": "2"}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks > 2:
+        os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(min(2, ranks - rank // 2 * 2))}
     torch.manual_seed(0)
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(nn.Linear(20, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
@@ -58,6 +59,13 @@ def test_relays_give_the_numbers_of_one_device_and_halve_the_bytes_between_machi
     assert [len(fleets) for *_, fleets in alone] == [1, 0, 1, 0]
     for whole, half in zip(alone[0][1], relayed[0][1], strict=True):
         assert 0.4 < half / whole < 0.6  # of two workers on a machine, one push
+
+
+def test_a_worker_that_is_alone_on_its_machine_is_summed_too() -> None:
+    """Its relay sums nothing, and servers of its machine read its gradient all the same."""
+    expected = world.run(1, on_machines_of_two, "single")[0][0]
+    for weights, *_ in world.run(3, on_machines_of_two, "server=2,part_mb=0.01"):
+        agree(weights, expected)
 
 
 def test_the_norm_is_that_of_all_machines() -> None:
