@@ -29,7 +29,7 @@ class Flat:
 
     Attributes:
         values, gradients: of each part, flat tensors of its length.
-        lent: the memory of the gradients, and where in it each part lies, in bytes.
+        lent, lent_at: the memory of the gradients, and where in it each part lies, in bytes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Part]) -> None:
@@ -53,6 +53,22 @@ class Flat:
         """Values are the parameters'."""
         for name, parameter in self.parameters.items():
             self.windows[name].copy_(parameter)
+
+    def run_of(self, segment: Segment, gradient: Tensor) -> Tensor | None:
+        """A parameter's gradient where autograd has left it, of one segment and flat; None where it lies otherwise.
+
+        Args: gradient: the whole parameter's.
+        """
+        window = self.gradient_windows[segment.name]
+        lies_alike = (
+            gradient.layout == torch.strided
+            and (gradient.dtype, gradient.device) == (window.dtype, window.device)
+            and (gradient.shape, gradient.stride()) == (window.shape, window.stride())
+        )
+        if not lies_alike or gradient.is_conj() or gradient.is_neg():  # those say what is to be made of the numbers
+            return None
+        begin = gradient.storage_offset() + segment.start
+        return gradient.detach().as_strided((segment.length,), (1,), begin)
 
     @torch.no_grad()
     def fetch(self, names: Iterable[str]) -> None:

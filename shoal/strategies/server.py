@@ -199,23 +199,31 @@ class Engine:
 
     def _push(self, number: int) -> None:
         """Send a part, with what gradients it has; a parameter's are dropped with its last part."""
-        present, sparse = bytearray(), False
-        for segment in self.client.parts[number].segments:
-            parameter = self.flat.parameters[segment.name]
-            gradient, window = parameter.grad, self.flat.gradient_windows[segment.name]
-            present.append(gradient is not None)
-            sparse = sparse or (gradient is not None and gradient.is_sparse)
-            if segment.start == 0:
-                window.zero_() if gradient is None else window.copy_(_dense(gradient))
+        segments = self.client.parts[number].segments
+        gradients = [self.flat.parameters[segment.name].grad for segment in segments]
+        present = bytes(gradient is not None for gradient in gradients)
+        sparse = self.compression is None and any(g is not None and g.is_sparse for g in gradients)
+        whole = gradients[0] if len(segments) == 1 and self.compression is None else None
+        message = None if whole is None else self.flat.run_of(segments[0], whole)
+        if message is None:
+            self._lay(number)
+            message = self._message(number)
         self.missing[number] = 0
-        self.client.push(number, self._message(number), bytes(present), sparse and self.compression is None)
-        for segment in self.client.parts[number].segments:
+        self.client.push(number, message, present, sparse)
+        for segment in segments:
             parameter = self.flat.parameters[segment.name]
             if segment.start + segment.length == parameter.numel():
                 parameter.grad = None
 
+    def _lay(self, number: int) -> None:
+        """Lay a part's gradients end to end; a parameter's are laid with its first part."""
+        for segment in self.client.parts[number].segments:
+            gradient, window = self.flat.parameters[segment.name].grad, self.flat.gradient_windows[segment.name]
+            if segment.start == 0:
+                window.zero_() if gradient is None else window.copy_(_dense(gradient))
+
     def _message(self, number: int) -> Tensor:
-        """What goes over the wire for a part's gradient."""
+        """What goes over the wire for a part's gradient, as it is laid."""
         gradient = self.flat.gradients[number]
         if self.compression is None:
             return gradient

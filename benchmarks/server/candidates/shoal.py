@@ -86,8 +86,7 @@ class Pusher(Worker):
     def round(self) -> Sequence[Tensor]:
         assert self.client is not None
         for number, piece in enumerate(self.pieces):
-            self.flat.gradients[number].copy_(piece)
-            self.client.push(number, self.flat.gradients[number], self.present[number])
+            self.client.push(number, piece, self.present[number])
         self.client.order(self.order)
         self.client.wait(range(len(self.parts)))
         return self.flat.values
