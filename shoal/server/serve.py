@@ -232,9 +232,9 @@ class Server:
                 gradient = self.inbox.pushed(worker, header, payload)
                 return shard.push(worker, step, part, gradient, there, sparse=bool(header.flags & BLOCKS))
             case Op.ORDER:
-                out = shard.order(worker, step, unpack_order(payload))
+                ordered = shard.order(worker, step, unpack_order(payload))
                 self._discard()
-                return out
+                return ordered
             case Op.NORM | Op.GRADIENT:
                 return shard.ask(worker, step, part, whole=header.op == Op.GRADIENT)
             case Op.PULL:

@@ -18,7 +18,7 @@ have said of it to whoever answers for it next. A step is taken from the orders 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,16 +221,19 @@ class Shard:
         self.pushed[worker, part] = Push(step, gradient, present)
         return self._step_alone(worker, part)
 
-    def order(self, worker: int, step: int, order: Order) -> list[Out]:
+    def order(self, worker: int, step: int, order: Order) -> Iterator[Out]:
         """What a worker's step is to be; it has done its backward pass, so new values cannot disturb it.
 
         Synchronous steps wait for everyone's, and take the one of the first worker.
+
+        Returns: what is to be said, to be read to its end: a part is stepped when it is asked for, so that the values
+            of one are on their way while the next one is stepped.
         """
         self.orders[worker] = (step, order)
         here = sorted((self.mine & set(self.held)) - self.away)
         if self.staleness == 0:
-            return [out for part in here for out in self._step_together(part)]
-        return [out for part in here for out in self._step_alone(worker, part)]
+            return (out for part in here for out in self._step_together(part))
+        return (out for part in here for out in self._step_alone(worker, part))
 
     def ask(self, worker: int, step: int, part: int, whole: bool) -> list[Out]:
         """Asks for the sum of gradients of a part in this step, `whole` or the sum of their squares.

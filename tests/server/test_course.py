@@ -1,6 +1,7 @@
 """What shards note is enough to do everything again, whatever the schedule was; what it lacks is said."""
 
 import json
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -81,7 +82,7 @@ class Fleet:
                 self.move(self.chance.randrange(len(PARTS)))
         return [self.owner(part.number).held[part.number].values for part in PARTS]
 
-    def deliver(self, out: list[Out]) -> None:
+    def deliver(self, out: Iterable[Out]) -> None:
         for value in out:
             assert isinstance(value, Value)
             self.workers[value.worker].values[value.part].copy_(value.numbers)

@@ -1,5 +1,6 @@
 """Parts that move between shards while training goes on: in any order, given twice, given by one that was replaced."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -162,7 +163,7 @@ class World:
         worker.said.add(part)
         self.hear(shard, out)
 
-    def hear(self, shard: int, out: list[Out]) -> None:
+    def hear(self, shard: int, out: Iterable[Out]) -> None:
         for value in out:
             assert isinstance(value, Value)
             worker = self.workers[value.worker]

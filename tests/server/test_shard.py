@@ -1,6 +1,6 @@
 """The shard's mind under thousands of schedules: what arrives in any order, twice, or never again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
@@ -83,7 +83,7 @@ class Worker:
         again = [("push", p) for p in self.pushed]
         return (rest or [("order", 0)]) + again
 
-    def act(self, what: str, part: int, to: Shard) -> list[Out]:
+    def act(self, what: str, part: int, to: Shard) -> Iterable[Out]:
         ones = b"\1" * len(PARTS[part].segments)
         match what:
             case "push":
@@ -97,7 +97,7 @@ class Worker:
         return to.order(self.number, self.step - 1, told())
 
 
-def deliver(out: list[Out], workers: list[Worker]) -> Iterator[Value]:
+def deliver(out: Iterable[Out], workers: list[Worker]) -> Iterator[Value]:
     for message in out:
         assert isinstance(message, Value), message
         workers[message.worker].arrived[message.part] = message.clock
@@ -197,12 +197,23 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     first[5:], second[5:] = 0, 0
     to.push(0, 0, 0, first.clone(), b"\1\0")
     to.push(1, 0, 0, second.clone(), b"\1\0")
-    to.order(0, 0, told())
-    to.order(1, 0, told())
+    assert list(to.order(0, 0, told())) == []
+    assert len(list(to.order(1, 0, told()))) == 2
     values = to.held[0].values
     assert torch.equal(values[5:], torch.ones(3, dtype=torch.float64))
     assert not torch.equal(values[:5], torch.ones(5, dtype=torch.float64))
     assert to.held[0].state()[1] == {}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, None])
+def test_the_values_of_a_part_can_be_sent_before_the_next_part_is_stepped(staleness: int | None) -> None:
+    to = shard(1, staleness)
+    for part in PARTS:
+        to.push(0, 0, part.number, gradient(0, 0, part.number), b"\1" * len(part.segments))
+    for number, value in enumerate(to.order(0, 0, told())):
+        assert isinstance(value, Value)
+        assert value.part == number
+        assert [held.clock for held in to.held.values()] == [1] * (number + 1) + [0] * (len(PARTS) - number - 1)
 
 
 def test_questions_are_answered_when_every_worker_has_pushed() -> None:
@@ -235,7 +246,7 @@ def test_an_order_changes_the_learning_rate_and_scales_the_gradient() -> None:
     to.load(0, 0, torch.zeros(4, dtype=torch.float64), [{}], 0)
     to.push(0, 0, 0, torch.ones(4, dtype=torch.float64), b"\1")
     told: Settings = {"lr": 0.5}
-    to.order(0, 0, Order([told], scale=3.0))
+    assert len(list(to.order(0, 0, Order([told], scale=3.0)))) == 1
     assert torch.equal(to.held[0].values, torch.full((4,), -1.5, dtype=torch.float64))
 
 
