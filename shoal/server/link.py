@@ -182,6 +182,7 @@ class Link:
             lent = self._lent.tensor(at_bytes, gradient.numel(), gradient.dtype)
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
+                self._said[part].push = (step, lent, present, sparse)  # the other one need not be kept
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
             self._post(Op.PUSH, part=part, step=step, flags=SHARED, epoch=high, worker=low)
         elif which is not None and blocks.are_few(which):

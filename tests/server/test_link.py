@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import weakref
 from contextlib import closing
 from typing import Any, cast
 
@@ -106,5 +107,8 @@ def test_a_gradient_is_laid_in_lent_memory_for_a_server_that_reads_there_and_for
         assert (header.op, bool(header.flags & SHARED)) == (Op.PUSH, shares)
         assert torch.equal(memory.tensor(64, 8, torch.float32), gradient if shares else torch.zeros(8))
         assert bytes(payload) == (b"" if shares else gradient.numpy().tobytes())
+        kept = weakref.ref(gradient)
+        del gradient
+        assert (kept() is None) == shares  # what is not laid anywhere may have to be said again
         with beside(link.close):
             server.close()
