@@ -131,6 +131,7 @@ def _features(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Verdict]:
         "torchvision models": _needs(software["torchvision_error"] is None, software["torchvision_error"] or ""),
         "timm models": _needs(software["timm"], "pip install timm"),
         "TensorBoard": _needs(software["tensorboard"], "pip install tensorboard"),
+        "servers: GMAC": _needs(software["cryptography"], "pip install cryptography (else HMAC, slower)"),
         "GPUs": _gpus(devices),
         "NCCL": _needs("nccl" in found["communication"]["backends"], "no GPU build of torch; needed on GPUs only"),
         "bf16": _precision("bf16", devices),

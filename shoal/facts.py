@@ -36,7 +36,7 @@ def gather() -> dict[str, Facts]:
 
 def software() -> Facts:
     """Versions; of packages that are not installed, None."""
-    packages = ("shoal", "torch", "torchvision", "numpy", "timm", "tensorboard")
+    packages = ("shoal", "torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in packages},
