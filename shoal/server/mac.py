@@ -3,8 +3,8 @@
     worker  ── greeting: I know GMAC, HMAC ──▶  server     So it is HMAC, the best that both know. The proofs of the
             ◀──── greeting: I know HMAC ──────             handshake hold both greetings: nobody can lower it.
 
-A hash that anyone can compute has to be hard for each byte. A code under a key may be a polynomial, which this
-processor multiplies ten times as fast, and is as hard to forge as long as no number (nonce) is used twice.
+A hash that anyone can compute has to be hard for each byte. A code under a key may be a polynomial, for which there are
+instructions: several times as fast, and as hard to forge as long as no number (nonce) is used twice.
 
 Sources: HMAC, RFC 2104. GMAC, NIST SP 800-38D: the tag of AES-256-GCM over bytes that are not encrypted.
 """
