@@ -101,3 +101,18 @@ def _many_at_once() -> bool:
         work.wait()
     values = [future.wait()[0] for future in futures]
     return all((tensor == 6).all().item() for tensor in (*tensors, *values)) and last.tolist() == [3.0, 3.0]
+
+
+def test_a_call_that_is_complete_gives_the_kind_of_future_that_gloo_gives() -> None:
+    assert world.run(2, _kinds_of_futures) == [(True, 2.0)] * 2
+
+
+def _kinds_of_futures() -> tuple[bool, float]:
+    works = [
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo"))
+    ]
+    ours, theirs = (work.get_future() for work in works if work is not None)
+    value: float = ours.then(lambda done: done.value()[0]).wait()[1].item()
+    theirs.wait()
+    return type(ours) is type(theirs), value

@@ -29,6 +29,7 @@ from shoal.errors import CollectiveFailed, PeerLost
 PATIENCE_S = 1e-3
 GRACE_S = 5.0
 NO_LIMIT = timedelta(0)
+Future: Any = torch._C.Future  # which Gloo gives too; the class above it, torch.futures', takes longer to make
 
 
 class Job:
@@ -80,7 +81,7 @@ class Handle(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Complete when the call is; its value is the list of result tensors."""
         job = self._job
-        base: torch.futures.Future[Any] = torch.futures.Future()
+        base: torch.futures.Future[Any] = Future([])
 
         def outcome(_: torch.futures.Future[Any]) -> list[Tensor]:
             if job.error is not None:
@@ -117,7 +118,7 @@ class _Complete(Handle):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future[Any] = Future([])
         future.set_result(list(self._results))
         return future
 
