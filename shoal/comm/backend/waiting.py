@@ -73,12 +73,15 @@ class Waiting:
 
     def asleep(self, condition: Condition, phase: Any) -> None:
         """As `until`, without computing."""
-        end = time.monotonic() + self.timeout_s
+        begin = time.monotonic()
+        end, check_at = begin + self.timeout_s, begin + HEALTH_EVERY_S
         while not condition(phase):
             self._sleep(phase, HEALTH_EVERY_S)
-            if not condition(phase):
+            now = time.monotonic()
+            # One of several others may have come, which is no reason to ask the system after all of them.
+            if (now >= check_at or self.exchange.failure() is not None) and not condition(phase):
+                check_at = now + HEALTH_EVERY_S
                 self._check_health(condition, phase)
-                now = time.monotonic()
                 if now > self._leave_at:
                     raise CollectiveFailed(
                         f"this rank left its group before {self.exchange.call.describe()} was complete."

@@ -1,0 +1,70 @@
+"""How a rank waits: when it looks after the others."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from shoal.comm.backend.call import Call
+from shoal.comm.backend.exchange import SIZE_BYTES, Exchange
+from shoal.comm.backend.peers import Peers
+from shoal.comm.backend.waiting import HEALTH_EVERY_S, Waiting
+from shoal.comm.memory import Memory, attach
+from shoal.errors import PeerLost
+
+
+def test_others_that_come_one_by_one_are_no_reason_to_ask_the_system_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = _Meeting(monkeypatch, ranks=4)
+    meeting.while_asleep(*[other.publish for other in meeting.ranks[1:]])
+    meeting.waiting.asleep(meeting.mine.arrived, 1)
+    assert meeting.asked == 0
+
+
+def test_a_rank_that_sleeps_for_long_looks_after_the_others_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = _Meeting(monkeypatch, ranks=2)
+    meeting.while_asleep(*[lambda: meeting.pass_by(HEALTH_EVERY_S)] * 5, meeting.ranks[1].publish)
+    meeting.waiting.asleep(meeting.mine.arrived, 1)
+    assert meeting.asked == 5
+
+
+def test_a_rank_that_gives_up_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = _Meeting(monkeypatch, ranks=3)
+    meeting.while_asleep(meeting.ranks[1].publish, lambda: meeting.ranks[2].fail("out of memory"))
+    with pytest.raises(PeerLost, match=r"rank 2 gave up while rank 0 waited for it in barrier.*out of memory"):
+        meeting.waiting.asleep(meeting.mine.arrived, 1)
+
+
+class _Meeting:
+    """Ranks in one process, of which the first waits; its clock goes on only where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+        memories = [Memory(SIZE_BYTES) for _ in range(ranks)]
+        self.ranks = []
+        for rank, memory in enumerate(memories):
+            others = {other: attach(memories[other].description) for other in range(ranks) if other != rank}
+            self.ranks.append(Exchange(rank, memory, {other: a for other, a in others.items() if a is not None}))
+        for memory in memories:
+            memory.close()
+        call = Call("barrier")
+        for exchange in self.ranks:
+            exchange.begin(call, call.word)
+        self.mine, self.asked, self.now_s = self.ranks[0], 0, 0.0
+        self.patch, peers = monkeypatch, Peers({0: os.getpid()})
+        monkeypatch.setattr("shoal.comm.backend.waiting.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr(peers, "dead", self._dead)
+        peers.close()
+        self.waiting = Waiting(self.mine, peers, timeout_s=60.0)
+
+    def while_asleep(self, *events: Callable[[], object]) -> None:
+        """What happens, one thing in each sleep."""
+        left = iter(events)
+        self.patch.setattr(self.mine, "sleep", lambda *_: next(left)())
+
+    def pass_by(self, time_s: float) -> None:
+        self.now_s += time_s
+
+    def _dead(self) -> list[int]:
+        self.asked += 1
+        return []
