@@ -62,6 +62,7 @@ verified: $(VENV)/.demo
 
 bench-overhead: $(BENCH)/.done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
+	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
 	$(BENCH)/bin/python -m benchmarks.overhead.report
 
 bench-launch: $(BENCH)/.done

@@ -26,7 +26,7 @@ def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     groups = {"Gloo": dist.new_group(backend="gloo"), "shoal": dist.new_group(backend="cpu:shoal"), "none": None}
     chance, found = random.Random(0), {}
     for network, (make, steps) in networks().items():
-        loops = {name: _loop(make, group) for name, group in groups.items()}
+        loops = {name: by_hand(make, group) for name, group in groups.items()}
         found[network] = {name: {"clock": [], "computing": []} for name in groups}
         for loop in loops.values():
             loop(WARM_UP)
@@ -42,14 +42,13 @@ def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     return found
 
 
-def _loop(make: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> Callable[[int], Tensor]:
+def by_hand(make: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> Callable[[int], Tensor]:
+    """Takes so many steps when it is called. Args: group: to average over; None for no other rank."""
     torch.manual_seed(0)
     model = make()
     if group is not None:
         model = DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    made = torch.Generator().manual_seed(dist.get_rank())
-    x, y = torch.randn(32, 1, 8, 8, generator=made), torch.randint(0, 10, (32,), generator=made)
+    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), samples(dist.get_rank())
 
     def run(steps: int) -> Tensor:
         for _ in range(steps):
@@ -60,6 +59,12 @@ def _loop(make: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> Cal
         return loss
 
     return run
+
+
+def samples(seed: int) -> tuple[Tensor, Tensor]:
+    """What a rank computes in a step."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(32, 1, 8, 8, generator=made), torch.randint(0, 10, (32,), generator=made)
 
 
 def _cnn() -> nn.Module:

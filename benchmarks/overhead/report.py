@@ -11,12 +11,15 @@ from benchmarks.page import bars, fill, table, told
 
 HERE = Path(__file__).parent
 YARDSTICK = "hand-written DDP"
+BY_HAND = "by hand over Gloo"
 
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     tasks = {name: spreads(task) for name, task in result["tasks"].items()}
     text = f"{_rows(result['tasks'], tasks)}\n\n{_same_work(result)}\n\n{told(result['circumstances'])}"
+    if (backends := HERE / "backends.json").exists():
+        text += f"\n\n{over_backends(json.loads(backends.read_text()))}"
     fill(HERE / "README.md", text)
     title = "Time of a step on two CPU processes, hand-written loop = 1 (median, quartiles)"
     bars(HERE / "overhead.png", title, "ratio", tasks, YARDSTICK)
@@ -42,6 +45,27 @@ def _rows(measured: dict[str, Any], tasks: dict[str, dict[str, tuple[float, floa
             cells.append(f"1 = {step_ms:.2f} ms" if name == YARDSTICK else f"{middle:.2f} ({low:.2f} to {high:.2f})")
         rows.append([f"**{name}**" if name == "Shoal" else name, *cells])
     return table(head, rows)
+
+
+def over_backends(measured: dict[str, Any]) -> str:
+    """The table of backends.json: medians, over rounds, of ratios to the hand-written step over Gloo."""
+    columns = [(run, name) for run, found in measured.items() for name in next(iter(found["step_s"].values()))]
+    columns = [(run, name) for run, name in columns if name != BY_HAND]
+    head = ["step / the hand-written one over Gloo: median (quartiles)", *(name for _, name in columns)]
+    rows = []
+    for task in next(iter(measured.values()))["step_s"]:
+        cells = []
+        for run, name in columns:
+            steps = measured[run]["step_s"].get(task)
+            cells.append("" if steps is None else _ratio(steps[name], steps[BY_HAND]))
+        rows.append([task, *cells])
+    facts = "\n\n".join(f"World over {run}: {told(found['circumstances'])}" for run, found in measured.items())
+    return f"{table(head, rows)}\n\n{facts}"
+
+
+def _ratio(step_s: list[float], yardstick_s: list[float]) -> str:
+    low, middle, high = quantiles([a / b for a, b in zip(step_s, yardstick_s, strict=True)], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _same_work(result: dict[str, Any]) -> str:

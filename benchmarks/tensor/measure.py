@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -50,14 +50,15 @@ def data() -> DataLoader:
     return DataLoader(TensorDataset(tokens, tokens), BATCH, drop_last=True)
 
 
-def by_hand(prepared: bool, vocabulary: bool) -> Callable[[], None]:
+def by_hand(prepared: bool, vocabulary: bool, mesh: DeviceMesh | None = None) -> Callable[[], None]:
     """PyTorch's tutorial without sequence parallelism; one epoch when it is called.
 
     Args:
         prepared: query, key and value share their input, so that its gradient is summed once and not three times.
         vocabulary: the head and the loss in slices as well, as in the tutorial's last part.
+        mesh: None for the world's.
     """
-    model, mesh = gpt(), init_device_mesh("cpu", (2,))
+    model, mesh = gpt(), mesh or init_device_mesh("cpu", (2,))
     columns = dict.fromkeys(("attention.query", "attention.key", "attention.value", "mlp.up"), ColwiseParallel())
     rows = dict.fromkeys(("attention.output", "mlp.down"), RowwiseParallel())
     whole = (Replicate(),)

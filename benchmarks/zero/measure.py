@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -37,12 +38,12 @@ def data() -> TensorDataset:
     return TensorDataset(tokens, tokens)
 
 
-def by_hand(reshard: bool) -> Callable[[], None]:
-    """PyTorch's tutorial: each block, then the model; one epoch when it is called."""
+def by_hand(reshard: bool, mesh: DeviceMesh | None = None) -> Callable[[], None]:
+    """PyTorch's tutorial: each block, then the model; one epoch when it is called. Args: mesh: None for the world's."""
     model = gpt()
     for block in model.get_submodule("blocks").children():
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     dataset = data()
     loader = DataLoader(dataset, RANK_BATCH, sampler=DistributedSampler(dataset), drop_last=True)
