@@ -1,4 +1,4 @@
-"""How a rank waits: when it looks after the others."""
+"""How a rank waits: for how long it spins, and when it looks after the others."""
 
 import os
 from collections.abc import Callable
@@ -8,9 +8,35 @@ import pytest
 from shoal.comm.backend.call import Call
 from shoal.comm.backend.exchange import SIZE_BYTES, Exchange
 from shoal.comm.backend.peers import Peers
-from shoal.comm.backend.waiting import HEALTH_EVERY_S, Waiting
+from shoal.comm.backend.waiting import HEALTH_EVERY_S, SHORT_SPIN_S, SPIN_S, Spins, Waiting
 from shoal.comm.memory import Memory, attach
 from shoal.errors import PeerLost
+
+
+def test_spins_last_longer_where_others_came_in_time_and_hardly_at_all_where_they_never_do() -> None:
+    spins = Spins(SPIN_S)
+    for _ in range(20):
+        spins.were_in_vain()
+    assert spins.limit_s == SHORT_SPIN_S
+    spins.paid()
+    assert spins.limit_s == 2 * SHORT_SPIN_S
+    for _ in range(20):
+        spins.paid()
+    assert spins.limit_s == SPIN_S
+
+
+def test_nobody_spins_where_there_are_more_ranks_than_cores() -> None:
+    spins = Spins(0.0)
+    spins.paid()
+    spins.were_in_vain()
+    assert spins.limit_s == 0.0
+
+
+def test_a_rank_spins_for_less_after_the_others_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = _Meeting(monkeypatch, ranks=2)
+    meeting.while_asleep(lambda: meeting.ranks[1].publish())
+    meeting.waiting.until(meeting.mine.arrived, 1)
+    assert meeting.waiting.spins.limit_s == SPIN_S / 2
 
 
 def test_others_that_come_one_by_one_are_no_reason_to_ask_the_system_after_them(

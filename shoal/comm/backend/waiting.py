@@ -1,7 +1,10 @@
 """How a rank waits for the others: it spins briefly, then sleeps until it is woken, and looks after their health.
 
-      0       50 us                                                                      time-out
-      │ spin  │ sleep until somebody publishes, or 20 ms: is everybody alive?            │ error
+      0       50 us to 1 ms                                                              time-out
+      │ spin  │ sleep until somebody publishes; every 20 ms: is everybody alive?         │ error
+
+To be woken takes longer than an all-reduce, so it spins for longer where this has paid: twice as long after others came
+in time, half as long after they did not. Where others need the processor, or are late by far, it soon hardly spins.
 
 It never yields: on a busy machine Linux gives a process that yields its turn back only after everybody else's, while
 one that sleeps is woken at once.
@@ -18,22 +21,44 @@ from shoal.comm.backend.exchange import Exchange
 from shoal.comm.backend.peers import Peers
 from shoal.errors import CollectiveFailed, PeerLost
 
-SPIN_S = 50e-6
+SPIN_S = 1e-3
+SHORT_SPIN_S = 50e-6
 HEALTH_EVERY_S = 20e-3
 
 Condition = Callable[[Any], bool]
+
+
+class Spins:
+    """How long it pays to spin.
+
+    Attributes:
+        limit_s: for the next time.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.limit_s = self._most_s = most_s
+        self._least_s = min(SHORT_SPIN_S, most_s)
+
+    def paid(self) -> None:
+        """What was waited for came while this rank was spinning."""
+        self.limit_s = min(2 * self.limit_s, self._most_s)
+
+    def were_in_vain(self) -> None:
+        """It did not."""
+        self.limit_s = max(self.limit_s / 2, self._least_s)
 
 
 class Waiting:
     """Waits until others have come, or raises.
 
     Args:
-        spin_s: how long to look before sleeping; 0 where there are more ranks than cores.
+        spin_s: how long to look before sleeping, at most; 0 where there are more ranks than cores.
         timeout_s: for each meeting.
     """
 
     def __init__(self, exchange: Exchange, peers: Peers, timeout_s: float, spin_s: float = SPIN_S) -> None:
-        self.exchange, self.peers, self.timeout_s, self.spin_s = exchange, peers, timeout_s, spin_s
+        self.exchange, self.peers, self.timeout_s = exchange, peers, timeout_s
+        self.spins = Spins(spin_s)
         self._leave_at = math.inf
 
     def leave_in(self, grace_s: float) -> None:
@@ -49,7 +74,7 @@ class Waiting:
             self.asleep(condition, phase)
 
     def briefly(self, condition: Condition, phase: Any, limit_s: float) -> bool:
-        """Whether the condition comes true within a moment."""
+        """Whether the condition comes true within a moment: while spinning, or so long after that."""
         if self._spinning(condition, phase):
             return True
         end = time.perf_counter() + limit_s
@@ -65,10 +90,12 @@ class Waiting:
         self.exchange.sleep(number, limit_s, rank)
 
     def _spinning(self, condition: Condition, phase: Any) -> bool:
-        end = time.perf_counter() + self.spin_s
+        end = time.perf_counter() + self.spins.limit_s
         while not condition(phase):
             if time.perf_counter() > end:
+                self.spins.were_in_vain()
                 return False
+        self.spins.paid()
         return True
 
     def asleep(self, condition: Condition, phase: Any) -> None:
