@@ -76,8 +76,8 @@ def _fall(steps: int, number: int) -> None:
         count()
         return put(self, *args)  # type: ignore[arg-type]
 
-    def struck_take(self: Channel, *args: object) -> None:
-        take(self, *args)  # type: ignore[arg-type]
+    def struck_take(self: Channel, *args: object, **options: bool) -> None:
+        take(self, *args, **options)  # type: ignore[arg-type]
         count()
 
     Channel.put, Channel.take = struck_put, struck_take  # type: ignore[method-assign, assignment]
@@ -117,3 +117,27 @@ def _send_and_end() -> None:
     with pytest.raises(PeerLost, match=r"rank 0 \(process \d+\) has ended while rank 1 waited for it in recv\("):
         dist.recv(torch.zeros(3), 0)
     os._exit(0)
+
+
+def test_what_was_sent_comes_though_its_sender_has_left_the_group() -> None:
+    assert world.run(2, _send_and_leave) == [True, True]
+
+
+def _send_and_leave() -> bool:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        for number in range(5):
+            dist.send(torch.full((1000,), float(number)), 1, group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+        return True
+    dist.recv(torch.zeros(1000), 0, group)  # the first is sent when it has been taken, the others at once
+    time.sleep(0.5)
+    for number in range(1, 5):
+        into = torch.zeros(1000)
+        dist.recv(into, 0, group)
+        assert (into == number).all()
+    with pytest.raises(PeerLost, match="rank 0 gave up: this rank left its group"):
+        dist.recv(torch.zeros(3), 0, group)
+    dist.barrier()
+    return True

@@ -25,6 +25,7 @@ WORDS_BYTES, TEXT_BYTES = 512, 3072
 RING_AT = 4096 - TOKEN_BYTES
 RING_BYTES = 1 << 22
 SLICE_BYTES = 1 << 18
+HALF = RING_BYTES // 2
 HEAD_BYTES = 64
 ELSEWHERE = -1  # instead of a length: go on at the start of the ring
 
@@ -127,15 +128,17 @@ class Channel:
             at = 0
         return Head(*self._their_heads[at // 8 : at // 8 + len(Head._fields)])
 
-    def take(self, head: Head, into: Tensor) -> None:
-        """Copy the slice that comes, and give its room back. Args: into: (head.slice_bytes,), uint8."""
-        begin = self._taken % RING_BYTES + HEAD_BYTES
+    def take(self, head: Head, into: Tensor, ends: bool) -> None:
+        """Copy the slice that comes, and give its room back. Args: into: (head.slice_bytes,), uint8. ends: it."""
+        begin, before = self._taken % RING_BYTES + HEAD_BYTES, self._taken
         if head.slice_bytes:
             into.copy_(self._their_ring[begin : begin + head.slice_bytes])
         self._bell.order()
         self._taken += HEAD_BYTES + _whole_lines(head.slice_bytes)
         self._words[TAKEN] = self._taken
-        self._bell.ring(self.other, ROOM)
+        # Not for every slice: whoever waits for room is woken for much of it.
+        if ends or self._taken // HALF > before // HALF or self._taken == self._their_words[SENT]:
+            self._bell.ring(self.other, ROOM)
 
     def fail(self, text: str) -> None:
         """Tell the other rank that this one gives up, and why."""

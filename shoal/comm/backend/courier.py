@@ -23,6 +23,7 @@ from shoal.comm.backend.bell import ASLEEP, AWAKE, CALLERS, ROOM, SLICES, THREAD
 from shoal.comm.backend.peers import Peers
 from shoal.comm.backend.pending import NO_LIMIT, Pending, Receiving, Sending
 from shoal.comm.backend.post import Post
+from shoal.comm.backend.waiting import Spins
 from shoal.errors import CollectiveFailed, PeerLost
 
 NAP_S = 20e-3  # after which a caller looks whether everybody is alive
@@ -35,7 +36,7 @@ class Courier:
     """Drives one rank's messages. Any thread may call.
 
     Args:
-        spin_s: how long a caller looks before it sleeps.
+        spin_s: how long a caller looks before it sleeps, at most.
         timeout_s: how long one waits while nothing of a message moves.
         ranks: what the ranks of the host are in the group.
     """
@@ -44,7 +45,7 @@ class Courier:
         self, post: Post, bell: Bell, peers: Peers, timeout_s: float, spin_s: float, ranks: Sequence[int]
     ) -> None:
         self.post, self._bell, self._peers, self.ranks = post, bell, peers, ranks
-        self._timeout_s, self._spin_s = timeout_s, spin_s
+        self._timeout_s, self._spins = timeout_s, Spins(spin_s)
         self._turn = threading.Lock()  # whoever moves messages, or tells others about it, holds it
         self._callers = 0
         self._sleepers: list[int | None] = []  # whom each waits for
@@ -141,9 +142,16 @@ class Courier:
         self._bell.say(CALLERS, state)
 
     def _spin(self, pending: Pending) -> None:
-        end = time.perf_counter() + self._spin_s
-        while not self.is_settled(pending) and time.perf_counter() < end:
-            pass
+        """Look for it, and for each further piece of it, for as long as this has paid."""
+        at, begin = pending.at, time.perf_counter()
+        while not self.is_settled(pending):
+            now = time.perf_counter()
+            if pending.at != at:
+                at, begin = pending.at, now
+            elif now - begin > self._spins.limit_s:
+                self._spins.were_in_vain()
+                return
+        self._spins.paid()
 
     def _sleep(self, pending: Pending, limit_s: float) -> None:
         end, at = time.monotonic() + (limit_s or self._timeout_s), pending.at
@@ -164,15 +172,17 @@ class Courier:
                 self._sleepers.remove(other)
                 self._say_callers()
                 self._move()
-                if pending.is_settled():
-                    return
                 now = time.monotonic()
-                if pending.at != at and not limit_s:
-                    end, at = now + self._timeout_s, pending.at
-                if now > end or now - begun >= (NAP_S if other is not None else SHORT_NAP_S) / 2:
+                has_moved, at = pending.at != at, pending.at
+                if has_moved and not limit_s:
+                    end = now + self._timeout_s
+                is_due = now > end or now - begun >= (NAP_S if other is not None else SHORT_NAP_S) / 2
+                if is_due and not pending.is_settled():
                     self._check(pending, now > end, limit_s or self._timeout_s)
-                if pending.is_settled():
-                    return
+            if has_moved:
+                self._spin(pending)  # more of it is on its way
+            if pending.is_settled():
+                return
 
     def _check(self, pending: Pending, is_late: bool, limit_s: float) -> None:
         """Look after those that are waited for."""

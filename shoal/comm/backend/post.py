@@ -31,6 +31,7 @@ class Line:
 
     Attributes:
         leaving: not all sent. unread: all sent, to a rank that has not come yet. coming: whose the next slices are.
+        error: why nothing is sent any more. is_read: though the other one gave up, what it had sent can be had.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -40,6 +41,7 @@ class Line:
         self.kept: list[Kept] = []
         self.coming: Receiving | Kept | None = None
         self.error: CollectiveFailed | None = None
+        self.is_read = True
 
 
 class Post:
@@ -68,22 +70,18 @@ class Post:
         Raises: CollectiveFailed: a message between these two has failed before.
         """
         line = None if pending.other is None else self.line(pending.other)
-        if line is not None:
-            self.check(line)
-        if line is not None and line.error is not None:
-            kind = PeerLost if isinstance(line.error, PeerLost) else CollectiveFailed
-            raise kind(
-                f"{pending.describe(self.names)}: no messages pass between these ranks any more, since one has failed: "
-                f"{line.error}"
-            )
-        if isinstance(pending, Sending):
+        if isinstance(pending, Receiving):
+            if not self._was_kept(pending):
+                self.posted.append(pending)
+                if line is not None:
+                    self._pull(line)
+            if line is not None and not pending.is_settled():
+                self._check_new(line, pending)
+        else:
             assert line is not None
+            self._check_new(line, pending)
             line.leaving.append(pending)
             self._push(line)
-        elif not self._was_kept(pending):
-            self.posted.append(pending)
-            if line is not None:
-                self._pull(line)
 
     def wants(self) -> int:
         """The events that would let something move, though nobody waits for it."""
@@ -106,6 +104,8 @@ class Post:
                 self._push(line)
                 if self.posted or line.coming is not None:
                     self._pull(line)
+            elif self.posted:
+                self._pull(line)
 
     def fail(self, line: Line, error: CollectiveFailed, tell: bool = True) -> None:
         """Nothing passes any more between this rank and that one. Args: tell: the other one does not know yet."""
@@ -121,8 +121,8 @@ class Post:
         self.posted = [receiving for receiving in self.posted if receiving.error is None]
         line.leaving.clear()
         line.unread.clear()
-        line.kept.clear()
-        line.coming = None
+        line.coming, line.is_read = None, not tell
+        line.kept = [kept for kept in line.kept if line.is_read and kept.is_whole and kept.receiving is None]
         if tell:
             line.channel.fail(str(error))
 
@@ -130,8 +130,21 @@ class Post:
         """Look whether the other rank has given up."""
         text = line.channel.failure() if line.error is None else None
         if text is not None:
-            self._push(line)  # what it took before is done
-            self.fail(line, PeerLost(f"rank {self.names[line.channel.other]} gave up: {text}"), tell=False)
+            self._push(line)  # what it took before is done, and what it sent before has come
+            self._pull(line)
+            if line.error is None:
+                self.fail(line, PeerLost(f"rank {self.names[line.channel.other]} gave up: {text}"), tell=False)
+
+    def _check_new(self, line: Line, pending: Sending | Receiving) -> None:
+        """Nobody is to wait where a message has failed before."""
+        self.check(line)
+        if line.error is not None:
+            self.posted = [receiving for receiving in self.posted if receiving is not pending]
+            kind = PeerLost if isinstance(line.error, PeerLost) else CollectiveFailed
+            raise kind(
+                f"{pending.describe(self.names)}: no messages pass between these ranks any more, since one has failed: "
+                f"{line.error}"
+            )
 
     def _push(self, line: Line) -> None:
         channel = line.channel
@@ -160,7 +173,7 @@ class Post:
 
     def _pull(self, line: Line) -> None:
         channel = line.channel
-        while (head := channel.coming()) is not None:
+        while line.is_read and (head := channel.coming()) is not None:
             if line.coming is None:
                 line.coming = self._claimed(line, head)
                 if line.coming is None:
@@ -171,9 +184,10 @@ class Post:
             ):
                 self._refuse(line, coming, head.size_bytes, head.dtype)
                 return
-            channel.take(head, coming.data[coming.at : coming.at + head.slice_bytes])
-            coming.at += head.slice_bytes
-            if coming.at == coming.size_bytes:
+            end = coming.at + head.slice_bytes
+            channel.take(head, coming.data[coming.at : end], ends=end == coming.size_bytes)
+            coming.at = end
+            if end == coming.size_bytes:
                 line.coming = None
                 self._arrived(line, coming)
 
