@@ -213,6 +213,7 @@ class Order:
                 self._jobs.popleft()  # not before: who calls now must come after it
             job.done.set()
             _complete(job)
+            del job  # and with it its tensors, however long it takes until the next
 
     def _finish(self, job: Job) -> None:
         try:
