@@ -1,22 +1,21 @@
 """The collectives without processes: all ranks in one, driven in any order that hypothesis thinks of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting_here import Turns, drive, meet
 from torch import Tensor
 
 from shoal.comm.backend import collectives, exchange
 from shoal.comm.backend.call import DTYPES, KINDS, OPERATIONS, Call, read
 from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import SIZE_BYTES, SLOT_BYTES, Exchange
-from shoal.comm.memory import Memory, attach
+from shoal.comm.backend.exchange import SLOT_BYTES, Exchange
 from shoal.errors import CollectiveFailed
 
-Turns = st.lists(st.integers(0, 3), max_size=400)
 SMALL_SLOT_BYTES = 1 << 10
 
 
@@ -25,41 +24,6 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots so small that many are filled."""
     monkeypatch.setattr(collectives, "SLOT_BYTES", SMALL_SLOT_BYTES)
     monkeypatch.setattr(collectives, "ONE_PASS_BYTES", SMALL_SLOT_BYTES // 2)
-
-
-def meet(size: int) -> list[Exchange]:
-    memories = [Memory(SIZE_BYTES) for _ in range(size)]
-    found = []
-    for rank, memory in enumerate(memories):
-        others = {other: attach(memories[other].description) for other in range(size) if other != rank}
-        found.append(Exchange(rank, memory, {other: a for other, a in others.items() if a is not None}))
-    for memory in memories:
-        memory.close()
-    return found
-
-
-def drive(
-    ranks: Sequence[Exchange], programs: Sequence[Sequence[tuple[Call, Callable[[], Steps]]]], turns: Any
-) -> None:
-    """Each rank makes its calls one after the other; `turns` says who may go on next, as far as it reaches."""
-    lives = [_life(exchange, program) for exchange, program in zip(ranks, programs, strict=True)]
-    alive = dict(enumerate(lives))
-    left = list(turns)
-    while alive:
-        before, order = [exchange.phase for exchange in ranks], [left.pop() % len(ranks)] if left else list(alive)
-        said = {rank: next(alive[rank], "over") for rank in order if rank in alive}
-        stuck = set(said.values()) == {"waits"} and before == [exchange.phase for exchange in ranks]
-        assert not stuck or len(order) < len(alive), "all wait for each other"
-        alive = {rank: life for rank, life in alive.items() if said.get(rank) != "over"}
-
-
-def _life(exchange: Exchange, program: Sequence[tuple[Call, Callable[[], Steps]]]) -> Any:
-    for call, start in program:
-        exchange.begin(call, call.word)
-        for condition, phase in start():
-            while not condition(phase):
-                yield "waits"
-            yield "went on"
 
 
 @given(st.integers(2, 4), st.integers(0, 3000), st.sampled_from(("sum", "avg", "max", "product")), Turns)
