@@ -18,7 +18,7 @@ from shoal.comm.backend.exchange import WORDS_BYTES
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import Attached, Memory
 
-CALLERS, THREAD, EVENTS = 32, 33, 34  # which words of the first page; exchange.py has those before
+CALLERS, THREAD, EVENTS = 32, 33, 34  # words of the first page; exchange.py has those before, and from 40 on
 SLICES, ROOM, AWAKE, ASLEEP = 1, 2, 4, 8
 WHO = 8  # from this bit on: whom a caller waits for, plus 1; 0 for several or any
 TRIES = 30  # without yielding, which costs a turn on a busy machine; who is later in bed looks again after a nap

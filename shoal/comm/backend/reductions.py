@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from shoal.comm.backend import collectives, hosts
+from shoal.comm.backend import collectives, direct, hosts
 from shoal.comm.backend.calling import OPERATIONS, Calling, Options
 from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.moved import reduced_by_ddp
 from shoal.comm.backend.rows import flattened, pairs, rows_of
 
 
@@ -24,6 +25,8 @@ class Reductions(Calling):
         if not self._does(tensors[0], operation, over_hosts=True) or len(tensors) > 1:
             return self._leave("allreduce", tensors, tensors, opts)
         flat = flattened(tensors[0])
+        if flat.nbytes >= direct.DIRECT_BYTES and self._exchange.rooms is not None and reduced_by_ddp():
+            self._exchange.rooms.own.moved.move(flat)
         call = self._call("all_reduce", flat, operation)
         return self._run(call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts)
 
@@ -45,7 +48,7 @@ class Reductions(Calling):
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
         if self._between is None:
-            return collectives.all_reduce(self._exchange, flat, operation)
+            return direct.all_reduce(self._exchange, flat, operation)
         return hosts.all_reduce(self._exchange, self._between, flat, operation)
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
@@ -96,7 +99,7 @@ class Reductions(Calling):
         return self._run_each(
             "reduce_scatter",
             [
-                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
+                (flat, partial(direct.reduce_scatter, self._exchange, flat, r, operation))
                 for flat, r in pairs(flats, flat_rows)
             ],
             outputs,
