@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoal.comm.backend import collectives, direct
+from shoal.comm.backend.bell import CALLERS, EVENTS, THREAD
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import PLACES_AT, RING, RING_AT, WORDS_BYTES, Exchange
 from shoal.comm.backend.group import ShoalGroup
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.room import NOWHERE, Room, Rooms, make_room
@@ -212,6 +213,12 @@ def _flags_at(address: int) -> list[str]:
         elif inside and head == "VmFlags:":
             return line.split()[1:]
     return []
+
+
+def test_places_share_no_word_with_calls_or_with_the_bell() -> None:
+    places = set(range(PLACES_AT, PLACES_AT + RING))
+    assert places.isdisjoint({*range(RING_AT + RING), CALLERS, THREAD, EVENTS})
+    assert max(places) < WORDS_BYTES // 8
 
 
 # --- in processes

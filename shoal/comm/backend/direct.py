@@ -13,7 +13,7 @@
           rank 0's tensor       a0 b0    A=a0+a1  b0  (reads a1 of rank 1)      A B (reads B)
           rank 1's tensor       a1 b1    a1  B=b0+b1  (reads b0 of rank 0)      A B (reads A)
 
-Where today's path writes and reads slots as well, each number is read and written once. Sums are in the order of ranks,
+Where copying writes and reads slots as well, each number is read and written once. Sums are in the order of ranks,
 as there, and the same to the last bit.
 
 A rank that is stopped in [2], given up by the others, and wakes up, may have read what they have written since. They
