@@ -57,13 +57,17 @@ def measured(cell: Cell) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     setting = {"rate_mbit": RATE_MBIT, "size_mib": SIZE_MIB, "part_mib": PART_MIB, "steps": STEPS}
     result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal"))}
     result |= {"setting": {**setting, "compute_s": COMPUTE_S}, "link_bytes_per_s": [], "cells": []}
+    if options.more:
+        result = json.loads(options.out.read_text())
+    first = len(result["link_bytes_per_s"])
     with as_a_program(), network.hosts(2 * max(HOSTS), RATE_MBIT):
-        for number in range(options.rounds):
+        for number in range(first, first + options.rounds):
             measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
