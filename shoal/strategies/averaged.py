@@ -31,7 +31,7 @@ from shoal.comm.fewer import Member, Reduction, plain_bytes
 from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
-from shoal.strategies.buffers import changeable, changed, held
+from shoal.strategies.buffers import SharedBuffers
 from shoal.strategies.whole_gradients import WholeGradients
 
 MIB = 2**20
@@ -65,9 +65,7 @@ class Averaged:
         ]
         self.sender = _Sender(data, reduction, beside=not part.many_passes)
         self.reducing, self.next = False, 0
-        # Whether ranks change buffers, each by its own samples; the first step looks.
-        self.before, self.shares_buffers = held(part.module), False
-        self.looks = True
+        self.buffers = SharedBuffers(part.module, data)
         # After many passes all are sent at the end, however many pieces they came in.
         self.whole_gradients = WholeGradients({} if part.many_passes else part.owned)
         for bucket in self.buckets if not part.many_passes else []:
@@ -126,8 +124,7 @@ class Averaged:
             bucket.forget()
         if self.reduction is not None:
             self.reduction.keep(())
-        for buffer in changeable(self.part.module).values() if self.shares_buffers else ():
-            self.data.broadcast_tensor(buffer)
+        self.buffers.share()
 
     def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1
@@ -142,7 +139,7 @@ class Averaged:
     def _finish(self, totals: Tensor) -> Tensor:
         """Send what is left, and put means in the place of gradients. Gives the totals of all ranks, as a mean."""
         had = [parameter.grad is not None for bucket in self.buckets for parameter in bucket.members]
-        had.append(self.looks and any(changed(self.part.module, self.before).values()))
+        had.append(self.buffers.changed())
         while self.next < len(self.buckets):
             self._send()
         message = torch.cat((totals.double(), torch.tensor(had, dtype=torch.float64, device=totals.device)))
@@ -157,8 +154,7 @@ class Averaged:
             used = used[count:]
         if self.reduction is not None:
             self.reduction.keep(arrived)
-        if self.looks:
-            self.looks, self.shares_buffers, self.before = False, used[0], {}
+        self.buffers.saw(used[0])
         return message[:SLOTS].to(totals.dtype)
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.axis import Axis
+
 _BatchNorm = torch.nn.modules.batchnorm._NormBase
 
 
@@ -40,3 +42,25 @@ def changed(module: nn.Module, before: Mapping[str, Held]) -> dict[str, bool]:
         known = before.get(name)
         found[name] = known is None or known.buffer is not buffer or known.version != buffer._version
     return found
+
+
+class SharedBuffers:
+    """The first rank's in every step, where ranks change theirs, each by its own samples; the first step looks."""
+
+    def __init__(self, module: nn.Module, data: Axis) -> None:
+        self.module, self.data = module, data
+        self.before, self.looks, self.shares = held(module), True, False
+
+    def share(self) -> None:
+        """All ranks take the first one's. To be called when a step begins. Collective."""
+        for buffer in changeable(self.module).values() if self.shares else ():
+            self.data.broadcast_tensor(buffer)
+
+    def changed(self) -> bool:
+        """Whether this rank's first step has changed any; False after that step."""
+        return self.looks and any(changed(self.module, self.before).values())
+
+    def saw(self, any_rank: bool) -> None:
+        """After each step: whether `changed` was true on any rank."""
+        if self.looks:
+            self.looks, self.shares, self.before = False, any_rank, {}
