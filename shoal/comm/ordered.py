@@ -45,7 +45,7 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
 
 def mean(tensor: Tensor, axis: Axis) -> Tensor:
     """The mean over the ranks of a line, in place; on the CPU summed in their order. Collective."""
-    if needs_order(axis):
+    if needs_order(axis) or (tensor.is_cpu and not tensor.is_sparse and sums_in_order(axis.group)):
         return ordered_mean(tensor, axis.group)
     return axis.sum(tensor.div_(axis.size))
 

@@ -15,6 +15,8 @@ The engine is PyTorch's DistributedDataParallel (Li et al., VLDB 2020). Three th
     `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit. With `allreduce=` another
     algorithm's order takes its place (`comm/algorithms`).
 
+Gradients of up to 4 MiB do without the engine on the CPU, and without what it costs in every step (`one_message.py`).
+
 The engine takes no sliced parameters, one backward pass a micro-batch, and its buckets are not the same after a resume:
 beside tensor, in a pipeline, where gradients are sent in fewer bytes, and where sparse ones are to be summed in order,
 they are averaged by `averaged.py`.
@@ -45,6 +47,7 @@ from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.buffers import changed, held
 from shoal.strategies.complex_numbers import refuse_complex
+from shoal.strategies.one_message import OneMessage, fits
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.whole_gradients import WholeGradients
 
@@ -58,7 +61,7 @@ class Ddp(DdpOptions):
     """Distributed data parallel."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Replaces forward, run and late_gradients. Collective.
+        """Replaces run and late_gradients, and forward where buckets are sent beside the backward pass. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline, or of complex
             numbers; allreduce beside these, or of sparse gradients.
@@ -83,9 +86,12 @@ class Ddp(DdpOptions):
             return self._compressed(part, Averaged(part, mesh.data, self.bucket_mb, reduction), reduction.keeps_error)
         if ours or (sparse and needs_order(mesh.data)):
             return self._averaged(part, Averaged(part, mesh.data, self.bucket_mb))
+        late = part.late_gradients or LATE
+        if self.allreduce == "backend" and not sparse and fits(part, mesh.data, self.bucket_mb):
+            return replace(part, run=OneMessage(part, mesh.data).run, late_gradients=late)
         engine = _Engine(self, part, mesh.data)
         close_before_leaving(engine)
-        late, said = part.late_gradients or LATE, (*part.said, *engine.said)
+        said = (*part.said, *engine.said)
         return replace(part, forward=engine.forward, run=engine.run, late_gradients=late, said=said)
 
     def _averaged(self, part: Part, engine: Averaged) -> Part:

@@ -41,7 +41,7 @@ def trained(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["ddp,compress=powersgd=100", "local=1"])
+@pytest.mark.parametrize("strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "local=1"])
 def test_they_are_shared_as_ddp_shares_them(strategy: str) -> None:
     expected = world.run(2, trained, "ddp")[0]
     for weights in world.run(2, trained, strategy):

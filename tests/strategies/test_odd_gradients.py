@@ -76,14 +76,15 @@ def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
             assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp,compress=powersgd=100", "server=1"])
+@pytest.mark.parametrize("strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "server=1"])
 def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
     with pytest.raises(LaunchError, match=r"layer\..*: its gradient came in two pieces.*use_reentrant=False"):
         world.run(2, trained, strategy, Twice)
 
 
-def test_local_steps_take_a_gradient_in_two_pieces() -> None:
-    agree("local=1", Twice, 2)
+@pytest.mark.parametrize("strategy", ["local=1", "ddp"])
+def test_what_is_sent_after_the_backward_pass_may_come_in_two_pieces(strategy: str) -> None:
+    agree(strategy, Twice, 2)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2), (Rows, 3)])

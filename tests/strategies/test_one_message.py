@@ -1,0 +1,102 @@
+"""A small model's gradients go in one message after the backward pass; smaller buckets go beside that pass."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal
+from shoal.comm.axis import Axis
+from shoal.comm.ordered import ordered_mean
+from shoal.proof import prove
+from shoal.proof.zoo import EXPERIMENTS
+from shoal.strategies.base import COUNT, LOSS_SUM, Batch, whole
+from shoal.strategies.one_message import OneMessage
+from shoal.testing import world
+
+SMALL_BUCKETS = "ddp,bucket_mb=0.001"
+
+
+class Picky(nn.Module):
+    """Each rank uses a layer of its own, and nobody the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.nobodys = nn.ModuleList(nn.Linear(5, 2) for _ in range(3)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.each[dist.get_rank()](x)
+        return found
+
+
+def _model(kind: str) -> tuple[nn.Module, Tensor]:
+    """In float32, where an order of summing shows; and this rank's batch."""
+    torch.manual_seed(0)
+    made = torch.Generator().manual_seed(1 + dist.get_rank())
+    if kind == "picky":
+        return Picky(), torch.randn(6, 5, generator=made)
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last), torch.randn(6, 3, 5, 5, generator=made)
+
+
+def _steps_by_hand(kind: str) -> None:
+    """The second step, in the buffers of the first."""
+    model, x = _model(kind)
+    y, ranks = torch.arange(6) % 2, dist.get_world_size()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    expected: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        used = torch.tensor(float(parameter.grad is not None))
+        average = ordered_mean(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+        dist.all_reduce(used)
+        expected[name] = average if used else None
+    part = whole(model)
+    engine = OneMessage(part, Axis(dist.get_rank(), ranks, torch.device("cpu")))
+    for _ in range(2):
+        model.zero_grad()
+        totals, _ = engine.run(part.forward, Batch(F.cross_entropy, (x,), y, 6, 6 * ranks))
+    losses = [torch.zeros(()) for _ in range(ranks)]
+    dist.all_gather(losses, loss.detach())
+    assert totals[LOSS_SUM].item() == pytest.approx(6 * torch.stack(losses).sum().item(), rel=1e-6)
+    assert totals[COUNT] == 6 * ranks
+    for name, parameter in model.named_parameters():
+        gradient, mean = parameter.grad, expected[name]
+        assert (gradient is None) == (mean is None) == name.startswith("nobodys"), name
+        if gradient is not None and mean is not None:
+            assert torch.equal(gradient, mean), name
+            assert gradient.stride() == parameter.stride(), name
+
+
+@pytest.mark.parametrize("kind", ["picky", "channels last"])
+def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit(kind: str) -> None:
+    world.run(3, _steps_by_hand, kind)
+
+
+def _uses_torchs_engine(strategy: str) -> bool:
+    run, model = shoal.init(strategy, announce=lambda _: None), nn.Linear(40, 30)
+    model, _, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.forward_backward(F.cross_entropy, model, torch.ones(2, 40), torch.tensor([0, 1]))
+    return any(type(found) is DistributedDataParallel for found in gc.get_objects())
+
+
+@pytest.mark.parametrize(("strategy", "engine"), [("ddp", False), (SMALL_BUCKETS, True)])
+def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(strategy: str, engine: bool) -> None:
+    assert world.run(2, _uses_torchs_engine, strategy) == [engine] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "accumulate"),
+    [
+        ("unused, frozen, shared and scalar parameters", 3, 2),
+        pytest.param("lstm", 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_both_ways_train_as_one_process_does(name: str, ranks: int, accumulate: int) -> None:
+    for strategy in ("ddp", SMALL_BUCKETS):
+        verdict = prove(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60)
+        assert verdict.verdict == "exact", verdict
