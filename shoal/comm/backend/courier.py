@@ -163,14 +163,17 @@ class Courier:
                 self._say_callers()
                 self._move()
                 state = self._bell.said(CALLERS)
-            if not pending.is_settled():
-                if other is None:
-                    self._bell.sleep(CALLERS, state, SHORT_NAP_S)
-                else:
-                    self._bell.sleep_on(other, events, NAP_S)
+            try:
+                if not pending.is_settled():
+                    if other is None:
+                        self._bell.sleep(CALLERS, state, SHORT_NAP_S)
+                    else:
+                        self._bell.sleep_on(other, events, NAP_S)
+            finally:  # Ctrl-C too
+                with self._turn:
+                    self._sleepers.remove(other)
+                    self._say_callers()
             with self._turn:
-                self._sleepers.remove(other)
-                self._say_callers()
                 self._move()
                 now = time.monotonic()
                 has_moved, at = pending.at != at, pending.at

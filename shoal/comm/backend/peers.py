@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 
 class Peers:
-    """Processes to look after.
+    """Processes to look after. Any thread may ask.
 
     Args: pids: by rank. They are alive now.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = pids
-        self._poll = select.poll()
+        self._poll, self._lock = select.poll(), threading.Lock()  # two threads cannot poll one object at once
         self._ranks: dict[int, int] = {}
         for rank, pid in pids.items():
             with contextlib.suppress(OSError, AttributeError):  # an old kernel: then only the time-out tells
@@ -27,7 +28,8 @@ class Peers:
 
     def dead(self) -> list[int]:
         """Ranks whose processes have ended."""
-        return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
+        with self._lock:
+            return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
 
     def state(self, rank: int) -> str:
         """What a process that does not come is doing, as the end of a sentence."""
@@ -39,7 +41,8 @@ class Peers:
 
     def close(self) -> None:
         """Look after nobody any more."""
-        for descriptor in self._ranks:
-            os.close(descriptor)
-        self._ranks.clear()
-        self._poll = select.poll()
+        with self._lock:
+            for descriptor in self._ranks:
+                os.close(descriptor)
+            self._ranks.clear()
+            self._poll = select.poll()
