@@ -65,7 +65,8 @@ class Flat:
             and (gradient.dtype, gradient.device) == (window.dtype, window.device)
             and (gradient.shape, gradient.stride()) == (window.shape, window.stride())
         )
-        if not lies_alike or gradient.is_conj() or gradient.is_neg():  # those say what is to be made of the numbers
+        # These say what is to be made of the numbers, or that there are none.
+        if not lies_alike or gradient.is_conj() or gradient.is_neg() or gradient._is_zerotensor():
             return None
         begin = gradient.storage_offset() + segment.start
         return gradient.detach().as_strided((segment.length,), (1,), begin)

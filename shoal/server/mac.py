@@ -93,7 +93,7 @@ class _Gmac:
 def _ciphers() -> Any:
     try:
         from cryptography.hazmat.primitives import ciphers
-        from cryptography.hazmat.primitives.ciphers import algorithms, modes  # noqa: F401  (attributes of `ciphers`)
+        from cryptography.hazmat.primitives.ciphers import algorithms, modes  # noqa: F401 - an attribute of `ciphers`
     except ImportError:
         return None
-    return ciphers
+    return ciphers if hasattr(algorithms, "AES256") else None  # an old one

@@ -68,9 +68,11 @@ class Peer:
             header, payload = item
             try:
                 self.channel.send(header, payload if isinstance(payload, bytes) else view(payload))
-            except WireError:
+            except BaseException as error:
                 with contextlib.suppress(OSError):
                     self.channel.close()  # the reader of this connection learns of it
+                if not isinstance(error, WireError):
+                    raise
                 return
         self.channel.finish()
 

@@ -38,8 +38,9 @@ def test_a_gradient_that_lies_like_its_parameter_is_read_where_it_is(memory_form
         torch.randn(6, 4, dtype=torch.float64),
         torch.randn(6, 4).to_sparse(),
         torch.imag(torch.randn(6, 4, dtype=torch.complex64).conj()),  # the negative of what lies there
+        torch._efficientzerotensor((6, 4)),
     ],
-    ids=["transposed", "expanded", "with gaps", "of another dtype", "sparse", "negative"],
+    ids=["transposed", "expanded", "with gaps", "of another dtype", "sparse", "negative", "no numbers at all"],
 )
 def test_a_gradient_that_lies_otherwise_has_to_be_copied(gradient: Tensor):
     flat = flat_of(nn.Parameter(torch.zeros(6, 4)))

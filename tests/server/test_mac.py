@@ -60,3 +60,9 @@ def test_without_the_package_an_end_knows_hmac_alone(monkeypatch):
 )
 def test_the_best_of_what_both_know_is_taken(ours, theirs, expected):
     assert best(ours, theirs) == expected
+
+
+@needs_gmac
+def test_an_old_package_is_taken_for_none(monkeypatch):
+    monkeypatch.delattr("cryptography.hazmat.primitives.ciphers.algorithms.AES256")
+    assert known() == HMAC
