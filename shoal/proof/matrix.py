@@ -26,6 +26,8 @@ LAYOUTS = [
     ("ddp", 2, 1),
     ("ddp", 4, 1),
     ("ddp", 3, 4),
+    ("ddp,bucket_mb=0.001", 2, 1),  # in buckets beside the backward pass, as large models are
+    ("ddp,bucket_mb=0.001", 3, 2),
     ("ddp,allreduce=ring", 3, 1),
     ("ddp,allreduce=ring", 4, 2),
     ("ddp,allreduce=tree", 3, 1),
