@@ -7,11 +7,11 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ending import wait_for_the_end
 
 from shoal.comm.backend.group import ShoalGroup
 from shoal.errors import CollectiveFailed, PeerLost
@@ -30,23 +30,11 @@ def test_a_rank_that_dies_or_stops_in_a_collective_is_named_in_time(seed: int) -
     with world.start(ranks, _until_it_fails, seed, victim, number, timeout_s=LONGEST_S) as running:
         pids = running.pids
         for rank in set(range(ranks)) - {victim}:
-            _wait_for_the_end(pids[rank])
+            wait_for_the_end(pids[rank], LONGEST_S)
         running.kill(victim)
         codes = running.wait()
     assert [code for rank, code in enumerate(codes) if rank != victim] == [0] * (ranks - 1), running.failures
     assert not [name for name in os.listdir("/dev/shm") if "shoal" in name]
-
-
-def _wait_for_the_end(pid: int) -> None:
-    end = time.monotonic() + LONGEST_S
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except OSError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("a rank hangs")
 
 
 def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:

@@ -6,11 +6,11 @@ import re
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ending import wait_for_the_end
 
 from shoal.comm.backend.channel import Channel
 from shoal.comm.backend.group import ShoalGroup
@@ -27,23 +27,11 @@ def test_a_rank_that_dies_or_stops_between_messages_is_named_in_time(seed: int) 
     chance = random.Random(seed)
     victim, number = chance.randrange(2), (signal.SIGKILL, signal.SIGSTOP)[seed % 2]
     with world.start(2, _until_it_fails, seed, victim, number, timeout_s=LONGEST_S) as running:
-        _wait_for_the_end(running.pids[1 - victim])
+        wait_for_the_end(running.pids[1 - victim], LONGEST_S)
         running.kill(victim)
         codes = running.wait()
     assert codes[1 - victim] == 0, running.failures
     assert not [name for name in os.listdir("/dev/shm") if "shoal" in name]
-
-
-def _wait_for_the_end(pid: int) -> None:
-    end = time.monotonic() + LONGEST_S
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except OSError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("a rank hangs")
 
 
 def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:
