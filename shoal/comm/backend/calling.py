@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import ReduceOp, Work
 from shoal.comm.backend.call import DTYPES, Call
 from shoal.comm.backend.collectives import Steps
 from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.flat import pairs
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.order import Order
 from shoal.comm.backend.reduction import can_reduce
-from shoal.comm.backend.rows import pairs
 from shoal.comm.backend.watched import watch_steps, watch_work
 from shoal.trace.recorder import Flight, Recorder
 

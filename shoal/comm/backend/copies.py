@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work
 
 from shoal.comm.backend import collectives, direct
 from shoal.comm.backend.calling import Calling, Options
-from shoal.comm.backend.rows import flattened, pairs, rows_of, split_for
+from shoal.comm.backend.flat import flattened, pairs, rows_of, split_for
 
 
 class Copies(Calling):
