@@ -34,6 +34,7 @@ from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part
 from shoal.server.peer import Payload
 from shoal.server.placement import Placement
 from shoal.server.said import Order
+from shoal.server.slots import slot_of
 from shoal.server.views import AGAIN_S, Views
 from shoal.trace.recorder import Flight, Recorder
 
@@ -76,7 +77,7 @@ class Client:
     ) -> None:
         self.worker, self.parts, self.values = worker, parts, flat.values
         self._places, own_bytes = offsets(parts)
-        self._copy_at = 0 if staleness == 0 else (1 + worker) * own_bytes  # where values change, there is one for us
+        self._copy_at = slot_of(worker, staleness) * own_bytes
         self.staleness, self.step, self.stop_at = staleness, 0, 0
         self._news = threading.Condition()
         self._arrived = [0] * len(parts)

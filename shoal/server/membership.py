@@ -39,11 +39,6 @@ class Membership:
         arbiter: where the arbiter does.
         limit_bytes: the longest frame.
         connections: to another server, used as one.
-        follow: is told of every view of the shard after this server has become a member.
-        placed: is told of every placement.
-        acknowledged: is told (backup, part, clock, whether it was filled).
-        facts: what a user may want to know of this server; told with every beat.
-        out: is called when this server is a member no longer.
     """
 
     def __init__(
@@ -58,18 +53,10 @@ class Membership:
         lease_s: float,
         limit_bytes: int,
         connections: int,
-        follow: Callable[[View], None],
-        placed: Callable[[Placement], None],
-        acknowledged: Callable[[int, int, int, bool], None],
-        facts: Callable[[], dict[str, Any]],
-        leased: Callable[[], None],
-        out: Callable[[], None],
     ) -> None:
         self.server, self.shard, self.here = server, shard, here
         self.key, self.job, self.lease_s, self.limit_bytes = key, job, lease_s, limit_bytes
         self.connections = connections
-        self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
-        self._placed, self._facts = placed, facts
         self.view = View(shard)
         self.links: dict[int, Peer] = {}
         self._joined = threading.Event()
@@ -78,8 +65,28 @@ class Membership:
         self._arbiter = arbiter
         self.views: Views
 
-    def begin(self) -> None:
-        """Be known to the arbiter."""
+    def begin(
+        self,
+        *,
+        follow: Callable[[View], None],
+        placed: Callable[[Placement], None],
+        acknowledged: Callable[[int, int, int, bool], None],
+        facts: Callable[[], dict[str, Any]],
+        leased: Callable[[], None],
+        out: Callable[[], None],
+    ) -> None:
+        """Be known to the arbiter.
+
+        Args:
+            follow: is told of every view of the shard after this server has become a member.
+            placed: is told of every placement.
+            acknowledged: is told (backup, part, clock, whether it was filled).
+            facts: what a user may want to know of this server; told with every beat.
+            leased: is called when a beat was answered.
+            out: is called when this server is a member no longer.
+        """
+        self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
+        self._facts = facts
         self.views = Views(
             FIRST_SERVER + self.server,
             self._arbiter,
@@ -87,7 +94,7 @@ class Membership:
             self.job,
             first=self._introduce,
             changed=self._see,
-            placed=self._placed,
+            placed=placed,
             answered=self._answered,
         )
         threading.Thread(target=self._beat, daemon=True).start()

@@ -25,6 +25,7 @@ from shoal.comm.memory import Attached, Memory
 from shoal.server.arbiter import Address
 from shoal.server.client import Client
 from shoal.server.frame import Header
+from shoal.server.layout import offsets
 from shoal.server.messages import Op, unpack_part
 from shoal.server.peer import Peer
 from shoal.server.said import Gradient, Norm, Order, Out, Refused
@@ -152,21 +153,14 @@ class _Upstream(Client):
 class Relay(Server):
     """Serves the workers of one machine."""
 
+    shard: RelayShard
+
     def __init__(self, plan: Plan, behind: Behind, listener: socket.socket) -> None:
+        places, size_bytes = offsets(plan.parts)
+        self.sums, self.sums_at = Memory(size_bytes), [places[part.number] for part in plan.parts]
         super().__init__(plan, listener)
         self.behind = behind
-        self.sums = Memory(self.slot_bytes)
-        places = [self.offsets[part.number] for part in plan.parts]
-        lent = [self.sums.tensor(at, part.length, part.dtype) for at, part in zip(places, plan.parts, strict=True)]
-        self.shard: RelayShard = RelayShard(
-            plan.parts,
-            plan.recipe,
-            range(plan.workers),
-            mine=(),
-            memory=lambda part: self._slot(0, part),
-            lend=lambda part: lent[part],
-        )
-        memory: Any = _Memory([self._slot(0, part) for part in plan.parts], self.sums, places)
+        memory: Any = _Memory([self.slots.values(part) for part in plan.parts], self.sums, self.sums_at)
         self.upstream = _Upstream(
             behind.worker,
             plan.parts,
@@ -179,6 +173,18 @@ class Relay(Server):
         )
         self.upstream.came = self._came
         self.onward: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def _new_shard(self) -> RelayShard:
+        plan, places = self.plan, zip(self.sums_at, self.plan.parts, strict=True)
+        sums = [self.sums.tensor(at, part.length, part.dtype) for at, part in places]
+        return RelayShard(
+            plan.parts,
+            plan.recipe,
+            range(plan.workers),
+            mine=(),
+            memory=self.slots.values,
+            lend=lambda part: sums[part],
+        )
 
     def run(self) -> None:
         """Until the workers' arbiter has let this server go."""

@@ -1,8 +1,11 @@
 """A server's body: sockets and threads around a `Shard`.
 
-      worker ──┐ a thread reads a connection, straight into the memory where the gradient is summed
-      worker ──┼──> lock ── Shard ──> a thread for each connection sends what is to be said
-      primary ─┘
+      worker ──┐ a thread reads a connection, straight into the memory where the gradient is summed: `inbox.py`
+      worker ──┼──> lock ── Shard ──> a thread for each connection sends what is to be said: `audience.py`
+      primary ─┘              └ its values lie where workers of this machine can read them: `slots.py`
+
+      arbiter ──> `membership.py` ──> whom this server tells of its updates, or whose it repeats: `replication.py`
+                                 └──> which parts it gives to another shard, or gets: `moving.py`
 
 The lock is held while the shard thinks, never while anything is received or sent.
 """
@@ -14,59 +17,33 @@ import logging
 import os
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.comm.compress import Compression
-from shoal.comm.memory import Memory
 from shoal.errors import ConnectionLost, WireError
-from shoal.server import blocks
 from shoal.server.arbiter import Address, View
+from shoal.server.audience import Audience
 from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
 from shoal.server.inbox import Inbox
 from shoal.server.key import Key
-from shoal.server.layout import Part, offsets
+from shoal.server.layout import Part
 from shoal.server.membership import Membership
-from shoal.server.messages import (
-    BLOCKS,
-    FIRST_SERVER,
-    SHARED,
-    SMALL_BYTES,
-    Op,
-    pack_part,
-    unpack,
-    unpack_order,
-    unpack_part,
-    view,
-)
-from shoal.server.peer import Payload, Peer
-from shoal.server.placement import Placement
+from shoal.server.messages import BLOCKS, FIRST_SERVER, SMALL_BYTES, Op, pack_part, unpack, unpack_order, unpack_part
+from shoal.server.moving import Moving
+from shoal.server.peer import Peer
 from shoal.server.recipe import Recipe
-from shoal.server.said import (
-    Acknowledged,
-    Adopted,
-    Applied,
-    Elsewhere,
-    Filled,
-    Given,
-    Gradient,
-    InSync,
-    Loaded,
-    Norm,
-    Out,
-    Refused,
-    Value,
-)
+from shoal.server.replication import Replication
+from shoal.server.said import Adopted, Applied, Elsewhere, Filled, InSync, Out, Refused
 from shoal.server.shard import Shard
+from shoal.server.slots import Slots
 
 log = logging.getLogger("shoal.server")
 
@@ -94,35 +71,17 @@ class Server:
 
     def __init__(self, plan: Plan, listener: socket.socket) -> None:
         self.plan = plan
-        self.offsets, length_bytes = offsets(plan.parts)
-        slots = 1 if plan.staleness == 0 else 1 + plan.workers  # where values change, everyone has a copy to read
-        self.slots = slots
-        self.memory = Memory(slots * length_bytes)  # of which only what is held takes room
-        self.slot_bytes = length_bytes
-        self.shard = Shard(
-            plan.parts,
-            plan.recipe,
-            range(plan.workers),
-            plan.staleness,
-            mine=(),
-            memory=lambda part: self._slot(0, part),
-            snapshot=self._snapshot,
-        )
-        self.inbox = Inbox(self.shard.parts, plan.compression)
-        self.sharing: set[int] = set()
+        self.slots = Slots(plan.parts, plan.workers, plan.staleness)
+        self.shard = self._new_shard()
+        self.inbox, self.audience = Inbox(self.shard.parts, plan.compression), Audience()
         self.lock = threading.Lock()
         self.roles = threading.Condition(self.lock)
-        self.peers: dict[int, Peer] = {}
         self.unsaid: list[Out] = []
-        self.placement: Placement | None = None
-        self.given: dict[int, tuple[int, int, float]] = {}
-        self.gone: dict[int, dict[int, int]] = {}
-        self.stop_at = 0
-        self.received_bytes = self.sent_bytes = 0
+        self.received_bytes = 0
         most = max((part.size_bytes for part in plan.parts), default=0)
-        self.limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
+        limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
         name = f"server {plan.server}"
-        self.door = Door(listener, name, plan.key, f"{plan.job}/{plan.server}", self.limit_bytes)
+        self.door = Door(listener, name, plan.key, f"{plan.job}/{plan.server}", limit_bytes)
         self.membership = Membership(
             plan.server,
             plan.shard,
@@ -131,30 +90,45 @@ class Server:
             key=plan.key,
             job=plan.job,
             lease_s=plan.lease_s,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=limit_bytes,
             connections=plan.connections,
-            follow=self._follow,
-            placed=self._placed,
-            facts=self._facts,
-            acknowledged=self._acknowledged,
-            leased=self._leased,
-            out=self.close,
+        )
+        self.replication = Replication(self.shard, self.membership, self.inbox, self.lock, self._send)
+        self.moving = Moving(plan.shard, self.shard, self.membership, self.lock, self._free, plan.lease_s)
+
+    def _new_shard(self) -> Shard:
+        """What thinks here; it is made once, when there are slots and nothing else."""
+        plan = self.plan
+        return Shard(
+            plan.parts,
+            plan.recipe,
+            range(plan.workers),
+            plan.staleness,
+            mine=(),
+            memory=self.slots.values,
+            snapshot=self.slots.copy,
         )
 
     def run(self) -> None:
         """Accept connections until this server is closed."""
-        self.membership.begin()
+        self.membership.begin(
+            follow=self._follow,
+            placed=self.moving.placed,
+            acknowledged=self.replication.acknowledged,
+            facts=self._facts,
+            leased=self._leased,
+            out=self.close,
+        )
         self.door.admit(self._attend)
 
     def close(self) -> None:
         """Accept nobody any more; `run` returns."""
         self.door.close()
 
-    def _slot(self, slot: int, part: Part) -> Tensor:
-        return self.memory.tensor(slot * self.slot_bytes + self.offsets[part.number], part.length, part.dtype)
-
-    def _snapshot(self, worker: int, part: int, values: Tensor) -> Tensor:
-        return self._slot(1 + worker if self.plan.staleness != 0 else 0, self.shard.held[part].part).copy_(values)
+    def _free(self, part: Part) -> None:
+        """What lies here of a part is needed no more."""
+        self.inbox.forget(part.number)
+        self.slots.discard(part)
 
     # One connection
 
@@ -162,8 +136,7 @@ class Server:
         """From its handshake to its end."""
         peer = Peer(channel, f"peer {number}")
         with self.lock:
-            before, self.peers[number] = self.peers.get(number), peer
-            self.sharing.discard(number)
+            before = self.audience.enter(number, peer)
         if before is not None:
             before.close()
             before.heard.wait()  # what it had still to read would go to the same memory
@@ -179,9 +152,7 @@ class Server:
             peer.heard.set()
             peer.close(flush=True)
             with self.lock:
-                if self.peers.get(number) is peer:
-                    del self.peers[number]
-                    self.sharing.discard(number)
+                self.audience.leave(number, peer)
 
     def _await_role(self, number: int) -> None:
         """A worker may have heard before this server that it is the primary now."""
@@ -190,13 +161,6 @@ class Server:
         with self.roles:
             if not self.roles.wait_for(lambda: self.membership.is_primary, self.plan.lease_s):
                 raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
-
-    def _await_placement(self, version: int) -> None:
-        """Another server may have heard before this one of what is to move."""
-        with self.roles:
-            self.roles.wait_for(
-                lambda: self.placement is not None and self.placement.version >= version, self.plan.lease_s
-            )
 
     def _converse(self, number: int, peer: Peer) -> None:
         before: dict[int, bytes] = {}  # what was said of a payload that comes next
@@ -207,7 +171,7 @@ class Server:
                 continue
             about = before.pop(header.part, b"")
             if header.op == Op.GIVE:
-                self._await_placement(header.epoch)
+                self.moving.await_placement(header.epoch)
             with self.lock:
                 self.received_bytes += header.length
                 if number < FIRST_SERVER:
@@ -215,8 +179,10 @@ class Server:
                         self._send(self._take(number, peer, header, payload, about))
                     except Elsewhere as where:
                         peer.post(Op.MOVED, part=where.part, step=header.op)
+                elif header.op == Op.GIVE:
+                    self._send(self.moving.take_in(number, header, payload))
                 else:
-                    self._repeat(number, peer, header, payload, about)
+                    self.replication.repeat(number, peer, header, payload, about)
 
     def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
         """What a worker says."""
@@ -233,7 +199,7 @@ class Server:
                 return shard.push(worker, step, part, gradient, there, sparse=bool(header.flags & BLOCKS))
             case Op.ORDER:
                 ordered = shard.order(worker, step, unpack_order(payload))
-                self._discard()
+                self.moving.discard()
                 return ordered
             case Op.NORM | Op.GRADIENT:
                 return shard.ask(worker, step, part, whole=header.op == Op.GRADIENT)
@@ -241,7 +207,7 @@ class Server:
                 return shard.pull(worker, part)
             case Op.STOP:
                 newest = max((order_step for order_step, _ in shard.orders.values()), default=0)
-                self.stop_at = self.stop_at or newest + 3  # nobody has got that far, so everyone hears of it in time
+                self.audience.stop_after(newest + 3)  # nobody has got that far, so everyone hears of it in time
             case Op.SHARE:
                 self._share(worker, peer, payload)
             case Op.LOAD:
@@ -265,37 +231,10 @@ class Server:
         """A worker of this machine lends its gradients, or takes what was lent to it."""
         description = unpack(payload)
         if not description:
-            self.sharing.add(worker)
+            self.audience.shares(worker)
             return
         can_read = self.inbox.lend(worker, description)
-        peer.post(Op.SHARE, json.dumps(self.memory.description if can_read else {}).encode())
-
-    def _repeat(self, number: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> None:
-        """What a primary says; one that was replaced is refused."""
-        part, clock, view = header.part, header.step, self.membership.view
-        if header.op == Op.GIVE:  # whether the giver may, the arbiter decides
-            values, state, done = unpack_part(payload)
-            giver = number - FIRST_SERVER
-            if self.membership.is_primary and part in self.shard.parts:
-                self._send(self.shard.adopt(Given(part, clock, values, state, done), header.epoch, giver))
-            return
-        if number - FIRST_SERVER != view.primary and header.epoch <= view.epoch:
-            raise Refused(f"epoch {header.epoch} is over; in epoch {view.epoch} the primary is server {view.primary}")
-        if header.op == Op.FILL:
-            values, state, done = unpack_part(payload)
-            out = self.shard.fill(Filled(0, part, clock, values, state, done))
-        elif header.op == Op.APPLY:
-            found = unpack(memoryview(about))
-            gradient = self.inbox.update(number, header)
-            present = bytes.fromhex(found["present"])
-            out = self.shard.repeat(
-                Applied(0, part, clock, found["worker"], found["step"], gradient, present, found["settings"])
-            )
-        else:
-            raise Refused(f"message {header.op} from a server")
-        for message in out:
-            assert isinstance(message, Acknowledged)
-            peer.post(Op.ACKNOWLEDGE, part=message.part, step=message.clock, flags=int(header.op == Op.FILL))
+        peer.post(Op.SHARE, json.dumps(self.slots.memory.description if can_read else {}).encode())
 
     # What is said
 
@@ -308,37 +247,9 @@ class Server:
             elif isinstance(message, Adopted):
                 self.membership.holds(message)
             elif self.membership.has_lease:
-                self._answer(message)
+                self.audience.tell(message)
             else:
                 self.unsaid.append(message)
-
-    def _answer(self, message: Out) -> None:
-        match message:
-            case Value(worker, part, clock, oldest):
-                flags, payload = self._packed(message)
-                self._to(
-                    worker, Op.VALUE, payload, part=part, step=clock, epoch=oldest, worker=self.stop_at, flags=flags
-                )
-            case Norm(worker, part, squared):
-                self._to(worker, Op.NORM, squared.hex().encode(), part=part)
-            case Gradient(worker, part, numbers, present):
-                self._to(worker, Op.GRADIENT, present + bytes(view(numbers)), part=part)
-            case Loaded(worker, part):
-                self._to(worker, Op.LOAD, b"", part=part)
-
-    def _packed(self, value: Value) -> tuple[int, Payload]:
-        """Values for a worker that reads them here, for one that lacks a few blocks, or whole."""
-        if value.worker in self.sharing:
-            return SHARED, b""
-        if value.changed is not None and blocks.are_few(value.changed):
-            return BLOCKS, blocks.pack(value.numbers, value.changed)
-        return 0, value.numbers
-
-    def _to(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
-        peer = self.peers.get(number)
-        if peer is not None:  # one that is gone asks again when it is back
-            self.sent_bytes += len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
-            peer.post(op, payload, **fields)
 
     # What the arbiter and backups say
 
@@ -348,82 +259,14 @@ class Server:
             self.roles.notify_all()
             if not self.membership.is_primary:
                 return
-            for backup in set(self.shard.backups) - set(view.members):
-                if backup in self.membership.links:
-                    self.membership.drop(backup)
-                self._send(self.shard.remove_backup(backup))
-            for backup in set(view.backups) - set(self.shard.backups):
-                self.shard.expect(backup)
-        self._link()
-        self._give()
-
-    def _placed(self, placement: Placement) -> None:
-        """Answer for what is this shard's now, and give what is to go."""
-        here = self.plan.shard
-        with self.lock:
-            self.placement, mine = placement, placement.owned_by(here)
-            self.roles.notify_all()
-            self.gone |= self.shard.place(mine, mine & set(placement.moving), placement.coming_to(here))
-            self._discard()
-        self._give()
-
-    def _discard(self) -> None:
-        """Give the memory of parts that have gone back to the machine, once nobody can be reading it."""
-        for number, done in list(self.gone.items()):
-            if number in self.shard.held:  # it has come back
-                del self.gone[number]
-            elif not self.membership.is_primary or self.shard.has_read(done):
-                del self.gone[number]
-                part = self.shard.parts[number]
-                self.inbox.forget(number)
-                for slot in range(self.slots):
-                    self.memory.discard(slot * self.slot_bytes + self.offsets[number], part.size_bytes)
-
-    def _give(self) -> None:
-        """As the primary, send every part that is away to where it belongs, again if nothing came of it."""
-        if self.placement is None or not self.membership.is_primary:
-            return
-        now, going = time.monotonic(), dict[int, list[int]]()
-        for part, move in self.placement.moving.items() if self.shard.away else ():
-            if part in self.shard.away and (target := self.membership.primary_of(move.target)) is not None:
-                server, since, at = self.given.get(part, (-1, -1, 0.0))
-                if (server, since) != (target[0], move.since) or now - at > 2 * self.plan.lease_s:
-                    self.given[part] = (target[0], move.since, now)
-                    going.setdefault(move.target, []).append(part)
-        for shard, parts in going.items():
-            threading.Thread(target=self._give_all, args=(shard, parts), daemon=True).start()
-
-    def _give_all(self, shard: int, parts: list[int]) -> None:
-        target = self.membership.primary_of(shard)
-        peer = None if target is None else self.membership.reach(*target)
-        if peer is None:
-            return
-        for part in parts:
-            with self.lock:
-                placement, given = self.placement, self.shard.give(part)
-                if given is not None and placement is not None and part in placement.moving:
-                    self.membership.give(given, placement.moving[part].since, peer)
-        peer.close(flush=True)
-
-    def _link(self) -> None:
-        """As the primary, have a link to every replica."""
-        view = self.membership.view
-        for backup in (*view.backups, *view.joining) if self.membership.is_primary else ():
-            known = backup in self.membership.links
-            peer = None if known else self.membership.reach(backup, view.addresses.get(backup))
-            if peer is not None:
-                with self.lock:
-                    self.membership.link(backup, peer)
-                    self._send(self.shard.add_backup(backup, in_sync=backup in view.backups))
-
-    def _acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
-        with self.lock:
-            self._send(self.shard.acknowledged(backup, part, clock, filled))
+            self.replication.follow(view)
+        self.replication.link()
+        self.moving.give()
 
     def _leased(self) -> None:
         """A beat was answered."""
-        self._link()
-        self._give()
+        self.replication.link()
+        self.moving.give()
         if self.unsaid:
             with self.lock:
                 unsaid, self.unsaid = self.unsaid, []
@@ -448,7 +291,7 @@ class Server:
             "shard": self.plan.shard,
             "server": self.plan.server,
             "received_bytes": self.received_bytes,
-            "sent_bytes": self.sent_bytes,
+            "sent_bytes": self.audience.sent_bytes,
             "refused": self.door.refused,
             "staleness": dict(self.shard.seen),
         }
