@@ -26,7 +26,8 @@ from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.base import Part, Strategy
 from shoal.strategies.compile import Compile
 from shoal.strategies.precision import Precision
-from shoal.strategies.server import Engine, Server
+from shoal.strategies.served import Engine
+from shoal.strategies.server import Server
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build
 from shoal.train.record import Start
@@ -118,8 +119,7 @@ class _Servers:
         self.options, self.held = options, held
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        made = self.options.engine(part, mesh)
-        engine = _Engine(self.options, made.staleness, made.compression, part, mesh)
+        engine = _Engine(self.options, part, mesh)
         engine.held = self.held
         return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
 

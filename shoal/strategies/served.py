@@ -1,0 +1,289 @@
+"""One worker's steps through parameter servers, and what a run asks of them beside its steps.
+
+run       the backward pass; each part is pushed as soon as its gradients are there: `pushing.py`
+          the sum of the totals is under way meanwhile, where all workers take each step together
+gather    the order: what the step is to be. The servers step a part when they have everyone's push and order
+forward   of the next step: before each unit, a wait for the values that it reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.comm.compress import parse
+from shoal.comm.mesh import Mesh
+from shoal.errors import StrategyRefused, UsageError
+from shoal.server.client import Client
+from shoal.server.flat import Flat
+from shoal.server.fleet import Job
+from shoal.server.history import Event
+from shoal.server.key import read_key
+from shoal.server.layout import MIB, Shape, cut, place
+from shoal.server.layout import Part as Layout
+from shoal.server.recipe import Recipe, recipe_of, settings_of
+from shoal.server.report import report
+from shoal.server.said import Order
+from shoal.server.staff import Staff
+from shoal.server.tls import refuse_bad
+from shoal.strategies import SYNCHRONOUS
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.options import ServerOptions
+from shoal.strategies.pushing import Pushing
+from shoal.strategies.units import units
+
+PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
+LEFT_OUT = "left_out."
+"""How the names of what compression has left out begin."""
+
+
+class Engine:
+    """One worker's side of a run with parameter servers: it takes the steps, and is the run's `Remote`.
+
+    Raises: ConfigError: compress of an unknown kind; no such certificate.
+    """
+
+    def __init__(self, options: ServerOptions, part: Part, mesh: Mesh) -> None:
+        self.options, self.part, self.mesh = options, part, mesh
+        self.staleness = None if options.staleness == "async" else int(options.staleness)
+        self.compression = parse(options.compress)
+        self.together = self.staleness == 0
+        self.totals: Tensor | None = None
+        self.summed: dist.Work | None = None
+        self.factor = 1.0
+        self.pushed = False
+        self.apart = False
+        aggregates = options.aggregate and self.together and self.compression is None
+        self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls))
+        self.client: Client
+        self.flat: Flat
+        self.pushing: Pushing
+
+    # One step
+
+    def forward(self, batch: Batch) -> Outcome:
+        outcome = self.part.forward(batch)
+        if batch.last:
+            self.totals = outcome.totals
+            alone = self.mesh.size == 1 or not self.together
+            self.summed = None if alone else dist.all_reduce(self.totals, async_op=True)
+        return outcome
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """One micro-batch; with the last one, parts are pushed as soon as their gradients are there."""
+        if self.pushed:
+            raise UsageError(
+                "forward_backward was called twice before optimizer.step(): the first gradients are with the servers. "
+                "To add up several batches use accumulate."
+            )
+        # Alone, a worker's push is the mean over its own share.
+        scale = 1.0 if self.together else float(self.mesh.size)
+        self.pushing.begin(batch.last)
+        loss = self.part.run(forward, batch._replace(scale=batch.scale * scale))
+        if not batch.last:
+            return loss
+        self.pushing.finish()
+        self.pushed, self.factor = True, 1.0
+        assert self.totals is not None
+        if self.summed is not None:
+            self.summed.wait()
+        if not self.together:
+            self._agree_to_stop(batch.stop)
+        return Loss(self.totals, loss.weighed)
+
+    def gather(self) -> None:
+        """Have the servers step; the values are waited for where they are used."""
+        if not self.pushed:
+            return
+        settings = [settings_of(group) for group in self.optimizer.param_groups]
+        if not self.together:
+            for group in settings:
+                group["lr"] = float(group["lr"]) / self.mesh.size  # type: ignore[arg-type]
+        self.optimizer.state.clear()
+        self.client.order(Order(settings, self.factor))
+        self.pushed, self.apart = False, not self.together
+
+    def _agree_to_stop(self, asked: bool) -> None:
+        """Workers are at different steps, and are to stop after the same one."""
+        assert self.totals is not None
+        self.wait()
+        if asked:
+            self.client.ask_to_stop()
+        self.totals[STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
+
+    # What the run asks for
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Start the servers, and give them the parameters. Collective."""
+        self.optimizer = optimizer
+        recipe = recipe_of(optimizer)
+        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        owned = dict(self.part.owned)
+        shapes = {name: Shape(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
+        parts = cut(shapes, self._part_bytes(shapes))
+        self.flat = Flat(owned, parts)
+        self.client = self.connect(parts, recipe)
+        self.pushing = Pushing(self.client, self.flat, self.compression)
+        self.spread(optimizer)
+        self.pushing.watch()
+        self._wait_in_layers()
+
+    def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
+        """Start the servers of a model that is cut so, and talk to them. Collective."""
+        options, owners = self.options, tuple(place(parts, self.options.servers))
+
+        def make(name: str, key_file: Path, workers: int) -> Job:
+            return Job(
+                name,
+                key_file,
+                tuple(parts),
+                owners,
+                options.servers,
+                recipe,
+                options.replicas,
+                workers,
+                self.staleness,
+                options.lease_s,
+                self.compression,
+                connections=options.connections,
+            )
+
+        job, arbiter = self.staff.start(make)
+        return Client(
+            self.staff.worker,
+            parts,
+            arbiter,
+            self.flat,
+            key=read_key(job.key_file),
+            job=job.name,
+            staleness=self.staleness,
+            shares=self.options.shared_memory and self.compression is None,
+            recorder=self.mesh.recorder,
+            awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
+            connections=job.connections,
+        )
+
+    def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:
+        """Small models are cut into smaller parts, so that every server has some."""
+        whole = sum(shape.length * shape.dtype.itemsize for shape in shapes.values())
+        even = max(SMALL_PART_BYTES, whole // (PARTS_A_SERVER * self.options.servers))
+        return min(even, int(self.options.part_mb * MIB))
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What the servers have summed, whole. Collective."""
+        self._refuse_stale("gradients()")
+        kept: dict[int, list[dict[str, Any]]] = {}
+        for part in self.client.parts:
+            numbers, present = self.client.gradient(part.number)
+            pieces = [numbers[s.offset : s.offset + s.length] * self.factor for s in part.segments]
+            kept[part.number] = [{"sum": g} if there else {} for g, there in zip(pieces, present, strict=True)]
+        return {name: self.flat.gather(name, kept).get("sum") for name in self.part.owned}
+
+    def norm(self) -> Tensor:
+        """Of the gradients that the servers have summed. Collective."""
+        self._refuse_stale("clip_gradients()")
+        return torch.tensor(self.client.squared_norm() ** 0.5 * self.factor, dtype=torch.float64)
+
+    def scale(self, factor: Tensor | float) -> None:
+        self.factor *= float(factor)
+
+    def wait(self) -> None:
+        """All values of the last step."""
+        self.client.wait(range(len(self.client.parts)))
+        self.flat.fetch(self.flat.parameters)
+
+    def agree(self) -> bool:
+        """The newest values, the same on all workers; whether they were apart. Collective."""
+        self.wait()
+        apart, self.apart = self.apart, False
+        if apart:
+            self.mesh.barrier()
+            self.client.pull()
+            self.wait()
+            self.mesh.barrier()  # or the first to go on would push into what others are still to pull
+        return apart
+
+    def report(self) -> list[str]:
+        """What the servers have seen, for the end of a run. For one rank."""
+        return report(self.client.figures(), self.together)
+
+    def record(self) -> None:
+        if self.together:
+            raise StrategyRefused(SYNCHRONOUS)
+        self.client.record()
+
+    def history(self) -> list[Event]:
+        return self.client.history()
+
+    def announce(self, directory: Path) -> None:
+        self.staff.announce(directory)
+
+    def private(self) -> dict[str, Tensor]:
+        """What compression has left out so far, of each part."""
+        return {f"{LEFT_OUT}{number}": value for number, value in self.pushing.left_out.items()}
+
+    def load_private(self, found: Mapping[str, Tensor]) -> None:
+        left_out = {name.removeprefix(LEFT_OUT): value for name, value in found.items() if name.startswith(LEFT_OUT)}
+        self.pushing.left_out = {int(number): value.clone() for number, value in left_out.items()}
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """The servers' state, whole, on every rank."""
+        kept = {part.number: self.client.state(part.number) for part in self.client.parts}
+        for name, parameter in self.flat.parameters.items():
+            found = self.flat.gather(name, kept)
+            if found:
+                optimizer.state[parameter] = found
+        if not self.together:
+            self.mesh.barrier()  # or the first to go on would push into what others are still to collect
+
+    def spread(self, optimizer: Optimizer) -> None:
+        """Servers go on from this rank's parameters and optimizer state. Collective."""
+        self.mesh.barrier()
+        self.flat.store()
+        if self.mesh.rank == 0 or (self.staff.relayed and self.staff.starts):
+            state: Mapping[Any, Any] = optimizer.state
+            self.client.load(self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {})))
+        self.client.begin()
+        self.mesh.barrier()
+        optimizer.state.clear()
+
+    def close(self) -> None:
+        """Hang up, and end the servers that this rank has started."""
+        if hasattr(self, "client"):
+            self.client.close()
+        self.staff.close()
+
+    def _wait_in_layers(self) -> None:
+        """Have each unit's forward pass wait for the values that it reads, and for no others."""
+        names = {id(parameter): name for name, parameter in self.flat.parameters.items()}
+        root, left = self.part.module, set(self.flat.parameters)
+        for unit in [*reversed(units(root).values()), root]:
+            inside = [names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] in left]
+            left -= set(inside)
+            numbers = sorted({number for name in inside for number in self.pushing.parts_of[name]})
+            unit.register_forward_pre_hook(self._waits_for(inside, numbers))
+
+    def _waits_for(self, names: list[str], numbers: list[int]) -> Any:
+        def wait(*_: Any) -> None:
+            self.client.wait(numbers)
+            self.flat.fetch(names)
+
+        return torch.compiler.disable(wait)
+
+    def _refuse_stale(self, call: str) -> None:
+        if not self.together:
+            raise UsageError(f"{call}: with staleness={self.options.staleness} no step is shared by all workers.")
+
+
+def _certificate(tls: str) -> Path | None:
+    """What connections are encrypted with. Raises ConfigError."""
+    if tls == "none":
+        return None
+    refuse_bad(Path(tls))
+    return Path(tls).resolve()
