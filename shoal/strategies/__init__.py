@@ -19,35 +19,30 @@ from shoal.strategies import options
 if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
 
+
+class Known(NamedTuple):
+    """One of our strategies."""
+
+    where: str  # file:Class
+    options: type  # what can be asked of it: what its class is made of
+    shares_batch: bool = True
+
+
 STRATEGIES = {
-    "pipeline": "pipeline:Pipeline",
-    "tensor": "tensor:TensorParallel",
-    "recompute": "recompute:Recompute",
-    "single": "single:Single",
-    "ddp": "ddp:Ddp",
-    "zero1": "zero:Zero1",
-    "zero2": "zero:Zero2",
-    "zero3": "zero:Zero3",
-    "server": "server:Server",
-    "local": "local:Local",
-    "diloco": "local:Diloco",
+    "pipeline": Known("pipeline:Pipeline", options.PipelineOptions, shares_batch=False),
+    "tensor": Known("tensor:TensorParallel", options.TensorOptions, shares_batch=False),
+    "recompute": Known("recompute:Recompute", options.RecomputeOptions, shares_batch=False),
+    "single": Known("single:Single", options.NoOptions),
+    "ddp": Known("ddp:Ddp", options.DdpOptions),
+    "zero1": Known("zero:Zero1", options.ZeroOptions),
+    "zero2": Known("zero:Zero2", options.ZeroOptions),
+    "zero3": Known("zero:Zero3", options.ZeroOptions),
+    "server": Known("server:Server", options.ServerOptions),
+    "local": Known("local:Local", options.LocalOptions),
+    "diloco": Known("local:Diloco", options.DilocoOptions),
 }
-"""Name -> file and class, in the order in which they cut."""
-OPTIONS: dict[str, type] = {
-    "pipeline": options.PipelineOptions,
-    "tensor": options.TensorOptions,
-    "recompute": options.RecomputeOptions,
-    "single": options.NoOptions,
-    "ddp": options.DdpOptions,
-    "zero1": options.ZeroOptions,
-    "zero2": options.ZeroOptions,
-    "zero3": options.ZeroOptions,
-    "server": options.ServerOptions,
-    "local": options.LocalOptions,
-    "diloco": options.DilocoOptions,
-}
-"""Name -> what can be asked of it: what its class is made of."""
-DATA = ("single", "ddp", "zero1", "zero2", "zero3", "server", "local", "diloco")
+"""By name, in the order in which they cut."""
+DATA = [name for name, strategy in STRATEGIES.items() if strategy.shares_batch]
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
 
@@ -127,8 +122,8 @@ def refuse_bad(line: str) -> None:
     """
     problems: list[str] = []
     for strategy in named(line):
-        if strategy.name in OPTIONS:
-            _made(strategy, OPTIONS[strategy.name], problems)
+        if strategy.name in STRATEGIES:
+            _made(strategy, STRATEGIES[strategy.name].options, problems)
     _raise(line, problems)
 
 
@@ -148,7 +143,7 @@ def refuse_to_record(line: str) -> None:
 
 def _kind(name: str, problems: list[str]) -> type | None:
     own = name not in STRATEGIES
-    path, _, kind = name.partition(":") if own else STRATEGIES[name].partition(":")
+    path, _, kind = name.partition(":") if own else STRATEGIES[name].where.partition(":")
     try:
         found: type = getattr(import_module(path if own else f"shoal.strategies.{path}"), kind)
         return found

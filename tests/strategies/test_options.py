@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.strategies import OPTIONS, STRATEGIES, parse, refuse_bad
+from shoal.strategies import STRATEGIES, parse, refuse_bad
 
 BAD = [
     ("pipeline=0", "pipeline=0, microbatches=1, stages=0: give whole positive numbers"),
@@ -73,10 +73,9 @@ def test_reading_a_line_needs_no_torch() -> None:
 
 
 def test_what_can_be_asked_of_a_strategy_is_what_it_is_made_of() -> None:
-    assert OPTIONS.keys() == STRATEGIES.keys()
-    for name, where in STRATEGIES.items():
-        file, _, kind = where.partition(":")
-        assert issubclass(getattr(import_module(f"shoal.strategies.{file}"), kind), OPTIONS[name])
+    for strategy in STRATEGIES.values():
+        file, _, kind = strategy.where.partition(":")
+        assert issubclass(getattr(import_module(f"shoal.strategies.{file}"), kind), strategy.options)
 
 
 def test_options_of_a_strategy_of_ones_own_are_left_to_those_who_can_import_it() -> None:
