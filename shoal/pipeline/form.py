@@ -54,6 +54,16 @@ def decoded(header: Tensor) -> Forms:
     return tuple(forms)
 
 
+def encoded_present(present: Present, device: torch.device) -> Tensor:
+    """As numbers, one for each, int64."""
+    return torch.tensor(present, dtype=torch.int64, device=device)
+
+
+def decoded_present(header: Tensor) -> Present:
+    """The inverse."""
+    return tuple(bool(number) for number in header.tolist())
+
+
 def counted(present: Present) -> str:
     """For a message: which of them have a gradient."""
     return ", ".join(f"number {index}" for index, there in enumerate(present) if there) or "none"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,24 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
-from shoal.pipeline.form import HEADER, Form, Forms, Present, counted, decoded, encoded, told
+from shoal.pipeline.form import (
+    HEADER,
+    Form,
+    Forms,
+    Present,
+    counted,
+    decoded,
+    decoded_present,
+    encoded,
+    encoded_present,
+    told,
+)
 from shoal.pipeline.table import Action, Table
 from shoal.trace.recorder import Recorder
+
+Key = tuple[int, Hashable]
+"""What a header is sent once for: a stage, and what the shapes of a micro-batch follow from."""
+Said = TypeVar("Said", Forms, Present)
 
 
 class Message(NamedTuple):
@@ -78,10 +93,10 @@ class Wire:
 
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
         self.axis, self.recorder = axis, recorder
-        self.sent: dict[tuple[int, Hashable], Forms] = {}
-        self.received: dict[tuple[int, Hashable], Forms] = {}
-        self.sent_back: dict[tuple[int, Hashable], Present] = {}
-        self.received_back: dict[tuple[int, Hashable], Present] = {}
+        self.sent: dict[Key, Forms] = {}
+        self.received: dict[Key, Forms] = {}
+        self.sent_back: dict[Key, Present] = {}
+        self.received_back: dict[Key, Present] = {}
         self.sent_bytes = 0
         self._work: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -214,11 +229,8 @@ class Exchange:
         return self._forms[message._replace(kind="F")]
 
     def _announce(self, message: Message, forms: Forms, receiver: int) -> None:
-        key = self._key(message)
-        known = self.wire.sent.setdefault(key, forms)
-        if known is forms:
-            self.wire.send(encoded(forms, self.wire.axis.device), receiver)
-        elif known != forms:
+        known = self._first(self.wire.sent, message, forms, encoded, receiver)
+        if known != forms:
             raise UsageError(
                 f"pipeline: stage {message.stage} gave {told(forms)} where for inputs of the same shape it gave "
                 f"{told(known)} before. What crosses a cut must follow from the shapes of the model's inputs; put the "
@@ -235,23 +247,33 @@ class Exchange:
         return self._forms[message]
 
     def _announce_back(self, message: Message, present: Present, receiver: int) -> None:
-        key = self._key(message)
-        known = self.wire.sent_back.get(key)
-        if known is None:
-            self.wire.sent_back[key] = present
-            self.wire.send(torch.tensor(present, dtype=torch.int64, device=self.wire.axis.device), receiver)
-        elif known != present:
+        known = self._first(self.wire.sent_back, message, present, encoded_present, receiver)
+        if known != present:
             raise UsageError(
                 f"pipeline: of the {len(present)} values that cross from stage {message.stage} to the next, the loss "
                 f"depended on {counted(known)} before and depends on {counted(present)} now. Keep every part in the "
                 "loss, and multiply by zero what is not to count for a while."
             )
 
+    def _first(
+        self,
+        sent: dict[Key, Said],
+        message: Message,
+        said: Said,
+        encode: Callable[[Said, torch.device], Tensor],
+        receiver: int,
+    ) -> Said:
+        """What a header has said of messages like this; the first one's is sent now."""
+        key = self._key(message)
+        if key not in sent:
+            sent[key] = said
+            self.wire.send(encode(said, self.wire.axis.device), receiver)
+        return sent[key]
+
     def _expected_back(self, message: Message, sender: int) -> Forms:
         wanted, key = self._wanted(message), self._key(message)
         if wanted and key not in self.wire.received_back:
-            numbers = self.wire.numbers(len(wanted), sender).tolist()
-            self.wire.received_back[key] = tuple(bool(number) for number in numbers)
+            self.wire.received_back[key] = decoded_present(self.wire.numbers(len(wanted), sender))
         return tuple(form for form, there in zip(wanted, self._present(message), strict=True) if there)
 
     def _present(self, message: Message) -> Present:
@@ -260,5 +282,5 @@ class Exchange:
     def _wanted(self, message: Message) -> Forms:
         return tuple(form for form in self._form(message) if form.has_gradient)
 
-    def _key(self, message: Message) -> tuple[int, Hashable]:
+    def _key(self, message: Message) -> Key:
         return message.stage, self.key_of(message.microbatch)
