@@ -54,3 +54,25 @@ def test_clipping_between_an_overflow_and_the_step_does_not_bring_it_back() -> N
     run.clip_gradients(1.0)
     optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
+    run = shoal.init(strategy, precision="fp16", announce=lambda _: None)
+    model = nn.Linear(4, 3)
+    dataset = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset, batch_size=4)
+    )
+    before, scales, moved = run.weights()["weight"].clone(), [], False
+    for step, (x, y) in enumerate(loader):
+        x = x * (1e30 if step == 0 and run.rank == 1 else 1)
+        run.forward_backward(lambda out, y: F.cross_entropy(out.float(), y), model, x, y)
+        optimizer.step()
+        scales.append(run.state()[1]["loss_scale"]["scale"])
+        moved = moved or (step == 0 and not torch.equal(run.weights()["weight"], before))
+    return scales, moved
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str) -> None:
+    assert world.run(2, fp16_overflow, strategy) == [([32768.0, 32768.0], False)] * 2
