@@ -102,7 +102,8 @@ class RelayShard(Shard):
         self.held[part].clock = clock
         self._count(part, -1, clock - 1)
         self.sums[part] = Sum(self.lend(part))
-        return self._hold(part, [out for worker in self.workers for out in self._read(worker, part)])
+        answers = [out for worker in self.workers for out in self._read(worker, part)]
+        return self.backups.hold(part, clock, answers)
 
     def _begin(self, part: int, done: Mapping[int, int]) -> None:
         super()._begin(part, done)

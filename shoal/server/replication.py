@@ -46,11 +46,11 @@ class Replication:
 
     def follow(self, view: View) -> None:
         """Have the backups that a view names, and wait for no other. Holds the lock."""
-        for backup in set(self._shard.backups) - set(view.members):
+        for backup in set(self._shard.backups.clocks) - set(view.members):
             if backup in self._membership.links:
                 self._membership.drop(backup)
             self._send(self._shard.remove_backup(backup))
-        for backup in set(view.backups) - set(self._shard.backups):
+        for backup in set(view.backups) - set(self._shard.backups.clocks):
             self._shard.expect(backup)
 
     def link(self) -> None:

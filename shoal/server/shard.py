@@ -17,14 +17,14 @@ have said of it to whoever answers for it next. A step is taken from the orders 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.server.backups import Backups
 from shoal.server.blocks import changed
 from shoal.server.held import Held
 from shoal.server.history import Event, History
@@ -47,14 +47,6 @@ from shoal.server.said import (
 from shoal.server.summing import Push, Question, Sum, answer
 
 
-@dataclass
-class Awaited:
-    """Answers that are held back until backups have acknowledged up to `clock`."""
-
-    clock: int
-    answers: list[Out]
-
-
 class Shard:
     """The parts of one server.
 
@@ -70,6 +62,7 @@ class Shard:
         held: what is here, be it to answer or to be given, by number.
         mine: for which it answers, once they are held and unless they are away.
         away: which are on their way to another shard.
+        backups: what they hold, and what is said only when they hold it.
         coming: which are on their way here, and since when; any other that is given is of a move that is over.
         history: what was applied and read since `record`; None before.
     """
@@ -98,9 +91,7 @@ class Shard:
         self.pushed: dict[tuple[int, int], Push] = {}
         self.readers: dict[int, dict[int, int]] = {}
         self.asked: list[Question] = []
-        self.backups: dict[int, dict[int, int]] = {}
-        self.unfilled: dict[int, set[int]] = {}
-        self.awaited: dict[int, deque[Awaited]] = {}
+        self.backups = Backups()
         self.changed: dict[int, tuple[int, Tensor]] = {}
         self.seen: Counter[int] = Counter()
         self.history: History | None = None
@@ -124,7 +115,8 @@ class Shard:
 
     def _begin(self, part: int, done: Mapping[int, int]) -> None:
         """Forget what was said of a part: it is at another step now."""
-        self.done[part], self.sums[part], self.awaited[part] = dict(done), Sum(), deque()
+        self.done[part], self.sums[part] = dict(done), Sum()
+        self.backups.begin(part)
         self.readers[part] = {}
         self.changed.pop(part, None)
         self.pushed = {key: push for key, push in self.pushed.items() if key[1] != part}
@@ -133,7 +125,7 @@ class Shard:
     def _filled(self, backup: int, part: int) -> Filled:
         """The backup has it when it acknowledges this clock, and nothing older counts."""
         held = self.held[part]
-        self.unfilled[backup].add(part)
+        self.backups.fill(backup, part)
         return Filled(backup, part, held.clock, held.values.clone(), _copied(held.state()), dict(self.done[part]))
 
     def record(self) -> None:
@@ -156,11 +148,9 @@ class Shard:
         gone = {part: self.done[part] for part in self.held if part not in mine and part not in coming}
         for part in gone:
             self._begin(part, {})
-            for table in (self.held, self.done, self.sums, self.awaited, self.readers):
+            self.backups.forget(part)
+            for table in (self.held, self.done, self.sums, self.readers):
                 del table[part]
-            for backup, clocks in self.backups.items():
-                clocks.pop(part, None)
-                self.unfilled[backup].discard(part)
         return gone
 
     def has_read(self, done: Mapping[int, int]) -> bool:
@@ -183,12 +173,12 @@ class Shard:
         held.load(given.values, list(given.state), given.clock)
         self._begin(given.part, given.done)
         filled = self._fill_backups(given.part)
-        return [*filled, *self._hold(given.part, [Adopted(given.part, since, giver)])]
+        here = Adopted(given.part, since, giver)
+        return [*filled, *self.backups.hold(given.part, held.clock, [here])]
 
     def _fill_backups(self, part: int) -> list[Out]:
-        for clocks in self.backups.values():
-            clocks[part] = self.held[part].clock - 1
-        return [self._filled(backup, part) for backup in self.backups]
+        self.backups.behind(part, self.held[part].clock - 1)
+        return [self._filled(backup, part) for backup in self.backups.clocks]
 
     # What workers say
 
@@ -199,7 +189,7 @@ class Shard:
         held = self.held_part(part)
         held.load(values, state, clock)
         self._begin(part, dict.fromkeys(self.workers, clock))
-        return [*self._fill_backups(part), *self._hold(part, [Loaded(worker, part)])]
+        return [*self._fill_backups(part), *self.backups.hold(part, held.clock, [Loaded(worker, part)])]
 
     def push(
         self, worker: int, step: int, part: int, gradient: Tensor, present: bytes, sparse: bool = False
@@ -214,7 +204,7 @@ class Shard:
         if step > done:
             raise Refused(f"worker {worker} pushes step {step} of part {part} before step {done}")
         if step < done:  # it did not hear the answer
-            return self._hold(part, self._read(worker, part))
+            return self.backups.hold(part, held.clock, self._read(worker, part))
         if self.staleness == 0:
             self.sums[part].add(worker, Push(step, gradient, present, sparse), self.workers)
             return [*self._told(part), *self._step_together(part)]
@@ -249,7 +239,8 @@ class Shard:
         held, done = self.held_part(part), self.done[part]
         self._note(Event("p", part, held.clock, worker, done[worker]))
         numbers = self._snapshot(worker, part, held.values)
-        return self._hold(part, [Value(worker, part, done[worker], min(done.values()), numbers)])
+        value = Value(worker, part, done[worker], min(done.values()), numbers)
+        return self.backups.hold(part, held.clock, [value])
 
     # What replicas say
 
@@ -258,32 +249,24 @@ class Shard:
 
         Args: in_sync: it may take over at any moment, so nobody is answered before it has been filled.
         """
-        self.expect(backup)
-        if not in_sync:
-            self.backups[backup] = {number: held.clock for number, held in self.held.items()}
+        self.backups.expect(backup, {number: -1 if in_sync else held.clock for number, held in self.held.items()})
         filled = [self._filled(backup, part) for part in self.held]
         return [*filled, *([] if filled else [InSync(backup)])]
 
     def expect(self, backup: int) -> None:
         """Nobody is answered before this replica has said what it holds."""
-        self.backups[backup], self.unfilled[backup] = dict.fromkeys(self.held, -1), set()
+        self.backups.expect(backup, dict.fromkeys(self.held, -1))
 
     def remove_backup(self, backup: int) -> list[Out]:
         """It is gone: nobody waits for it any more."""
-        self.backups.pop(backup, None)
-        self.unfilled.pop(backup, None)
-        return [out for part in self.held for out in self._released(part)]
+        self.backups.remove(backup)
+        return [out for part in self.held for out in self.backups.released(part)]
 
     def acknowledged(self, backup: int, part: int, clock: int, filled: bool = False) -> list[Out]:
         """A backup has all updates of a part before `clock`, be it told of them or filled."""
-        if backup not in self.backups or part not in self.held:
+        if backup not in self.backups.clocks or part not in self.held:
             return []
-        self.backups[backup][part] = max(clock, self.backups[backup].get(part, 0))
-        out = self._released(part)
-        if filled and part in self.unfilled[backup]:
-            self.unfilled[backup].remove(part)
-            out += [] if self.unfilled[backup] else [InSync(backup)]
-        return out
+        return self.backups.acknowledged(backup, part, clock, filled)
 
     def fill(self, filled: Filled) -> list[Out]:
         """As a backup: take a whole part."""
@@ -318,7 +301,7 @@ class Shard:
         if before is not None:
             self.changed[part] = (held.clock, changed(before, held.values))
         answers = [out for worker in self.workers for out in self._read(worker, part)]
-        return [*told, *self._hold(part, answers)]
+        return [*told, *self.backups.hold(part, held.clock, answers)]
 
     def _step_alone(self, worker: int, part: int) -> list[Out]:
         push = self.pushed.get((worker, part))
@@ -328,7 +311,7 @@ class Shard:
         del self.pushed[worker, part]
         told = self._apply(part, worker, step, push.gradient, push.present, order)
         self.readers[part][worker] = step + 1
-        return [*told, *self._hold(part, self._readable(part))]
+        return [*told, *self.backups.hold(part, self.held[part].clock, self._readable(part))]
 
     def _apply(self, part: int, worker: int, step: int, gradient: Tensor, present: bytes, order: Order) -> list[Out]:
         held = self.held[part]
@@ -339,7 +322,7 @@ class Shard:
         held.apply(gradient, present, settings)
         self._count(part, worker, step)
         self._note(Event("a", part, clock, worker, step))
-        return [Applied(b, part, clock, worker, step, gradient, present, settings) for b in self.backups]
+        return [Applied(b, part, clock, worker, step, gradient, present, settings) for b in self.backups.clocks]
 
     def _count(self, part: int, worker: int, step: int) -> None:
         done = self.done[part]
@@ -376,20 +359,6 @@ class Shard:
         ready = [question for question in self.asked if question.part == part and question.step == held.clock]
         self.asked = [question for question in self.asked if question not in ready]
         return [answer(question, sum_) for question in ready]
-
-    # What waits for backups
-
-    def _hold(self, part: int, answers: list[Out]) -> list[Out]:
-        if answers:
-            self.awaited[part].append(Awaited(self.held[part].clock, answers))
-        return self._released(part)
-
-    def _released(self, part: int) -> list[Out]:
-        safe = min((clocks.get(part, 0) for clocks in self.backups.values()), default=self.held[part].clock)
-        free: list[Out] = []
-        while self.awaited[part] and self.awaited[part][0].clock <= safe:
-            free += self.awaited[part].popleft().answers
-        return free
 
 
 def _copied(state: list[dict[str, Any]]) -> list[dict[str, Any]]:
