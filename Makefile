@@ -44,11 +44,14 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+# The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
+COMPILED := shoal/comm/backend/express.c
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.test: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.demo
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend.exchange import AHEAD, SLOT_BYTES, SLOTS, Exchange
+from shoal.comm.backend.express import CODES
 from shoal.comm.backend.reduction import reduce_into
 from shoal.errors import CollectiveFailed
 
@@ -74,6 +75,8 @@ def barrier(exchange: Exchange) -> Steps:
 
 def all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
     """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks."""
+    if exchange.express is not None and (code := CODES.get((tensor.dtype, operation))) is not None:
+        return exchange.express.all_reduce(tensor, code)
     if tensor.nbytes * (exchange.size - 2) > ONE_PASS_BYTES:
         return all_reduce_in_two_passes(exchange, tensor, operation)
     return all_reduce_in_one_pass(exchange, tensor, operation)

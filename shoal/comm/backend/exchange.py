@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from shoal.comm.backend.room import Rooms
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
 from shoal.errors import CollectiveFailed, PeerLost
+
+if TYPE_CHECKING:
+    from shoal.comm.backend.express import Express
 
 LAG = 3
 SLOTS = 8
@@ -80,8 +84,11 @@ class Exchange:
 
     Attributes:
         phase: the last that this rank has published.
-        call: the one that it is in.
+        call: the one that it is in, and its `word`.
+        express: makes all-reduces, where all ranks have it compiled; set by whoever makes the exchange.
     """
+
+    express: Express | None = None
 
     def __init__(
         self,
@@ -102,11 +109,11 @@ class Exchange:
         self._last = Layout(self.memories, torch.uint8, 1)
         self._barrier = threading.Lock()
         self._barrier.acquire()
-        self.phase, self.calls, self.call, self._word = 0, 0, Call("barrier"), 0
+        self.phase, self.calls, self.call, self.word = 0, 0, Call("barrier"), 0
 
     def begin(self, call: Call, word: int) -> None:
         """From now on this rank is in `call`, whose `word` it is."""
-        self.call, self._word = call, word
+        self.call, self.word = call, word
         self.calls += 1
         self._mine[CALLS] = self.calls
 
@@ -130,10 +137,14 @@ class Exchange:
     def publish(self) -> None:
         """What this rank has written for the next phase is there."""
         phase = self.phase + 1
-        self._mine[RING_AT + phase % RING] = self._word
+        self._mine[RING_AT + phase % RING] = self.word
         self._order()
         self._mine[PHASE] = self.phase = phase
         self._wake()
+
+    def catch_up(self) -> None:
+        """Somebody else has published in this rank's name."""
+        self.phase = self._mine[PHASE]
 
     def publish_place(self, place: int) -> None:
         """The next phase says where this rank's tensor lies in its room."""
@@ -169,7 +180,7 @@ class Exchange:
         self._order()
         at = RING_AT + phase % RING
         for rank, words in self._others:
-            if words[at] != self._word:
+            if words[at] != self.word:
                 raise self.mismatch(rank, words[at])
         return True
 
@@ -180,7 +191,7 @@ class Exchange:
         if words[PHASE] < phase:
             return False
         self._order()
-        if words[RING_AT + phase % RING] != self._word:
+        if words[RING_AT + phase % RING] != self.word:
             raise self.mismatch(rank, words[RING_AT + phase % RING])
         return True
 

@@ -20,6 +20,8 @@ from shoal.comm.backend.copies import Copies
 from shoal.comm.backend.courier import Courier
 from shoal.comm.backend.directory import Directory
 from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.express import MOST_RANKS as MOST_EXPRESS
+from shoal.comm.backend.express import Express
 from shoal.comm.backend.gloo import GlooWithRoom
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.meeting import Meeting, meet
@@ -94,6 +96,8 @@ class ShoalGroup(Reductions, Copies, Messages):
             self._gloo.room = meeting.room
         names = [self._ranks[rank] for rank in here]
         self._exchange = Exchange(here.index(self.rank()), meeting.memory, reached, names, rooms)
+        if meeting.compiled and len(here) <= MOST_EXPRESS:
+            self._exchange.express = Express(self._exchange, yields=spin_s == 0)
         if len(meeting.hosts) > 1:
             self._between = BetweenHosts(store, meeting.hosts, self.rank(), timeout)
         assert self._peers is not None

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.backend import express
 from shoal.comm.backend.exchange import SIZE_BYTES
 from shoal.comm.backend.room import Room, make_room
 from shoal.comm.memory import Attached, Memory, attach
@@ -37,6 +38,7 @@ class Meeting:
         pids: processes of those ranks.
         room: this rank's own, for tensors; None where some rank has none, or cannot reach another's.
         rooms: the memory of the other ranks' rooms on this host.
+        compiled: all ranks have what express.py needs.
         reason: why there is no memory.
     """
 
@@ -46,6 +48,7 @@ class Meeting:
     pids: dict[int, int]
     room: Room | None
     rooms: dict[int, Attached]
+    compiled: bool
     reason: str = ""
 
 
@@ -55,6 +58,7 @@ def meet(store: Store, rank: int, size: int) -> Meeting:
     room = make_room(size)
     room_memory = room.memory if room is not None else None
     mine = {"host": host(), "pid": os.getpid(), "memory": _description(memory), "problem": problem}
+    mine["compiled"] = express.is_there()
     store.set(f"here/{rank}", json.dumps({**mine, "room": _description(room_memory)}))  # [1]
     found = [json.loads(store.get(f"here/{other}")) for other in range(size)]
     neighbours = [other for other in range(size) if other != rank and found[other]["host"] == mine["host"]]
@@ -72,9 +76,10 @@ def meet(store: Store, rank: int, size: int) -> Meeting:
     hosts = tuple(tuple(r for r in range(size) if names[r] == name) for name in dict.fromkeys(names))
     pids = {other: found[other]["pid"] for other in neighbours}
     reason = next((text for text, _ in said if text), "")
+    compiled = all(each["compiled"] for each in found)
     if not all(has_rooms for _, has_rooms in said):
         room, rooms = None, {}
-    return Meeting(hosts, None if reason else memory, reached, pids, room, rooms, reason)
+    return Meeting(hosts, None if reason else memory, reached, pids, room, rooms, compiled, reason)
 
 
 def _description(memory: Memory | None) -> dict[str, Any]:

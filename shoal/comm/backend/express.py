@@ -1,0 +1,75 @@
+"""All-reduces of float32 and float64 whose steps are compiled (express.c), where there was a compiler.
+
+      rank 0   advance ──> show a0 │ take a0 a1 ──> done
+      rank 1   advance ──> show a1 │ rank 0 is late ──> Python waits for it ──> advance ──> take a0 a1 ──> done
+
+Only calls whose steps all ranks of a host have compiled go this way, for they cut tensors into smaller slices than
+collectives.py does. Sums are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shoal.comm.backend.exchange import AHEAD, PHASE, RING, RING_AT, SLEEPS, SLOT_BYTES, SLOTS, SLOTS_AT, Exchange
+
+if TYPE_CHECKING:
+    from shoal.comm.backend import _express as compiled
+else:
+    try:
+        from shoal.comm.backend import _express as compiled
+    except ImportError:  # no compiler when Shoal was installed
+        compiled = None
+
+Steps: TypeAlias = Generator[tuple[Callable[[Any], bool], Any], None, None]
+VERSION = 1  # of what ranks do with each other's memory; express.c has the same, or was compiled from another one
+SLICE_BYTES = 1 << 15  # a few of every rank's stay in the caches
+ONE_PASS_BYTES = 1 << 17  # what a rank reads of others to add up all by itself; beyond it, sums are shared
+SPIN_S = 50e-6
+MOST_RANKS = 64  # as in express.c, and so are these numbers
+CODES: Mapping[tuple[torch.dtype, str], int] = {
+    (torch.float32, "sum"): 0,
+    (torch.float32, "avg"): 1,
+    (torch.float64, "sum"): 2,
+    (torch.float64, "avg"): 3,
+}
+
+
+def is_there() -> bool:
+    """Whether the steps were compiled, from this very source, and SHOAL_COMPILED=0 does not forbid them."""
+    return compiled is not None and compiled.VERSION == VERSION and os.environ.get("SHOAL_COMPILED") != "0"
+
+
+class Express:
+    """The compiled steps of one rank in one group of at most MOST_RANKS.
+
+    Args: yields: the processor is given to others while a rank waits, for there are more ranks than processors.
+    """
+
+    def __init__(self, exchange: Exchange, yields: bool = True) -> None:
+        words = [memory.head_address(0) for memory in exchange.memories]
+        numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
+        where = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, AHEAD
+        sizes = SLICE_BYTES, ONE_PASS_BYTES // (exchange.size - 1)
+        self._exchange = exchange  # and with it the memory, of which the compiled steps have but the addresses
+        self._compiled = compiled.Express(exchange.rank, words, numbers, *where, *sizes, int(SPIN_S * 1e9), yields)
+        self._advance = self._compiled.advance
+
+    def all_reduce(self, tensor: Tensor, code: int) -> Steps:
+        """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks.
+
+        Args: code: one of CODES.
+        """
+        exchange, address, size_bytes = self._exchange, tensor.data_ptr(), tensor.nbytes
+        first, step = exchange.phase + 1, 0
+        while True:
+            step = self._advance(address, size_bytes, code, exchange.word, first, step)
+            exchange.catch_up()
+            if step < 0:
+                return
+            yield exchange.arrived if self._compiled.of_this_call else exchange.reached, self._compiled.wanted
