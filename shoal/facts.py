@@ -80,7 +80,12 @@ def devices() -> Facts:
 
 def communication() -> Facts:
     """torch.distributed's backends, and whether ranks on this machine reach each other."""
-    return {"backends": _backends(), "loopback_error": _loopback_error(), **_all_reduce()}
+    return {
+        "backends": _backends(),
+        "compiled_all_reduce": _compiled(),
+        "loopback_error": _loopback_error(),
+        **_all_reduce(),
+    }
 
 
 def launch() -> Facts:
@@ -178,6 +183,15 @@ def _backends() -> list[str]:
     if not dist.is_available():
         return []
     return [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+
+
+def _compiled() -> bool | None:
+    """Whether all-reduces in shared memory have compiled steps; None without torch."""
+    try:
+        from shoal.comm.backend import express
+    except (ImportError, OSError):
+        return None
+    return express.is_there()
 
 
 def _loopback_error() -> str | None:

@@ -3,8 +3,9 @@
     64 KB, round 1   Gloo  shoal  memcpy  Open MPI  by hand        so many calls each, a barrier before each;
     64 KB, round 2   shoal  by hand  Gloo  memcpy  Open MPI        the order is drawn anew in every round
 
-Called without arguments it starts itself under mpirun, or as plain processes where there is none, once for every number
-of ranks.
+Called without arguments it starts itself under mpirun, or as plain processes where there is none, for every number of
+ranks. Horovod has processes of its own, beside `shoal` and Gloo: its thread in each of them looks around a thousand
+times a second, and whoever waits for a processor notices.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import torch.distributed as dist
 
 import shoal  # noqa: F401 - the backend
 from benchmarks.collectives import lying, points, steps
-from benchmarks.collectives.candidates import Candidate, all_that_there_are
+from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are, placed
 from benchmarks.page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
 RANKS = (2, 4)
+BESIDE_HOROVOD = ("shoal", "Gloo", "Horovod")
+CREWS = {"times_s": tuple(name for name in ALL if name != "Horovod"), "beside_horovod_s": BESIDE_HOROVOD}
 SIZES_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 26, 1 << 28)
 TURN_BYTES = 1 << 26  # how much a candidate reduces in one turn, about
 MOST_CALLS = 100
@@ -42,20 +45,28 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--largest-mb", type=int, default=256)
-    parser.add_argument("--part", type=Path, help="be one rank, and write here")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--crew", choices=CREWS, help="be one rank, of these candidates")
+    parser.add_argument("--part", type=Path, help="and write here")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.part:
-        measure(options.part, options.rounds, options.largest_mb << 20)
+        measure(options.part, options.crew, options.rounds, options.largest_mb << 20)
         return
     facts = circumstances(("torch", "shoal"))
-    parts = {str(ranks): _start(ranks, options) for ranks in RANKS}
+    parts = {str(ranks): _start(ranks, options) for ranks in options.ranks}
     options.out.write_text(json.dumps({"circumstances": facts, "ranks": parts}, indent=1) + "\n")
 
 
-def _start(ranks: int, options: argparse.Namespace) -> Any:
+def _start(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    parts = [_start_crew(crew, ranks, options) for crew in CREWS]
+    missing = {name: reason for part in parts for name, reason in part.pop("missing").items()}
+    return {key: value for part in parts for key, value in part.items()} | {"missing": missing}
+
+
+def _start_crew(crew: str, ranks: int, options: argparse.Namespace) -> Any:
     part = options.out.with_suffix(f".{ranks}.json")
-    arguments = ["--part", str(part), "--rounds", str(options.rounds), "--largest-mb", str(options.largest_mb)]
+    arguments = [f"--crew={crew}", f"--part={part}", f"--rounds={options.rounds}", f"--largest-mb={options.largest_mb}"]
     program = [sys.executable, "-m", "benchmarks.collectives.measure", *arguments]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": "1"}
     if shutil.which("mpirun"):
@@ -76,54 +87,54 @@ def _start(ranks: int, options: argparse.Namespace) -> Any:
     return found
 
 
-def measure(part: Path, rounds: int, largest_bytes: int) -> None:
+def measure(part: Path, crew: str, rounds: int, largest_bytes: int) -> None:
     """One rank's part; rank 0 writes."""
     torch.set_num_threads(1)
     os.environ.setdefault("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     os.environ.setdefault("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    candidates, missing = all_that_there_are(largest_bytes)
+    candidates, missing = all_that_there_are(CREWS[crew], largest_bytes)
     tensor, chance = torch.zeros(largest_bytes // 4), random.Random(0)
     _agree(candidates, tensor[:1000])
     times_s: dict[str, dict[str, list[float]]] = {}
     for size_bytes in (size for size in SIZES_BYTES if size <= largest_bytes):
-        own = {candidate.name: _rounds([], 0, candidate, tensor) for candidate in candidates}
+        own: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+        tensors = {candidate.name: placed(candidate, tensor[: size_bytes // 4]) for candidate in candidates}
         calls = min(MOST_CALLS, max(1, TURN_BYTES // size_bytes))
         count = rounds if size_bytes < 1 << 26 else max(3, rounds // 3)
         for turn in range(count + 1):  # the first does not count
             for candidate in chance.sample(candidates, len(candidates)):
                 few = calls if candidate.name not in SLOW else max(1, calls // 5)
-                _rounds(own[candidate.name], few, candidate, tensor[: size_bytes // 4], counts=turn > 0)
+                time_s = _turn(candidate, few, tensors[candidate.name])
+                if turn:
+                    own[candidate.name].append(time_s)
         times_s[str(size_bytes)] = {name: _slowest(times) for name, times in own.items()}
-    found = {"missing": missing, "times_s": times_s, "step_s": steps.measure(rounds)}
-    found |= {"lying_s": lying.measure(rounds), "point_s": points.measure(rounds)}
+    found: dict[str, Any] = {"missing": missing, crew: times_s}
+    if crew == "times_s":
+        found |= {"step_s": steps.measure(rounds), "lying_s": lying.measure(rounds), "point_s": points.measure(rounds)}
     if dist.get_rank() == 0:
         part.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rounds(
-    times_s: list[float], calls: int, candidate: Candidate, tensor: torch.Tensor, counts: bool = False
-) -> list[float]:
-    """Add the time of one call, in seconds."""
-    if calls:
-        dist.barrier()
-        begin_s = time.perf_counter()
-        for _ in range(calls):
-            candidate.reduce(tensor)
-        if counts:
-            times_s.append((time.perf_counter() - begin_s) / calls)
-    return times_s
+def _turn(candidate: Candidate, calls: int, tensor: torch.Tensor) -> float:
+    """The time of one call, in seconds."""
+    dist.barrier()
+    begin_s = time.perf_counter()
+    for _ in range(calls):
+        candidate.reduce(tensor)
+    return (time.perf_counter() - begin_s) / calls
 
 
 def _agree(candidates: list[Candidate], tensor: torch.Tensor) -> None:
     """All must come to the same sum; a copy reduces nothing."""
     for candidate in candidates:
         tensor.fill_(dist.get_rank() + 1)
-        candidate.reduce(tensor)
+        reduced = placed(candidate, tensor)
+        candidate.reduce(reduced)
         expected = sum(range(dist.get_world_size() + 1))
-        assert candidate.name == "memcpy" or (tensor == expected).all(), candidate.name
+        assert candidate.name == "memcpy" or (reduced == expected).all(), candidate.name
     tensor.zero_()
 
 

@@ -26,12 +26,15 @@ def main() -> None:
 
 
 def _part(ranks: int, part: dict[str, Any]) -> str:
-    sizes = part["times_s"]
+    sizes, beside = part["times_s"], part["beside_horovod_s"]
     names = [name for name in next(iter(sizes.values())) if name != OURS]
+    if "Horovod" in next(iter(beside.values())):
+        names.insert(names.index(YARDSTICK) + 1, "Horovod")
     head = [f"{ranks} ranks: time of an all-reduce", OURS, *(f"{name} / {OURS}" for name in names), "goal for Gloo"]
     rows = []
     for size, times_s in sizes.items():
-        ratios = {name: median(_each(times_s[name], times_s[OURS])) for name in names}
+        runs = {name: beside[size] if name == "Horovod" else times_s for name in names}
+        ratios = {name: median(_each(run[name], run[OURS])) for name, run in runs.items()}
         goal = GOALS.get(int(size))
         rows.append(
             [

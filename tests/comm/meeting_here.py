@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 from hypothesis import strategies as st
 
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import SIZE_BYTES, Exchange
+from shoal.comm.backend.exchange import SIZE_BYTES, Exchange, Steps
 from shoal.comm.memory import Memory, attach
 
 Program: TypeAlias = Sequence[tuple[Call, Callable[[], Steps]]]

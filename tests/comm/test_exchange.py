@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shoal.comm.backend import collectives, exchange
 from shoal.comm.backend.call import DTYPES, KINDS, OPERATIONS, Call, read
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import SLOT_BYTES, Exchange
+from shoal.comm.backend.exchange import SLOT_BYTES, Exchange, Steps
 from shoal.errors import CollectiveFailed
 
 SMALL_SLOT_BYTES = 1 << 10

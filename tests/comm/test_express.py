@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shoal.comm.backend import collectives, express
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.express import CODES, Express
 from shoal.comm.backend.group import ShoalGroup
 from shoal.errors import CollectiveFailed

@@ -18,8 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ReduceOp, Work
 
 from shoal.comm.backend.call import DTYPES, Call
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.flat import pairs
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.order import Order

@@ -26,18 +26,17 @@ Tensors are flat and contiguous here; *rows* are one flat tensor for each rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.exchange import AHEAD, SLOT_BYTES, SLOTS, Exchange
+from shoal.comm.backend.exchange import AHEAD, SLOT_BYTES, SLOTS, Exchange, Steps
 from shoal.comm.backend.express import CODES
 from shoal.comm.backend.reduction import reduce_into
 from shoal.errors import CollectiveFailed
 
-Steps: TypeAlias = Generator[tuple[Callable[[Any], bool], Any], None, None]
 Show: TypeAlias = Callable[[int, int], None]
 Take: TypeAlias = Callable[[int, int], None]
 ONE_PASS_BYTES = 1 << 19  # which ranks beyond the second may show; up to here a second meeting costs more than adding

@@ -28,8 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.backend import collectives
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.reduction import reduce_into
 from shoal.comm.backend.room import NEW, NOWHERE, Rooms
 

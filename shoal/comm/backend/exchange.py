@@ -14,9 +14,9 @@ collective in `collectives.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from shoal.errors import CollectiveFailed, PeerLost
 if TYPE_CHECKING:
     from shoal.comm.backend.express import Express
 
+Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]  # of a call: what must be true before each
 LAG = 3
 SLOTS = 8
 AHEAD = SLOTS - LAG  # what all others have published so many phases ago has been read, and its slot is free again

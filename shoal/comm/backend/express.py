@@ -10,13 +10,24 @@ collectives.py does. Sums are the same to the last bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.exchange import AHEAD, PHASE, RING, RING_AT, SLEEPS, SLOT_BYTES, SLOTS, SLOTS_AT, Exchange
+from shoal.comm.backend.exchange import (
+    AHEAD,
+    PHASE,
+    RING,
+    RING_AT,
+    SLEEPS,
+    SLOT_BYTES,
+    SLOTS,
+    SLOTS_AT,
+    Exchange,
+    Steps,
+)
 
 if TYPE_CHECKING:
     from shoal.comm.backend import _express as compiled
@@ -26,7 +37,6 @@ else:
     except ImportError:  # no compiler when Shoal was installed
         compiled = None
 
-Steps: TypeAlias = Generator[tuple[Callable[[Any], bool], Any], None, None]
 VERSION = 1  # of what ranks do with each other's memory; express.c has the same, or was compiled from another one
 SLICE_BYTES = 1 << 15  # a few of every rank's stay in the caches
 ONE_PASS_BYTES = 1 << 17  # what a rank reads of others to add up all by itself; beyond it, sums are shared
@@ -61,15 +71,19 @@ class Express:
         self._advance = self._compiled.advance
 
     def all_reduce(self, tensor: Tensor, code: int) -> Steps:
-        """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks.
+        """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks. What can be is done at once.
 
         Args: code: one of CODES.
         """
         exchange, address, size_bytes = self._exchange, tensor.data_ptr(), tensor.nbytes
-        first, step = exchange.phase + 1, 0
-        while True:
+        first = exchange.phase + 1
+        step = self._advance(address, size_bytes, code, exchange.word, first, 0)
+        exchange.catch_up()
+        return self._late(address, size_bytes, code, first, step) if step >= 0 else ()
+
+    def _late(self, address: int, size_bytes: int, code: int, first: int, step: int) -> Steps:
+        exchange, compiled = self._exchange, self._compiled
+        while step >= 0:
+            yield exchange.arrived if compiled.of_this_call else exchange.reached, compiled.wanted
             step = self._advance(address, size_bytes, code, exchange.word, first, step)
             exchange.catch_up()
-            if step < 0:
-                return
-            yield exchange.arrived if self._compiled.of_this_call else exchange.reached, self._compiled.wanted

@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.backend import both_ways, collectives
 from shoal.comm.backend.call import Call, read
-from shoal.comm.backend.collectives import Steps
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.reduction import reduce_into
 from shoal.errors import CollectiveFailed
 

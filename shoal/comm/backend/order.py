@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.exchange import Steps
 from shoal.comm.backend.waiting import Condition, Waiting
 from shoal.errors import CollectiveFailed, PeerLost
 

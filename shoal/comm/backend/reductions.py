@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work
 
 from shoal.comm.backend import collectives, direct, hosts
 from shoal.comm.backend.calling import OPERATIONS, Calling, Options
-from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.exchange import Steps
 from shoal.comm.backend.flat import flattened, pairs, rows_of
 from shoal.comm.backend.moved import reduced_by_ddp
 

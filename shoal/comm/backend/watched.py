@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from shoal.comm.backend.collectives import Steps
+from shoal.comm.backend.exchange import Steps
 from shoal.trace.recorder import Flight, Recorder
 
 NO_LIMIT = timedelta(0)
