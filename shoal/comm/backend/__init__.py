@@ -7,12 +7,12 @@ torch.distributed.init_process_group("cpu:shoal")
                        reductions.py      (who does     │   (calls in   (who shows and    (phases, slots;
                        copies.py           the call)    │    order)      takes what)       each writes its own)
                        messages.py ── courier.py        │             ├ express.py ── express.c              (compiled)
-                                         │              │             └ direct.py ── room.py, moved.py       no slots
-                      (what is           │              │               (who reads    (tensors that others
-                       asked for)        │              │               what where     can read)
-                                         │              │               it lies)
-                                         │              └── Gloo: other devices, types and hosts
-                                         └── post.py ── channel.py                                       shared memory
+                                           │            │             └ direct.py ── room.py, moved.py       no slots
+                      (what is             │            │               (who reads    (tensors that others
+                       asked for)          │            │               what where     can read)
+                                           │            │               it lies)
+                                           │            └── Gloo: other devices, types and hosts
+                                           └── post.py ── channel.py                                       shared memory
                                              (who gets   (a ring of bytes
                                               which)      for each pair)
 """
