@@ -8,11 +8,11 @@ A tensor is known as itself, as a view of itself, and after `Run.move`; never by
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.data.nest import tensors_in
 from shoal.data.shares import Share
@@ -27,30 +27,35 @@ class Yielded:
 
     def __init__(self) -> None:
         self.sizes: set[tuple[int, int]] = set()
-        self._shares = WeakTensorKeyDictionary()
+        self._shares: dict[int, Share | None] = {}  # by the id of a tensor that lives
 
     def remember(self, batch: Any, share: Share) -> None:
         """`batch` was yielded with `share`."""
         self.sizes.add(_size(share))
         for tensor in tensors_in(batch):
-            before = self._shares.get(tensor, share)
+            before = self._shares.get(id(tensor), share)
             # A tensor that comes with every batch tells nothing.
-            self._shares[tensor] = share if before is not None and _size(before) == _size(share) else None
+            self._keep(tensor, share if before is not None and _size(before) == _size(share) else None)
 
     def follow(self, tensor: Tensor, moved: Tensor) -> None:
         """`moved` is `tensor` on another device."""
         share = self._share_of(tensor)
         if share is not None and moved is not tensor:
-            self._shares[moved] = share
+            self._keep(moved, share)
 
     def shares_of(self, tensors: Iterable[Tensor]) -> list[Share]:
         """Shares of different size that these tensors came with: one for a batch, none for what is not known."""
         found = [share for share in map(self._share_of, tensors) if share is not None]
         return list({_size(share): share for share in found}.values())
 
+    def _keep(self, tensor: Tensor, share: Share | None) -> None:
+        if id(tensor) not in self._shares:
+            weakref.finalize(tensor, self._shares.pop, id(tensor)).atexit = False
+        self._shares[id(tensor)] = share
+
     def _share_of(self, tensor: Tensor) -> Share | None:
-        share: Share | None = self._shares.get(tensor)
-        return self._shares.get(tensor._base) if share is None and tensor._base is not None else share
+        share = self._shares.get(id(tensor))
+        return self._shares.get(id(tensor._base)) if share is None and tensor._base is not None else share
 
 
 def _size(share: Share) -> tuple[int, int]:
