@@ -23,9 +23,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nest, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, (tuple, list)):
+        for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        yield from tensors_in([*value.values()])
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:

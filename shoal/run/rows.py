@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.data.loader import ShareLoader
@@ -32,6 +33,7 @@ class Rows:
     def __init__(self, loader: ShareLoader | None) -> None:
         self._loader = loader
         self._layouts: dict[int, list[Layouts]] = {}  # of the tensors of a batch, by their number
+        self._met: tuple[bool, int, list[torch.Size]] | None = None  # the last batch, as far as `_learn` cares
 
     def weigh(self, loss_fn: LossFunction, batch: tuple[Any, ...]) -> tuple[LossFunction, int, int]:
         """The loss function to differentiate, this rank's rows and the global ones.
@@ -46,19 +48,30 @@ class Rows:
 
     def _share(self, batch: tuple[Any, ...], loader: ShareLoader, last: Share) -> Share:
         tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-        known = loader.yielded.shares_of(tensors)
+        # Where all shares so far are of one size, no other can be meant.
+        known = [last] if len(loader.yielded.sizes) == 1 else loader.yielded.shares_of(tensors)
         if len(known) > 1:
             sizes = " and ".join(str(share.rows) for share in known)
             raise UsageError(f"forward_backward was given tensors of batches of {sizes} samples at once. Give it one.")
         share = known[0] if known else last
-        found = [_layouts(tensor, max(share.rows, 1)) for tensor in tensors]
-        alone = bool(known) or len(loader.yielded.sizes) == 1  # no other share can be meant
+        met = bool(known), share.rows, [tensor.shape for tensor in tensors]
+        if met != self._met:  # nearly every batch is like the one before
+            self._learn(tensors, max(share.rows, 1), alone=bool(known))
+            self._met = met
+        return share
+
+    def _learn(self, tensors: list[Tensor], rows: int, alone: bool) -> None:
+        """How so many rows lie in these tensors.
+
+        Args: alone: no other number of rows can be meant.
+        Raises: UsageError: they cannot lie there, or did otherwise before.
+        """
+        found = [_layouts(tensor, rows) for tensor in tensors]
         before = self._layouts.get(len(tensors), found if alone else [ONE_EACH] * len(tensors))
         both = [now & then for now, then in zip(found, before, strict=True)]
         if tensors and not any(found if alone else both):
-            _refuse(tensors[0], max(share.rows, 1))
+            _refuse(tensors[0], rows)
         self._layouts[len(tensors)] = [now or then for now, then in zip(both, before, strict=True)]
-        return share
 
 
 def _layouts(tensor: Tensor, rows: int) -> Layouts:
