@@ -161,7 +161,7 @@ class Run:
             loss_fn = mean_only(loss_fn)
         step = base.Batch(loss_fn, tuple(inputs), target, rows, global_rows, measure, self._stop)
         earlier = take_gradients(part) if self._early is None else {}
-        with self._watch.inside(), nullcontext() if self._early is None else self._early.during():
+        with self._watch, nullcontext() if self._early is None else self._early.during():
             loss = base.both_passes(part, step) if self._tracing is None else self._tracing.passes(part, step)
         base.settle(part, loss, global_rows)
         if self._overflow is not None:

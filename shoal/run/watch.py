@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from shoal.errors import UsageError
 
 
 class Watch:
-    """A forward hook: outside `forward_backward`, an output may be looked at, but not be differentiated.
+    """A forward hook, and the time of a `forward_backward`: outside, an output may be looked at, not differentiated.
 
     Copies and pickles of the model take along a watch of nothing: they are the user's own to train or to average.
     """
@@ -30,14 +28,12 @@ class Watch:
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         return type(self), ()
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """The time of a `forward_backward`."""
+    def __enter__(self) -> None:
+        """A `forward_backward` begins."""
         self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
 
     def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._watching and not self._inside and torch.is_grad_enabled():
