@@ -167,9 +167,10 @@ class Run:
         if self._overflow is not None:
             self._overflow.unscale(earlier)
         add_gradients(earlier)
-        self.totals = loss.totals
-        count = base.nonzero_count(loss.totals) if loss.weighed else global_rows
-        return loss.totals[base.LOSS_SUM] / count
+        totals = self.totals = loss.totals
+        if loss.weighed:
+            return totals[base.LOSS_SUM] / base.nonzero_count(totals)
+        return totals[base.LOSS_SUM] / base.number(global_rows, totals.dtype, totals.device)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their global norm is at most `max_norm`. Collective.

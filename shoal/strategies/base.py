@@ -302,8 +302,8 @@ def objective(output: Any, batch: Batch) -> Outcome:
     share = rows / batch.global_rows * batch.scale
     # Few operations: each takes as long as a small layer.
     exact = total.detach() if total.dtype.itemsize >= 4 else total.detach().float()
-    loss_sum = exact * (rows * batch.scale)
-    totals = torch.cat((loss_sum.view(1), _known(batch.rows, batch.stop, batch.scale, exact.dtype, exact.device)))
+    weight, known = _known(rows, batch.rows, batch.stop, batch.scale, exact.dtype, exact.device)
+    totals = torch.cat((exact * weight, known))
     if weighed and rows:
         totals[COUNT] = count * batch.scale
     if batch.measure is not None and rows:
@@ -317,10 +317,22 @@ def objective(output: Any, batch: Batch) -> Outcome:
 
 
 @lru_cache(maxsize=64)
-def _known(rows: int, stop: bool, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The totals from COUNT on, as far as they are known beforehand: the same in nearly every step."""
-    known = [rows * scale, stop * scale] + [0.0] * (SLOTS - MEASURED)
-    return torch.tensor(known, dtype=dtype, device=device)
+def _known(
+    rows: int, count: int, stop: bool, scale: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """By what the loss is multiplied, (1,), and the totals from COUNT on, as far as they are known beforehand.
+
+    Both are the same in nearly every step, and a number of Python's would be made a tensor in each.
+    """
+    known = [rows * scale, count * scale, stop * scale] + [0.0] * (SLOTS - MEASURED)
+    made = torch.tensor(known, dtype=dtype, device=device)
+    return made[:COUNT], made[COUNT:]
+
+
+@lru_cache(maxsize=64)
+def number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar tensor, never to be written: torch makes one anew for each operation with a number of Python's."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def both_passes(part: Part, batch: Batch) -> Loss:
