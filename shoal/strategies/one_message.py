@@ -47,8 +47,7 @@ class OneMessage:
         pieces: list[Tensor] = [*self.message.split(sizes)]
         self.totals, self.had = pieces[count:]
         self.means = [_laid_out_as(p, piece) for p, piece in zip(self.parameters, pieces[:count], strict=True)]
-        self.usual = [True] * count + [False]
-        self.all = torch.tensor(self.usual, dtype=self.message.dtype)
+        self.told: list[float] = []  # what `had` holds since the last step
         self.buffers = SharedBuffers(part.module, data)
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
@@ -70,12 +69,12 @@ class OneMessage:
                 sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
                 targets.append(place)
         had = [*(gradient is not None for gradient in gradients), self.buffers.changed()]
-        # Nearly every step has all gradients, and making a tensor takes longer than copying one.
-        sources.append(self.all if had == self.usual else torch.tensor(had, dtype=self.message.dtype))
-        targets.append(self.had)
+        if had != self.told:  # where all ranks had all, it stands there
+            sources.append(torch.tensor(had, dtype=self.message.dtype))
+            targets.append(self.had)
         torch._foreach_copy_(targets, sources)
         mean(self.message, self.data)
-        *used, changed = self.had.tolist()
+        *used, changed = self.told = self.had.tolist()
         self.buffers.saw(changed > 0)
         for parameter, gradient, ranks in zip(self.parameters, self.means, used, strict=True):
             parameter.grad = gradient if ranks else None
