@@ -128,3 +128,21 @@ def test_samples_flattened_to_several_rows_each_are_known_by_their_layout() -> N
     (x, y), _ = list(loader)
     with pytest.raises(UsageError, match=r"shape \(20, 4\); the loader's last share has 2 samples"):
         run.forward_backward(tokens, model, x.flatten(0, 1).clone(), y.flatten().clone())
+
+
+def test_a_layout_that_was_fine_while_all_shares_had_one_size_is_refused_when_they_have_two() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    run, model = shoal.init(announce=lambda _: None), nn.Linear(4, 3)
+    data = TensorDataset(torch.randn(6, 5, 4), torch.randint(0, 3, (6, 5)))
+    _, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4))
+    epoch = iter(loader)
+    x, y = next(epoch)
+    run.forward_backward(loss, model, x.clone(), y.clone())
+    flattened = x.flatten(0, 1).clone(), y.flatten().clone()
+    run.forward_backward(loss, model, *flattened)
+    assert [len(smaller) for smaller, _ in epoch] == [2]
+    next(iter(loader))
+    with pytest.raises(UsageError, match=r"shape \(20, 4\); the loader's last share has 4 samples"):
+        run.forward_backward(loss, model, *flattened)
