@@ -25,9 +25,9 @@ FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_ne
 test-faults: $(VENV)/.test
 	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
 
-# A rank that dies or stops in the middle of a collective, 300 times.
+# A rank that dies or stops in the middle of a collective, 300 times, and of a compiled all-reduce, 60 times.
 test-collectives: $(VENV)/.test
-	$(BIN)/python -m pytest tests/comm/test_backend_faults.py
+	$(BIN)/python -m pytest tests/comm/test_backend_faults.py tests/comm/test_express.py
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
