@@ -134,21 +134,32 @@ def _bury(children: set[int], control: socket.socket) -> None:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             children.discard(pid)
-            control.sendall(NEWS.pack(ENDED, pid, os.waitstatus_to_exitcode(status)))
+            _tell(control, ENDED, pid, os.waitstatus_to_exitcode(status))
+
+
+def _tell(control: socket.socket, kind: bytes, pid: int, code: int) -> None:
+    with contextlib.suppress(ConnectionError):  # the rank has ended, as its end of the socket says next
+        control.sendall(NEWS.pack(kind, pid, code))
 
 
 def _fork(control: socket.socket, children: set[int]) -> bool:
-    """Take one order; whether there was one."""
-    head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, 1)
-    if len(head) < LENGTH.size:
+    """Take one order; whether there was one, and all of it."""
+    try:
+        head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, 1)
+        if len(head) < LENGTH.size:
+            return False
+        length = LENGTH.unpack(head)[0]
+        payload = control.recv(length, socket.MSG_WAITALL)
+    except ConnectionError:  # the rank has ended without having read all news
         return False
-    payload = control.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL)
+    if len(payload) < length:
+        return False
     pid = os.fork()
     if pid == 0:
         _work(control, descriptors[0], payload)
     os.close(descriptors[0])
     children.add(pid)
-    control.sendall(NEWS.pack(STARTED, pid, 0))
+    _tell(control, STARTED, pid, 0)
     return True
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shoal.launch.nursery import Nursery
 
@@ -65,3 +71,27 @@ def test_a_helper_has_no_connection_of_the_rank() -> None:
             nursery = Nursery()
         assert ours.recv(1) == b""
     nursery.close()
+
+
+def test_helpers_end_though_nobody_hears_of_the_first_one_any_more(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when the rank is killed while the first one ends."""
+    nursery = Nursery()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first, second = (nursery.start(sleep, listener=listener) for _ in range(2))
+    nursery._socket.shutdown(socket.SHUT_RD)
+    os.kill(first, signal.SIGKILL)
+    _wait_until_gone(first)
+    nursery.close()
+    _wait_until_gone(second)
+    assert capfd.readouterr().err == ""
+
+
+def sleep(_: socket.socket) -> None:
+    time.sleep(60)
+
+
+def _wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end, f"helper {pid} lives on"
+        time.sleep(0.01)
