@@ -191,7 +191,7 @@ def _compiled() -> bool | None:
         from shoal.comm.backend import express
     except (ImportError, OSError):
         return None
-    return express.is_there()
+    return express.version() > 0
 
 
 def _loopback_error() -> str | None:

@@ -73,6 +73,7 @@ class OneMessage:
             sources.append(torch.tensor(had, dtype=self.message.dtype))
             targets.append(self.had)
         torch._foreach_copy_(targets, sources)
+        self.told = []  # until it is known again, whatever happens
         mean(self.message, self.data)
         *used, changed = self.told = self.had.tolist()
         self.buffers.saw(changed > 0)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ReduceOp, Work
 
 from shoal.comm.backend.call import DTYPES, Call
 from shoal.comm.backend.exchange import Exchange, Steps
-from shoal.comm.backend.flat import pairs
+from shoal.comm.backend.flat import is_own, pairs
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.order import Order
 from shoal.comm.backend.reduction import can_reduce
@@ -88,8 +88,8 @@ class Calling(Base):
     ) -> Work:
         assert self._order is not None
         begin, order, at_once = start, self._order, not opts.asyncOp
-        for output in outputs:
-            if not output.is_contiguous():
+        for flat, output in zip(flats, outputs, strict=True):
+            if not is_own(flat, output):
                 begin = partial(_back, flats, outputs, start)
                 break
         if self.recorder is None:
@@ -166,7 +166,7 @@ def _back(flats: Sequence[Tensor], tensors: Sequence[Tensor], start: Callable[[]
     """The steps, and then the numbers of copies back to where they belong."""
     yield from start()
     for flat, tensor in pairs(flats, tensors):
-        if not tensor.is_contiguous():
+        if not is_own(flat, tensor):
             tensor.data.copy_(flat.view(tensor.shape))
 
 

@@ -251,9 +251,9 @@ static PyObject *advance(Express *self, PyObject *const *args, Py_ssize_t count)
         if (values[i] == -1 && PyErr_Occurred()) return NULL;
     }
     int64_t bytes = values[1], code = values[2], step = values[5];
-    if (bytes < 0 || code < 0 || code >= CODES || step < 0)
-        return PyErr_Format(PyExc_ValueError, "no all-reduce has %lld bytes, code %lld and a step %lld",
-                            (long long)bytes, (long long)code, (long long)step);
+    if (bytes < 0 || (bytes && !values[0]) || code < 0 || code >= CODES || step < 0)
+        return PyErr_Format(PyExc_ValueError, "no all-reduce has %lld bytes at %lld, code %lld and a step %lld",
+                            (long long)bytes, (long long)values[0], (long long)code, (long long)step);
     int64_t slices = bytes ? (bytes + self->slice_bytes - 1) / self->slice_bytes : 1;
     Call call = {.own = (char *)(intptr_t)values[0], .bytes = bytes, .code = (int)code, .word = values[3],
                  .first = values[4], .slices = slices, .passes = bytes > self->one_pass_bytes ? 2 : 1};

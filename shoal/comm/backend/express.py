@@ -37,7 +37,7 @@ else:
     except ImportError:  # no compiler when Shoal was installed
         compiled = None
 
-VERSION = 1  # of what ranks do with each other's memory; express.c has the same, or was compiled from another one
+VERSION = 1  # of what ranks do with each other's memory: raised here and in express.c by whoever changes it
 SLICE_BYTES = 1 << 15  # a few of every rank's stay in the caches
 ONE_PASS_BYTES = 1 << 17  # what a rank reads of others to add up all by itself; beyond it, sums are shared
 SPIN_S = 50e-6
@@ -50,9 +50,10 @@ CODES: Mapping[tuple[torch.dtype, str], int] = {
 }
 
 
-def is_there() -> bool:
-    """Whether the steps were compiled, from this very source, and SHOAL_COMPILED=0 does not forbid them."""
-    return compiled is not None and compiled.VERSION == VERSION and os.environ.get("SHOAL_COMPILED") != "0"
+def version() -> int:
+    """Which steps there are; 0 without any, where they are of another version, and with SHOAL_COMPILED=0."""
+    there = compiled is not None and compiled.VERSION == VERSION and os.environ.get("SHOAL_COMPILED") != "0"
+    return VERSION if there else 0
 
 
 class Express:

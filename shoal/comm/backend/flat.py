@@ -5,13 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The numbers of `tensor` in a row: its own where they lie so, else a copy. Autograd sees nothing of it."""
+    """The numbers of `tensor` in a row, as memory has them: its own where they lie so, else a copy.
+
+    Autograd sees nothing of it. Who writes into it must see with `is_own` whether `tensor` has it.
+    """
     data = tensor.data
-    return data if data.dim() == 1 and data.is_contiguous() else data.reshape(-1)
+    if type(data) is Tensor and data.is_contiguous() and not _means_another(data):
+        return data if data.dim() == 1 else data.view(-1)
+    flat = torch.empty(data.numel(), dtype=data.dtype)
+    flat.copy_(data.reshape(-1))
+    return flat
+
+
+def is_own(flat: Tensor, tensor: Tensor) -> bool:
+    """Whether what `flattened` has made of `tensor` is its own memory."""
+    return flat.data_ptr() == tensor.data_ptr()
+
+
+def _means_another(data: Tensor) -> bool:
+    """Whether the numbers are not those in its memory: torch puts off changes of sign, and keeps no zeros."""
+    return data.is_neg() or data.is_conj() or data._is_zerotensor()
 
 
 def rows_of(tensor: Tensor, size: int) -> Sequence[Tensor]:

@@ -58,7 +58,7 @@ def meet(store: Store, rank: int, size: int) -> Meeting:
     room = make_room(size)
     room_memory = room.memory if room is not None else None
     mine = {"host": host(), "pid": os.getpid(), "memory": _description(memory), "problem": problem}
-    mine["compiled"] = express.is_there()
+    mine["compiled"] = express.version()
     store.set(f"here/{rank}", json.dumps({**mine, "room": _description(room_memory)}))  # [1]
     found = [json.loads(store.get(f"here/{other}")) for other in range(size)]
     neighbours = [other for other in range(size) if other != rank and found[other]["host"] == mine["host"]]
@@ -76,7 +76,7 @@ def meet(store: Store, rank: int, size: int) -> Meeting:
     hosts = tuple(tuple(r for r in range(size) if names[r] == name) for name in dict.fromkeys(names))
     pids = {other: found[other]["pid"] for other in neighbours}
     reason = next((text for text, _ in said if text), "")
-    compiled = all(each["compiled"] for each in found)
+    compiled = all(each["compiled"] == express.VERSION for each in found)
     if not all(has_rooms for _, has_rooms in said):
         room, rooms = None, {}
     return Meeting(hosts, None if reason else memory, reached, pids, room, rooms, compiled, reason)
