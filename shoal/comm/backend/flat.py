@@ -15,7 +15,7 @@ def flattened(tensor: Tensor) -> Tensor:
     Autograd sees nothing of it. Who writes into it must see with `is_own` whether `tensor` has it.
     """
     data = tensor.data
-    if type(data) is Tensor and data.is_contiguous() and not _means_another(data):
+    if lies_in_a_row(data):
         return data if data.dim() == 1 else data.view(-1)
     flat = torch.empty(data.numel(), dtype=data.dtype)
     flat.copy_(data.reshape(-1))
@@ -27,9 +27,16 @@ def is_own(flat: Tensor, tensor: Tensor) -> bool:
     return flat.data_ptr() == tensor.data_ptr()
 
 
-def _means_another(data: Tensor) -> bool:
-    """Whether the numbers are not those in its memory: torch puts off changes of sign, and keeps no zeros."""
-    return data.is_neg() or data.is_conj() or data._is_zerotensor()
+def lies_in_a_row(tensor: Tensor) -> bool:
+    """Whether its numbers are those in its memory, one after the other: torch puts off changes of sign, and keeps no
+    zeros."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    )
 
 
 def rows_of(tensor: Tensor, size: int) -> Sequence[Tensor]:

@@ -71,7 +71,7 @@ class ShoalGroup(Reductions, Copies, Messages):
         self._register_backend(torch.device("cpu"), GLOO, self._gloo)
         self._set_default_backend(GLOO)
         self._ranks = list(ranks) or list(range(size))
-        self._known: dict[tuple[Any, ...], tuple[Call, int]] = {}
+        self._known, self._quick = {}, {}
         self._order: Order | None = None
         self._peers: Peers | None = None
         self._between: BetweenHosts | None = None

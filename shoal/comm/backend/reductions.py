@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from shoal.comm.backend import collectives, direct, hosts
-from shoal.comm.backend.calling import OPERATIONS, Calling, Options
+from shoal.comm.backend.calling import MOST_KNOWN, OPERATIONS, Calling, Options, Quick
 from shoal.comm.backend.exchange import Steps
-from shoal.comm.backend.flat import flattened, pairs, rows_of
+from shoal.comm.backend.express import CODES
+from shoal.comm.backend.flat import flattened, lies_in_a_row, pairs, rows_of
 from shoal.comm.backend.moved import reduced_by_ddp
 
 
@@ -21,13 +22,21 @@ class Reductions(Calling):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or Options.AllreduceOptions()
-        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
-        if not self._does(tensors[0], operation, over_hosts=True) or len(tensors) > 1:
+        tensor, number = tensors[0], opts.reduceOp.op.value
+        key = tensor.dtype, tensor.numel(), number
+        quick = self._quick.get(key)
+        if quick is not None and self.recorder is None and len(tensors) == 1 and lies_in_a_row(tensor):
+            assert self._order is not None
+            return self._order.call(*quick.call, lambda: quick.steps(tensor), tensors, not opts.asyncOp)
+        operation = OPERATIONS.get(number, "")
+        if not self._does(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._leave("allreduce", tensors, tensors, opts)
-        flat = flattened(tensors[0])
+        flat = flattened(tensor)
+        call = self._call("all_reduce", flat, operation)
+        if (steps := self._compiled_steps(flat, operation)) is not None:
+            self._quick[key] = Quick(call, steps)
         if flat.nbytes >= direct.DIRECT_BYTES and self._exchange.rooms is not None and reduced_by_ddp():
             self._exchange.rooms.own.moved.move(flat)
-        call = self._call("all_reduce", flat, operation)
         return self._run(call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -45,6 +54,17 @@ class Reductions(Calling):
             opts,
             operation,
         )
+
+    def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
+        """Those of every all-reduce like this one, if it is a small one and they are compiled."""
+        code = CODES.get((flat.dtype, operation))
+        if code is None or flat.nbytes >= direct.DIRECT_BYTES or self._between is not None:
+            return None
+        if (express := self._exchange.express) is None:
+            return None
+        if len(self._quick) > MOST_KNOWN:
+            self._quick.clear()
+        return lambda tensor: express.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
         if self._between is None:
