@@ -28,7 +28,6 @@
 #define VERSION 1 /* see express.py */
 #define MOST_RANKS 64
 #define LINE_BYTES 64
-#define BLOCK 512         /* numbers that stay in the fastest cache from the first addition to the last copy */
 #define LOOKS 64          /* between two looks at the clock */
 #define HELD_BYTES 32768  /* up to here giving back the interpreter's lock takes longer than it is worth */
 
@@ -56,31 +55,24 @@ typedef struct {
 /* --- numbers */
 
 #define REDUCTION(real)                                                                                                 \
-    static void reduce_##real(real *out, real *also, char *const *parts, int size, int mean, int64_t n) {               \
-        for (int64_t begin = 0; begin < n; begin += BLOCK) {                                                            \
-            int64_t end = least(n, begin + BLOCK);                                                                      \
-            for (int r = 1; r < size; r++) {                                                                            \
-                const real *a = r == 1 ? (const real *)parts[0] : out, *b = (const real *)parts[r];                     \
-                for (int64_t i = begin; i < end; i++) out[i] = a[i] + b[i];                                             \
-            }                                                                                                           \
-            for (int64_t i = begin; mean && i < end; i++) out[i] /= (real)size;                                         \
-            if (also) memcpy(also + begin, out + begin, (end - begin) * sizeof(real));                                  \
+    static void reduce_##real(real *out, char *const *parts, int size, int mean, int64_t n) {                           \
+        for (int r = 1; r < size; r++) {                                                                                \
+            const real *a = r == 1 ? (const real *)parts[0] : out, *b = (const real *)parts[r];                         \
+            for (int64_t i = 0; i < n; i++) out[i] = a[i] + b[i];                                                       \
         }                                                                                                               \
+        for (int64_t i = 0; mean && i < n; i++) out[i] /= (real)size;                                                   \
     }
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 REDUCTION(float)
 REDUCTION(double)
 
-/* `out`, and `also` where it is given, = parts[0] + parts[1] + ... in this order. `out` may be none of the parts but the
- * first two; `also` may be any. */
-static void reduce(const Express *self, const Call *call, char *out, char *also, char *const *parts, int64_t bytes) {
+/* `out` = parts[0] + parts[1] + ... in this order; it may be none of them but the first two. */
+static void reduce(const Express *self, const Call *call, char *out, char *const *parts, int64_t bytes) {
     int mean = call->code == FLOAT_MEAN || call->code == DOUBLE_MEAN;
     if (call->code <= FLOAT_MEAN)
-        reduce_float((float *)out, (float *)also, parts, self->size, mean, bytes / (int64_t)sizeof(float));
+        reduce_float((float *)out, parts, self->size, mean, bytes / (int64_t)sizeof(float));
     else
-        reduce_double((double *)out, (double *)also, parts, self->size, mean, bytes / (int64_t)sizeof(double));
+        reduce_double((double *)out, parts, self->size, mean, bytes / (int64_t)sizeof(double));
 }
 
 /* --- what all ranks see */
@@ -117,6 +109,8 @@ static void publish(const Express *self, int64_t phase, int64_t word) {
 static char *slot(const Express *self, int rank, int64_t phase) {
     return self->numbers[rank] + phase % self->slots * self->slot_bytes;
 }
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static char *own_slice(const Express *self, const Call *call, int64_t slice) {
     return call->own + slice * self->slice_bytes;
@@ -161,7 +155,7 @@ static void take(const Express *self, const Call *call, int64_t slice) {
     char *out = own_slice(self, call, slice), *parts[MOST_RANKS];
     for (int r = 0; r < self->size; r++)
         parts[r] = r == self->rank && r < 2 ? out : slot(self, r, shown(call, slice));
-    reduce(self, call, out, NULL, parts, bytes_of(self, call, slice));
+    reduce(self, call, out, parts, bytes_of(self, call, slice));
 }
 
 static void sum_piece(const Express *self, const Call *call, int64_t slice) {
@@ -171,7 +165,8 @@ static void sum_piece(const Express *self, const Call *call, int64_t slice) {
     char *parts[MOST_RANKS];
     for (int r = 0; r < self->size; r++)
         parts[r] = r == self->rank ? own : slot(self, r, shown(call, slice)) + begin;
-    reduce(self, call, out, own, parts, end - begin);
+    reduce(self, call, out, parts, end - begin);
+    memcpy(own, out, end - begin);
     publish(self, summed(call, slice), call->word);
 }
 
