@@ -20,6 +20,7 @@ import torch
 from shoal.comm.memory import ALIGNMENT_BYTES
 
 MIB = 2**20
+PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
 
 
 class Segment(NamedTuple):
@@ -55,6 +56,13 @@ class Shape(NamedTuple):
     length: int  # numbers in it
     dtype: torch.dtype
     group: int  # of the optimizer
+
+
+def bytes_of_a_part(shapes: Mapping[str, Shape], servers: int, most_bytes: int = 4 * MIB) -> int:
+    """The most that is cut as one: less of a small model, so that every server has some and steps one while the next
+    arrives."""
+    whole = sum(shape.length * shape.dtype.itemsize for shape in shapes.values())
+    return min(max(SMALL_PART_BYTES, whole // (PARTS_A_SERVER * servers)), most_bytes)
 
 
 def cut(shapes: Mapping[str, Shape], part_bytes: int = 4 * MIB) -> list[Part]:

@@ -25,7 +25,7 @@ from shoal.server.flat import Flat
 from shoal.server.fleet import Job
 from shoal.server.history import Event
 from shoal.server.key import read_key
-from shoal.server.layout import MIB, Shape, cut, place
+from shoal.server.layout import MIB, Shape, bytes_of_a_part, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.report import report
@@ -38,7 +38,6 @@ from shoal.strategies.options import ServerOptions
 from shoal.strategies.pushing import Pushing
 from shoal.strategies.units import units
 
-PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
 LEFT_OUT = "left_out."
 """How the names of what compression has left out begin."""
 
@@ -126,7 +125,7 @@ class Engine:
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         owned = dict(self.part.owned)
         shapes = {name: Shape(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
-        parts = cut(shapes, self._part_bytes(shapes))
+        parts = cut(shapes, bytes_of_a_part(shapes, self.options.servers, int(self.options.part_mb * MIB)))
         self.flat = Flat(owned, parts)
         self.client = self.connect(parts, recipe)
         self.pushing = Pushing(self.client, self.flat, self.compression)
@@ -168,12 +167,6 @@ class Engine:
             awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
             connections=job.connections,
         )
-
-    def _part_bytes(self, shapes: Mapping[str, Shape]) -> int:
-        """Small models are cut into smaller parts, so that every server has some."""
-        whole = sum(shape.length * shape.dtype.itemsize for shape in shapes.values())
-        even = max(SMALL_PART_BYTES, whole // (PARTS_A_SERVER * self.options.servers))
-        return min(even, int(self.options.part_mb * MIB))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """What the servers have summed, whole. Collective."""

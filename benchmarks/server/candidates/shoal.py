@@ -1,4 +1,4 @@
-"""Shoal's parameter server, as training uses it: parts of 4 MiB, authenticated frames, a lease, an arbiter.
+"""Shoal's parameter server, as training uses it: parts of up to 4 MiB, authenticated frames, a lease, an arbiter.
 
     worker   copies a part's gradient where it is lent from ── push ──> server   adds up, steps, says: there
              copies the values          <──────────────────────────────
@@ -23,7 +23,7 @@ from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import new_key_file, read_key
-from shoal.server.layout import Shape, cut, place
+from shoal.server.layout import Shape, bytes_of_a_part, cut, place
 from shoal.server.recipe import recipe_of
 from shoal.server.said import Order
 
@@ -60,7 +60,8 @@ class Pusher(Worker):
         self.times += 1
         self.gradient = gradient
         parameters = {"weight": nn.Parameter(torch.zeros_like(gradient))}
-        self.parts = cut({"weight": Shape(len(gradient), torch.float32, 0)})
+        shapes = {"weight": Shape(len(gradient), torch.float32, 0)}
+        self.parts = cut(shapes, bytes_of_a_part(shapes, self.place.servers))
         self.flat = Flat(parameters, self.parts)
         job, file, host, port = self._fleet()
         self.client = Client(
