@@ -20,7 +20,7 @@ import torch
 from shoal.comm.memory import ALIGNMENT_BYTES
 
 MIB = 2**20
-PARTS_A_SERVER, SMALL_PART_BYTES = 4, 64 * 1024
+PARTS_A_SERVER, SMALL_PART_BYTES = 2, 64 * 1024
 
 
 class Segment(NamedTuple):
