@@ -70,6 +70,15 @@ class Bundle:
                 raise self._lost()
             self._first.send(Header(Op.PIECE))
 
+    def offer(self, header: Header, payload: bytes = b"") -> bool:
+        """Send a small frame if nobody has to wait; as `Channel.offer`."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            return self._first.offer(header, payload)
+        finally:
+            self._sending.release()
+
     def receive(self, place: Place) -> tuple[Header, memoryview]:
         """Wait for one frame; as `Channel.receive`. After an error nothing is written to any place any more."""
         try:

@@ -27,7 +27,7 @@ from shoal.errors import ConnectionLost, WireError
 from shoal.server.frame import HEADER_BYTES, Header, pack, unpack
 from shoal.server.handshake import Session
 from shoal.server.mac import MAC_BYTES, Mac, macs
-from shoal.server.stream import SharedSocket, receive_all, send_all, tune
+from shoal.server.stream import SharedSocket, receive_all, send_all, send_some, tune
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -57,7 +57,7 @@ class Channel:
         self._send_payload_mac = macs(session.mac, session.send_key)
         self._receive_payload_mac = macs(session.mac, session.receive_key)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._sent = self._received = 0
+        self._sent = self._received = self._begun = 0
         self._head = memoryview(bytearray(HEADER_BYTES + MAC_BYTES))
 
     def send(self, header: Header, payload: ReadableBuffer = b"") -> None:
@@ -77,13 +77,37 @@ class Channel:
             packed = pack(header._replace(length=len(body)), self._sent)
             head = packed + _tag(self._send_mac, packed)
             with self._socket as sock:
-                if body and self._authenticate_payload:
+                if self._begun:
+                    send_all(sock, (head + body)[self._begun :])
+                elif body and self._authenticate_payload:
                     mac = self._send_payload_mac(self._sent)
                     mac.update(packed)
                     _send_hashed(sock, head, body, mac)
                 else:
                     send_all(sock, head, body)
-            self._sent += 1
+            self._sent, self._begun = self._sent + 1, 0
+
+    def offer(self, header: Header, payload: bytes = b"") -> bool:
+        """Send one small frame if the operating system takes it at once, without waiting for anyone.
+
+        Returns: whether it is sent. If not, the next frame has to be this one, by `send`: some of it may be gone.
+
+        Raises:
+            ConnectionLost: the peer has gone, or the channel is closed.
+        """
+        if (payload and self._authenticate_payload) or not self._sending.acquire(blocking=False):
+            return False
+        try:
+            packed = pack(header._replace(length=len(payload)), self._sent)
+            frame = packed + _tag(self._send_mac, packed) + payload
+            with self._socket as sock:
+                self._begun = send_some(sock, frame)
+            if self._begun < len(frame):
+                return False
+            self._sent, self._begun = self._sent + 1, 0
+            return True
+        finally:
+            self._sending.release()
 
     def receive(self, place: Callable[[Header], memoryview | bytearray | None]) -> tuple[Header, memoryview]:
         """Wait for one frame. One thread at a time.

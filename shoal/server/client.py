@@ -81,6 +81,7 @@ class Client:
         self.staleness, self.step, self.stop_at = staleness, 0, 0
         self._news = threading.Condition()
         self._arrived = [0] * len(parts)
+        self._wanted: set[int] = set()
         self._answers: dict[tuple[int, int], memoryview] = {}
         self._failure: ServerLost | None = None
         self._gone = threading.Event()
@@ -135,18 +136,20 @@ class Client:
     def wait(self, parts: Iterable[int]) -> None:
         """Until the values of the last step are here. Raises ServerLost."""
         with self._news:
-            for part in parts:
-                if self._arrived[part] < self.step:
-                    begun_ns = self._recorder.now()
-                    self._await(part)
-                    if part in self._flights:
-                        self._recorder.blocked(self._flights[part], begun_ns)
+            for some in ([part] for part in parts) if self._recorder.on else [parts]:
+                self._await(some)
 
-    def _await(self, part: int) -> None:
-        while self._arrived[part] < self.step:
+    def _await(self, parts: Iterable[int]) -> None:
+        """Sleep until all of them are here: to be woken for each takes longer than most take to come."""
+        self._wanted = {part for part in parts if self._arrived[part] < self.step}
+        missing, begun_ns = sorted(self._wanted), self._recorder.now()
+        while self._wanted:
             if self._failure is not None:
                 raise self._failure
             self._news.wait()
+        for part in missing:
+            if part in self._flights:
+                self._recorder.blocked(self._flights[part], begun_ns)
 
     def ask_to_stop(self) -> None:
         """Have all workers stop after the same step, which none of them has reached."""
@@ -379,4 +382,7 @@ class Client:
             if header.part in self._flights:
                 self._flights[header.part].land()
             self.stop_at = self.stop_at or header.worker
-            self._news.notify_all()
+            if header.part in self._wanted and clock >= self.step:
+                self._wanted.remove(header.part)
+                if not self._wanted:
+                    self._news.notify_all()

@@ -25,6 +25,8 @@ from shoal.server.frame import Header
 from shoal.server.messages import Op, view
 
 Payload = bytes | Tensor
+SMALL_BYTES = 4096
+"""What may be sent by whoever has it to say."""
 
 
 class Peer:
@@ -40,15 +42,23 @@ class Peer:
         self.channel, self.name = channel, name
         self._queue: queue.PriorityQueue[tuple[float, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
         self._number = itertools.count()
+        self._posting, self._unsent = threading.Lock(), 0
         self.heard = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
         self._thread.start()
 
     def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
-        """Queue a frame."""
+        """Send a frame, now if it is small and nothing waits: to wake the thread takes longer than to send it."""
         length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
         header = Header(op, length, **fields)
-        self._queue.put((_turn(header), next(self._number), (header, payload)))
+        with self._posting:
+            turn = _turn(header)
+            if not self._unsent and length <= SMALL_BYTES and isinstance(payload, bytes):
+                if self._is_sent(header, payload):
+                    return
+                turn = -math.inf  # of a frame that has begun
+            self._unsent += 1
+            self._queue.put((turn, next(self._number), (header, payload)))
 
     def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
         """The next frame; one reader only. Raises WireError."""
@@ -63,6 +73,12 @@ class Peer:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
+    def _is_sent(self, header: Header, payload: bytes) -> bool:
+        try:
+            return self.channel.offer(header, payload)
+        except WireError:
+            return True  # nothing can be sent any more, and the reader of this connection learns of it
+
     def _send_all(self) -> None:
         while (item := self._queue.get()[2]) is not None:
             header, payload = item
@@ -74,6 +90,8 @@ class Peer:
                 if not isinstance(error, WireError):
                     raise
                 return
+            with self._posting:
+                self._unsent -= 1
         self.channel.finish()
 
 

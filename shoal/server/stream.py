@@ -22,6 +22,7 @@ NOT_SENT_BYTES = 256 * 1024
 """How much the system may take ahead of the link: what it has taken, nothing can overtake."""
 # A peer that has gone must not end this process by a signal, whatever the user's program does with SIGPIPE.
 _SEND_FLAGS: int = getattr(socket, "MSG_NOSIGNAL", 0)
+_DONT_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 _RECEIVE_FLAGS = socket.MSG_WAITALL
 
 
@@ -60,6 +61,22 @@ def send_all(sock: socket.socket, *buffers: bytes | memoryview) -> None:
             if sent < len(buffer):
                 sock.sendall(memoryview(buffer)[sent:], _SEND_FLAGS)
             sent = max(0, sent - len(buffer))
+    except OSError as error:
+        raise ConnectionLost(f"the connection was lost while sending ({error})") from error
+
+
+def send_some(sock: socket.socket, frame: bytes) -> int:
+    """Send as much as the socket takes at once, without waiting; how many bytes.
+
+    Raises:
+        ConnectionLost: the peer has gone.
+    """
+    if not _DONT_WAIT:
+        return 0
+    try:
+        return sock.send(frame, _SEND_FLAGS | _DONT_WAIT)
+    except BlockingIOError:
+        return 0
     except OSError as error:
         raise ConnectionLost(f"the connection was lost while sending ({error})") from error
 

@@ -87,6 +87,38 @@ def test_many_small_frames_go_back_and_forth(kind, authenticate):
             assert (header.step, payload) == (step, step.to_bytes(4, "little") * (step % 3))
 
 
+def test_a_frame_that_the_system_takes_at_once_is_sent_without_waiting():
+    with channels("unix") as (ours, theirs):
+        assert ours.offer(Header(op=1, part=7))
+        assert theirs.receive(new_memory)[0].part == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_system_takes_only_in_part_is_sent_from_there_on(kind):
+    sent = [np.random.default_rng(number).bytes(3 * MIB) for number in range(3)]
+
+    def send_on() -> None:
+        ours.send(Header(op=1, part=0), sent[0])  # some of it is with the system since it was offered
+        ours.send(Header(op=1, part=1), sent[1])
+        if not ours.offer(Header(op=1, part=2), sent[2]):
+            ours.send(Header(op=1, part=2), sent[2])
+
+    with channels(kind, authenticate=False) as (ours, theirs):
+        assert not ours.offer(Header(op=1, part=0), sent[0])  # nobody reads
+        with beside(send_on) as sending:
+            came = [theirs.receive(new_memory) for _ in sent]
+        assert sending.result() is None
+    assert [header.part for header, _ in came] == [0, 1, 2]
+    assert [bytes(payload) for _, payload in came] == sent
+
+
+def test_an_offer_to_a_peer_that_has_gone_says_so():
+    with channels("unix") as (ours, theirs):
+        theirs.close()
+        with pytest.raises(ConnectionLost):
+            ours.offer(Header(op=1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_of_a_handshake_carries_frames_both_ways(kind):
     with sockets(kind) as (first, second):

@@ -1,12 +1,14 @@
-"""What goes out first of what waits to be sent."""
+"""What goes out when, and what goes out first of what waits to be sent."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from shaken import channels, new_memory
+from shaken import KINDS, channels, new_memory
 
+from shoal.errors import ConnectionLost
 from shoal.server.messages import Op
-from shoal.server.peer import Peer
+from shoal.server.peer import SMALL_BYTES, Peer
 
 
 def test_values_go_out_in_the_order_of_the_forward_pass():
@@ -18,3 +20,48 @@ def test_values_go_out_in_the_order_of_the_forward_pass():
         heard = [theirs.receive(new_memory)[0].part for _ in range(4)]
         peer.close()
     assert heard == [0, 1, 2, 3]
+
+
+def test_what_is_small_waits_for_whoever_is_sending():
+    with channels("unix", False) as (ours, theirs):
+        peer = Peer(ours, "worker")
+        with ours._sending:
+            peer.post(Op.ORDER, b"{}", step=4)  # somebody else sends: it has to wait
+        assert theirs.receive(new_memory)[0].step == 4
+        peer.close()
+
+
+def test_what_is_small_waits_for_what_is_large_before_it():
+    with channels("unix", False) as (ours, theirs):
+        peer = Peer(ours, "worker")
+        peer.post(Op.PUSH, torch.zeros(2**20), part=1)
+        peer.post(Op.PRESENT, b"\1", part=2)
+        peer.post(Op.PUSH, b"x", part=2)
+        heard = [theirs.receive(new_memory)[0] for _ in range(3)]
+        peer.close()
+    assert [(header.op, header.part) for header in heard] == [(Op.PUSH, 1), (Op.PRESENT, 2), (Op.PUSH, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size_bytes", [0, 1, 333, SMALL_BYTES])
+def test_a_peer_that_does_not_read_makes_nobody_wait_and_misses_nothing(kind, size_bytes):
+    count = 4000
+    with channels(kind, False) as (ours, theirs):
+        peer = Peer(ours, "worker")
+        for step in range(count):
+            peer.post(Op.FIGURES, bytes([step % 251]) * size_bytes, step=step)  # more than sockets hold
+        came = [theirs.receive(new_memory) for _ in range(count)]
+        peer.close()
+    assert [header.step for header, _ in came] == list(range(count))
+    assert all(bytes(payload) == bytes([header.step % 251]) * size_bytes for header, payload in came)
+
+
+def test_who_posts_to_a_peer_that_has_gone_is_not_disturbed():
+    with channels("unix", False) as (ours, theirs):
+        peer = Peer(ours, "worker")
+        theirs.close()
+        peer.post(Op.ORDER, b"{}")
+        peer.post(Op.PUSH, torch.zeros(2**20))
+        with pytest.raises(ConnectionLost):
+            peer.receive(new_memory)
+        peer.close()
