@@ -77,7 +77,7 @@ def test_messages_of_a_pipeline_say_for_which_micro_batch_they_are(tmp_path: Pat
 
 
 def test_pushes_and_pulls_of_parameter_servers_are_seen(tmp_path: Path) -> None:
-    trace, _ = traced(tmp_path, 2, "server=1,part_mb=0.001", "2@2", "compute")  # rank 0 has to wait for rank 1
+    trace, _ = traced(tmp_path, 2, "server=1,part_mb=0.001", "2@2", "backward")  # rank 0 waits for rank 1's
     parts = [name for name in names(trace, EXCHANGE) if name.startswith("push and pull part")]
     assert len(parts) % 2 == 0
     assert len(set(parts)) > 1

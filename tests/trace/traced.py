@@ -31,26 +31,32 @@ class Samples(Dataset):
 
 
 class Slow(nn.Module):
-    """The identity, late."""
+    """The identity, late: itself, or when its gradient comes."""
 
-    def __init__(self, late_s: float) -> None:
+    def __init__(self, late_s: float = 0.0, backward_s: float = 0.0) -> None:
         super().__init__()
-        self.late_s = late_s
+        self.late_s, self.backward_s = late_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             time.sleep(self.late_s)
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(self.backward_s))
         return x
 
 
 def run_traced(
     directory: Path, strategy: str = "ddp", window: str | None = "2@2", slow: str = "", steps: int = 5
 ) -> tuple[list[float], int]:
-    """What a rank does: a few steps; rank 1 is slow at "data" or "compute". Returns losses, and who still records."""
+    """What a rank does: a few steps; rank 1 is slow at "data", "compute" or "backward".
+
+    Returns: losses, and how many groups still record.
+    """
     run = shoal.init(strategy, trace=window, trace_to=directory, announce=lambda _: None)
     late_s = LATE_S if run.rank == 1 else 0.0
     layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
-    model = nn.Sequential(Slow(late_s if slow == "compute" else 0.0), *layers)
+    first, last = Slow(late_s * (slow == "compute")), Slow(backward_s=late_s * (slow == "backward"))
+    model = nn.Sequential(first, *layers, last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Samples(late_s if slow == "data" else 0.0), batch_size=4 * run.world)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
