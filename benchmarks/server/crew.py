@@ -6,9 +6,13 @@ driver ==pipe== worker 0 ┐ the candidate's ┌ server 0
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing.connection import Connection
@@ -70,6 +74,7 @@ class Crew:
     worker: ClassVar[type[Worker]]
     sums: ClassVar[bool] = True  # False: an echo
     chief: ClassVar[bool] = False  # True: one `worker` process, whose library starts those of both roles
+    spins: ClassVar[bool] = False  # True: its processes keep cores busy while they wait, and are stopped between turns
 
     @staticmethod
     def serve(place: Place, announce: Callable[[Any], None]) -> None:
@@ -91,25 +96,34 @@ class Crew:
             place = Place(index, workers, servers, self._folder.name, addresses)
             self._workers.append(_Member(context, _work, self.worker, place, start))
         self._answers()
+        if self.spins:
+            atexit.register(self._signal, signal.SIGCONT)  # who is stopped cannot be ended
+            self._signal(signal.SIGSTOP)
 
     def prepare(self, gradients: Sequence[Tensor]) -> None:
-        for worker, gradient in zip(self._workers, gradients, strict=not self.chief):
-            worker.pipe.send(("prepare", gradient))
-        self._answers()
+        with self._awake():
+            for worker, gradient in zip(self._workers, gradients, strict=not self.chief):
+                worker.pipe.send(("prepare", gradient))
+            self._answers()
 
     def check(self) -> None:
         # A sum is a multiple of every worker's gradient; an echo gives each its own back.
-        for index, worker in enumerate(self._workers):
-            worker.pipe.send(("check", sum_factor(index, self._count) if self.sums else Fraction(1)))
-        self._answers()
+        with self._awake():
+            for index, worker in enumerate(self._workers):
+                worker.pipe.send(("check", sum_factor(index, self._count) if self.sums else Fraction(1)))
+            self._answers()
 
     def turn(self, rounds: int) -> float:
-        for worker in self._workers:
-            worker.pipe.send(("turn", rounds))
-        begun, ended = zip(*self._answers(), strict=True)
+        with self._awake():
+            for worker in self._workers:
+                worker.pipe.send(("turn", rounds))
+            begun, ended = zip(*self._answers(), strict=True)
         return max(ended) - min(begun)
 
     def close(self) -> None:
+        if self.spins:
+            self._signal(signal.SIGCONT)
+            atexit.unregister(self._signal)
         for worker in self._workers:
             worker.pipe.send(("close", None))
         for member in (*self._workers, *self._servers):
@@ -118,6 +132,19 @@ class Crew:
             member.process.kill()
             member.process.join()
         self._folder.cleanup()
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        if self.spins:
+            self._signal(signal.SIGCONT)
+        yield
+        if self.spins:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for member in (*self._workers, *self._servers):
+            if member.process.pid is not None and member.process.is_alive():
+                os.kill(member.process.pid, number)
 
     def _answers(self) -> list[Any]:
         return [worker.answer() for worker in self._workers]

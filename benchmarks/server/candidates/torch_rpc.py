@@ -70,7 +70,7 @@ class Client(Worker):
 
 
 class Candidate(Crew):
-    worker = Client
+    worker, spins = Client, True  # TensorPipe looks at shared memory again and again, in every process
 
     @staticmethod
     def serve(place: Place, announce: Callable[[None], None]) -> None:
