@@ -11,6 +11,7 @@ encoded where they go in fewer bytes. A parameter's gradient is dropped when its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -56,6 +57,19 @@ class Pushing:
         for number, missing in enumerate(self._missing):
             if missing:
                 self._push(number)
+
+    def left_out_of_each(self) -> dict[str, Tensor]:
+        """What compression has left out so far of each parameter, however it is cut; nothing before the first step."""
+        kept = {
+            number: [{"numbers": left[s.offset : s.offset + s.length]} for s in self.client.parts[number].segments]
+            for number, left in self.left_out.items()
+        }
+        return {name: self.flat.gather(name, kept)["numbers"] for name in self.flat.parameters if kept}
+
+    def load(self, left_out: Mapping[str, Tensor]) -> None:
+        """The inverse; it may have been cut otherwise."""
+        shares = self.flat.scatter(lambda name: {"numbers": left_out[name]}) if left_out else []
+        self.left_out = {number: torch.cat([s["numbers"] for s in segments]) for number, segments in enumerate(shares)}
 
     def _has_gradient(self, name: str, _: Tensor) -> None:
         if not self._open:

@@ -218,12 +218,12 @@ class Engine:
         self.staff.announce(directory)
 
     def private(self) -> dict[str, Tensor]:
-        """What compression has left out so far, of each part."""
-        return {f"{LEFT_OUT}{number}": value for number, value in self.pushing.left_out.items()}
+        """What compression has left out so far, of each parameter."""
+        return {f"{LEFT_OUT}{name}": value for name, value in self.pushing.left_out_of_each().items()}
 
     def load_private(self, found: Mapping[str, Tensor]) -> None:
         left_out = {name.removeprefix(LEFT_OUT): value for name, value in found.items() if name.startswith(LEFT_OUT)}
-        self.pushing.left_out = {int(number): value.clone() for number, value in left_out.items()}
+        self.pushing.load(left_out)
 
     def collect(self, optimizer: Optimizer) -> None:
         """The servers' state, whole, on every rank."""

@@ -1,0 +1,44 @@
+"""What compression has left out of gradients belongs to parameters, however they are cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.server.flat import Flat
+from shoal.server.layout import Shape, cut
+from shoal.strategies.pushing import Pushing
+
+
+def pushing(part_bytes: int) -> Pushing:
+    kinds = {"a": torch.randn(5, 7), "b": torch.randn(3), "c": torch.randn(4, 3, 2, 2), "d": torch.tensor(1.0)}
+    kinds["c"] = kinds["c"].to(memory_format=torch.channels_last)
+    parameters = {name: nn.Parameter(value) for name, value in kinds.items()}
+    parts = cut({name: Shape(p.numel(), p.dtype, 0) for name, p in parameters.items()}, part_bytes)
+    client: Any = SimpleNamespace(parts=parts)
+    return Pushing(client, Flat(parameters, parts), None)
+
+
+def test_it_goes_on_when_the_model_is_cut_otherwise():
+    before, after = pushing(40), pushing(200)
+    assert len(before.client.parts) > len(after.client.parts)
+    assert before.left_out_of_each() == {}
+    before.left_out = {part.number: torch.randn(part.length) for part in before.client.parts}
+    said = before.left_out_of_each()
+    after.load(said)
+    assert {number: value.shape for number, value in after.left_out.items()} == {
+        part.number: (part.length,) for part in after.client.parts
+    }
+    assert all(torch.equal(found, said[name]) for name, found in after.left_out_of_each().items())
+    before_again = pushing(40)
+    before_again.load(after.left_out_of_each())
+    assert all(torch.equal(before_again.left_out[number], value) for number, value in before.left_out.items())
+
+
+def test_a_run_that_has_left_nothing_out_begins_with_nothing():
+    fresh = pushing(40)
+    fresh.load({})
+    assert fresh.left_out == {}
