@@ -123,6 +123,14 @@ def command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str
         return control.servers()
 
 
+def _state(server: Mapping[str, Any]) -> str:
+    if server["state"] == "leaving":
+        return "leaving"
+    if server["moving"]:
+        return f"{server['moving']} coming"
+    return "no part is left for it: a smaller part_mb cuts more" if server.get("parts") == 0 else ""
+
+
 def table(servers: Sequence[Mapping[str, Any]]) -> str:
     """The servers, one a line."""
     head = ("shard", "role", "pid", "host", "parts", "MiB", "clock", "")
@@ -135,7 +143,7 @@ def table(servers: Sequence[Mapping[str, Any]]) -> str:
             str(server.get("parts", "?")),
             f"{server['bytes'] / 2**20:,.1f}" if "bytes" in server else "?",
             str(server.get("clock", "?")),
-            "leaving" if server["state"] == "leaving" else f"{server['moving']} coming" if server["moving"] else "",
+            _state(server),
         )
         for server in servers
     ]

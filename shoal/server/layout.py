@@ -20,7 +20,8 @@ import torch
 from shoal.comm.memory import ALIGNMENT_BYTES
 
 MIB = 2**20
-PARTS_A_SERVER, SMALL_PART_BYTES = 2, 64 * 1024
+PARTS_A_LINK = 4  # at least, so that a server sends, steps and receives at the same time
+SMALL_PART_BYTES = 64 * 1024
 
 
 class Segment(NamedTuple):
@@ -58,11 +59,19 @@ class Shape(NamedTuple):
     group: int  # of the optimizer
 
 
-def bytes_of_a_part(shapes: Mapping[str, Shape], servers: int, most_bytes: int = 4 * MIB) -> int:
-    """The most that is cut as one: less of a small model, so that every server has some and steps one while the next
-    arrives."""
-    whole = sum(shape.length * shape.dtype.itemsize for shape in shapes.values())
-    return min(max(SMALL_PART_BYTES, whole // (PARTS_A_SERVER * servers)), most_bytes)
+def bytes_of_a_part(
+    shapes: Mapping[str, Shape], servers: int, most_bytes: int = 4 * MIB, *, one_machine: bool = True
+) -> int:
+    """The most that is cut as one; less of a small model, so that every server has some.
+
+    On one machine a part's messages take longer than its bytes, so a server has one part where one will do. Between
+    machines its bytes do: one is pushed while the backward pass goes on, stepped while the next one arrives, and pulled
+    while others are still pushed.
+    """
+    share = sum(shape.length * shape.dtype.itemsize for shape in shapes.values()) / servers
+    pieces = max(1 if one_machine else PARTS_A_LINK, math.ceil(share / most_bytes))
+    rounded_up = math.ceil(share / pieces / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return min(max(SMALL_PART_BYTES, rounded_up), most_bytes)
 
 
 def cut(shapes: Mapping[str, Shape], part_bytes: int = 4 * MIB) -> list[Part]:

@@ -125,7 +125,8 @@ class Engine:
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         owned = dict(self.part.owned)
         shapes = {name: Shape(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
-        parts = cut(shapes, bytes_of_a_part(shapes, self.options.servers, int(self.options.part_mb * MIB)))
+        most_bytes, one_machine = int(self.options.part_mb * MIB), self.mesh.place.local_world == self.mesh.place.world
+        parts = cut(shapes, bytes_of_a_part(shapes, self.options.servers, most_bytes, one_machine=one_machine))
         self.flat = Flat(owned, parts)
         self.client = self.connect(parts, recipe)
         self.pushing = Pushing(self.client, self.flat, self.compression)

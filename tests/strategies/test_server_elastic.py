@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import UsageError
-from shoal.server.control import Control, command
+from shoal.server.control import Control, command, table
 from shoal.server.messages import Op
 from shoal.testing import world
 
@@ -76,6 +76,10 @@ def grow_and_shrink(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
         return [(first, second), grown, control.servers()]
 
 
+def grow(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
+    return [table(command(directory, "add", []))]
+
+
 def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
     """As a worker does that has found one server's link three times as fast as the other's."""
     fleet.views.post(Op.SPEEDS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
@@ -113,6 +117,18 @@ def test_shards_come_and_go_and_the_bits_stay(tmp_path: Path, undisturbed: dict[
     assert [s["shard"] for s in shrunk] == [0, 3]
     for weights, _ in found:
         assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
+
+
+def test_a_shard_for_which_there_is_no_part_holds_none_and_disturbs_nobody(tmp_path: Path) -> None:
+    alone = world.run(2, trained, "server=1", tmp_path)[0][0]
+    found = world.run(2, trained, "server=1", tmp_path, grow)
+    first, second = found[0][1][0].splitlines()[1:]
+    assert first.split()[:2] == ["0", "primary"]
+    assert "no part" not in first
+    assert second.split()[:2] == ["1", "primary"]
+    assert second.endswith("no part is left for it: a smaller part_mb cuts more")
+    for weights, _ in found:
+        assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
 def test_parts_are_placed_by_bandwidth_once_it_is_known_to_differ(
