@@ -4,7 +4,7 @@ backward ── push part 7 ── push part 6 ── ...          a thread for 
 step     ── order
 forward     waits for part 0 ── part 1 ── ...          a thread for each shard receives
 
-Who answers for a part, the placement says; while a part moves, what is to be said of it waits for its new owner.
+To whom, `routes.py` knows.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import Tensor
 from shoal.comm.memory import Attached
 from shoal.errors import ServerLost
 from shoal.server import blocks
-from shoal.server.arbiter import Address, View
+from shoal.server.arbiter import Address
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.history import Event
 from shoal.server.key import Key
 from shoal.server.layout import Part, offsets
-from shoal.server.link import RECOVER_S, Link, Question
+from shoal.server.link import RECOVER_S, Link
 from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
 from shoal.server.peer import Payload
-from shoal.server.placement import Placement
+from shoal.server.routes import Moved, Ordered, Routes
 from shoal.server.said import Order
 from shoal.server.slots import slot_of
-from shoal.server.views import AGAIN_S, Views
+from shoal.server.views import Views
 from shoal.trace.recorder import Flight, Recorder
 
 UNEVEN = 2.0
@@ -84,31 +84,14 @@ class Client:
         self._wanted: set[int] = set()
         self._answers: dict[tuple[int, int], memoryview] = {}
         self._failure: ServerLost | None = None
-        self._gone = threading.Event()
         self._recorder, self._awaited = recorder or Recorder(), awaited
         self._flights: dict[int, Flight] = {}
         self._far = not ipaddress.ip_address(arbiter[0]).is_loopback  # servers of one machine do not differ
         self._flat, self._key, self._job, self._shares = flat, key, job, shares
         self._connections = connections
-        self._routes = threading.Lock()
-        self._links: dict[int, Link] = {}
-        self._order: tuple[int, bytes] | None = None
-        self._recording = False
         self._collected: dict[int, dict[str, int]] = {}
-        self._placement = Placement(0, (0,) * len(parts))
-        self._found = threading.Event()  # is set when there is a link to every shard
-        with self._routes:  # what is placed has to wait until there are views
-            self.views = Views(
-                worker,
-                arbiter,
-                key,
-                job,
-                changed=self._viewed,
-                placed=self._placed,
-                answered=lambda _: self._gone.set(),
-            )
-        if not self._found.wait(RECOVER_S):
-            raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
+        self.routes = Routes(len(parts), self._link)
+        self.routes.begin(worker, arbiter, key, job)
 
     def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
         """Send a part's gradient of the step that is under way; it must not change until `wait` has returned.
@@ -120,18 +103,13 @@ class Client:
             self._flights[part] = self._recorder.depart(
                 f"push and pull part {part}", gradient.nbytes, f"part {part}", self._awaited
             )
-        with self._routes:
-            link, now = self._route(part)
-            link.push(part, (self.step, gradient, present, sparse), now)
+        self.routes.push(part, (self.step, gradient, present, sparse))
 
     def order(self, order: Order) -> None:
         """Have the servers take the step, now that every part was pushed."""
         self.wait(range(len(self.parts)))
-        with self._routes:
-            self._order = self.step, pack_order(order)
-            self.step += 1
-            for link in self._links.values():
-                link.order(*self._order)
+        self.step += 1
+        self.routes.order(self.step - 1, pack_order(order))
 
     def wait(self, parts: Iterable[int]) -> None:
         """Until the values of the last step are here. Raises ServerLost."""
@@ -154,13 +132,13 @@ class Client:
     def ask_to_stop(self) -> None:
         """Have all workers stop after the same step, which none of them has reached."""
         if not self.stop_at:
-            self._links[0].post(Op.STOP)
+            self.routes.post(Op.STOP)
 
     def pull(self) -> None:
         """Wait for the newest values of all parts. Every worker must have waited for its own before."""
         with self._news:
             self._arrived = [-1] * len(self.parts)
-        self._say(Op.PULL, dict.fromkeys(range(len(self.parts)), b""))
+        self.routes.ask(Op.PULL, dict.fromkeys(range(len(self.parts)), b""), self.step)
         self.wait(range(len(self.parts)))
 
     def squared_norm(self) -> float:
@@ -183,7 +161,7 @@ class Client:
         """Have the servers begin at this worker's `values`, with these optimizer states, at this worker's step."""
         taken = dict[int, list[float]]()
         for part, state in zip(self.parts, states, strict=True):
-            owner, begun_s = self._placement.owners[part.number], time.perf_counter()
+            owner, begun_s = self.routes.owner(part.number), time.perf_counter()
             payload = pack_part(self.values[part.number], list(state), {})
             self.load_part(part.number, payload)
             taken.setdefault(owner, []).append(len(payload) / (time.perf_counter() - begun_s))
@@ -198,7 +176,7 @@ class Client:
     def measured(self, bytes_per_s: Mapping[int, float]) -> None:
         """Tell the arbiter how fast each shard takes parts in, if that differs enough to place parts by it."""
         if bytes_per_s and max(bytes_per_s.values()) > UNEVEN * min(bytes_per_s.values()):
-            self.views.post(Op.SPEEDS, json.dumps([*bytes_per_s.items()]).encode())
+            self.routes.views.post(Op.SPEEDS, json.dumps([*bytes_per_s.items()]).encode())
 
     def begin(self) -> None:
         """Take the values that are here for those of the servers."""
@@ -215,32 +193,25 @@ class Client:
 
     def figures(self) -> list[dict[str, Any]]:
         """What each shard's primary tells of itself."""
-        with self._routes:
-            shards = sorted(set(self._placement.owners))
-            for shard in shards:
-                self._links[shard].ask_shard((Op.FIGURES, b"", {"part": shard}))
+        shards = self.routes.shards()
+        for shard in shards:
+            self.routes.ask_shard(shard, Op.FIGURES)
         return [json.loads(bytes(answer)) for answer in self._await_answers(Op.FIGURES, shards).values()]
 
     def record(self) -> None:
         """Have all shards, later ones too, note what they apply and give out. For every worker, before it pushes."""
-        with self._routes:
-            self._recording = True
-            for link in self._links.values():
-                link.record()
+        self.routes.record()
 
     def history(self, limit_s: float = RECOVER_S) -> list[Event]:
         """What shards have noted since the last call. Always the same worker calls it.
 
         A shard that leaves, or is replaced, takes with it what was not asked for: its notes are missing here.
         """
-        with self._routes:
-            shards = sorted(set(self._placement.owners))
-        found: list[Event] = []
+        shards, found = self.routes.shards(), list[Event]()
         while shards:
-            with self._routes:
-                for shard in shards:
-                    known = self._collected.setdefault(shard, {"server": -1, "first": 0})
-                    self._links[shard].ask_shard((Op.HISTORY, json.dumps(known).encode(), {"part": shard}))
+            for shard in shards:
+                known = self._collected.setdefault(shard, {"server": -1, "first": 0})
+                self.routes.ask_shard(shard, Op.HISTORY, json.dumps(known).encode())
             shards = [shard for shard in shards if self._collect(shard, found, limit_s)]
         return found
 
@@ -259,28 +230,11 @@ class Client:
 
     def close(self, limit_s: float = 5.0) -> None:
         """Hang up, for good: the arbiter is told."""
-        self.views.post(Op.BYE)
-        self._gone.wait(limit_s)
-        self.views.close()
-        for link in self._links.values():
-            link.close()
-
-    # Where what is said goes
-
-    def _route(self, part: int) -> tuple[Link, bool]:
-        """The link that has to say what is said of a part, and whether it may say so now. Holds `_routes`."""
-        return self._links[self._placement.owners[part]], part not in self._placement.moving
-
-    def _say(self, op: Op, payloads: Mapping[int, Payload]) -> None:
-        with self._routes:
-            for part, payload in payloads.items():
-                question: Question = (op, payload, {"part": part, "step": self.step})
-                link, now = self._route(part)
-                link.ask(part, question, now)
+        self.routes.close(limit_s)
 
     def _ask(self, op: Op, payloads: Mapping[int, Payload]) -> dict[int, memoryview]:
         """Ask about several parts at once, and wait for all answers. Raises ServerLost."""
-        self._say(op, payloads)
+        self.routes.ask(op, payloads, self.step)
         return self._await_answers(op, payloads)
 
     def _await_answers(self, op: Op, about: Iterable[int]) -> dict[int, memoryview]:
@@ -294,57 +248,24 @@ class Client:
                 found[part] = self._answers.pop((op, part))
         return found
 
-    def _viewed(self, view: View) -> None:
-        link = self._links.get(view.shard)
-        if link is not None:
-            link.follow(view)
-
-    def _placed(self, placement: Placement) -> None:
-        """Have links for all shards, and what was said of a part where it is now."""
-        with self._routes:
-            before, self._placement = self._placement, placement
-            for shard in {0, *placement.owners, *(move.target for move in placement.moving.values())}:
-                if shard not in self._links:
-                    self._links[shard] = self._link(shard)
-                    if self._recording:
-                        self._links[shard].record()
-            for part, owner in enumerate(before.owners):
-                now, then = placement.route(part), before.route(part)
-                if before.version and now != then:
-                    said = self._links[owner].hand_over(part)
-                    self._links[placement.owners[part]].take_over(part, said, now is not None)
-        self._found.set()
-
-    def _moved(self, part: int, op: Op) -> None:
-        """A shard does not answer for this part, or does not know yet that it is to."""
-        again = threading.Timer(AGAIN_S, self._say_once_more, (part, op))
-        again.daemon = True
-        again.start()
-
-    def _say_once_more(self, part: int, op: Op) -> None:
-        with self._routes:
-            link, now = self._route(part)
-            if now:
-                link.say_once_more(part, op)
-
-    def _link(self, shard: int) -> Link:
+    def _link(self, shard: int, views: Views, moved: Moved, order: Ordered | None) -> Link:
         most = max((part.size_bytes for part in self.parts), default=0)
         return Link(
             self.worker,
             shard,
-            self.views,
+            views,
             key=self._key,
             job=self._job,
             limit_bytes=8 * most + 2**20,
             place=self._place,
             take=self._take,
             answered=self._answered,
-            moved=self._moved,
+            moved=moved,
             lent=self._flat.lent,
             lent_at={p.number: at for p, at in zip(self.parts, self._flat.lent_at, strict=True) if self._shares},
             waits=lambda part, clock: self._arrived[part] < clock,
             lost=self._lose,
-            order=self._order,
+            order=order,
             connections=self._connections,
         )
 
@@ -363,11 +284,11 @@ class Client:
     def _place(self, shard: int, header: Header) -> memoryview | None:
         """A part's own memory, unless the part has moved and this is the last that its old owner has to say."""
         is_whole = not header.flags & BLOCKS
-        return view(self.values[header.part]) if is_whole and self._placement.owners[header.part] == shard else None
+        return view(self.values[header.part]) if is_whole and self.routes.owner(header.part) == shard else None
 
     def _take(self, shard: int, header: Header, payload: memoryview, borrowed: Attached | None) -> None:
         clock, oldest = header.step, header.epoch
-        if self._placement.owners[header.part] != shard:
+        if self.routes.owner(header.part) != shard:
             return
         if borrowed is not None:
             part = self.parts[header.part]

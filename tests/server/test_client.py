@@ -11,7 +11,7 @@ import torch
 from shaken import KEY
 from torch import nn
 
-from shoal.server import client as clients
+from shoal.server import routes
 from shoal.server.arbiter import View
 from shoal.server.client import Client
 from shoal.server.flat import Flat
@@ -29,8 +29,8 @@ def test_a_client_is_ready_when_it_has_links_and_not_when_the_placement_has_come
         retired = View(0, epoch=1, retired=True)
         return SimpleNamespace(placement=lambda _: placement, newest=lambda *_: retired)
 
-    monkeypatch.setattr(clients, "Views", views)
+    monkeypatch.setattr(routes, "Views", views)
     parts = cut({"weight": Shape(4, torch.float32, 0)})
     flat = Flat({"weight": nn.Parameter(torch.zeros(4))}, parts)
     client = Client(0, parts, ("127.0.0.1", 1), flat, key=Key(KEY), job="job")
-    assert client._route(0)[0].shard == 0
+    assert client.routes._route(0)[0].shard == 0
