@@ -50,7 +50,8 @@ class Record:
         if run.rank == 0:  # an attempt that was killed before it saved anything
             shutil.rmtree(directory, ignore_errors=True)
         tensors, info, private = run.state()
-        info |= {"step": step, "world": run.world, **_circumstances(run.device)}
+        here = run.mesh.place.local_world  # on it depends how the model is cut
+        info |= {"step": step, "world": run.world, "local_world": here, **_circumstances(run.device)}
         Checkpoints(directory / START, keep=1).save(step, tensors, info, private)
         if run.rank == 0:
             (directory / CONFIG).write_text(to_yaml(job))

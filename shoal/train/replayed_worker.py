@@ -42,11 +42,13 @@ class Worker:
 
     def __init__(self, start: Start, rank: int, held: list[Held]) -> None:
         job = self.job = replace(start.job, data=replace(start.job.data, workers=0))  # they change no sample
+        ranks = len(start.private)
+        machine = int(start.info.get("local_world", ranks))
         mesh = _Alone(
             rank=rank,
-            size=len(start.private),
+            size=ranks,
             device=torch.device(start.info["device"]),
-            place=read_place(os.environ),
+            place=replace(read_place(os.environ), world=ranks, local_world=machine),
         )
         seed_all(job.seed)
         built = build(job, mesh.device)

@@ -48,6 +48,12 @@ def trains_unevenly(job: Job) -> int:
     return training.step
 
 
+def trains_on_a_machine_of_its_own(job: Job) -> int:
+    """As a rank that is alone on its machine."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return trains_unevenly(job)
+
+
 def events(run: Path) -> Path:
     return next(run.glob("record/*/events.jsonl"))
 
@@ -72,6 +78,12 @@ def test_a_run_of_three_workers_is_done_again_bit_for_bit(
     assert found.checkpoint == newest(tmp_path / "checkpoints")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
+
+
+def test_a_run_on_two_machines_is_done_again_on_one(tmp_path: Path) -> None:
+    wide = {**MLP, "model.options.hidden": [200, 200]}  # between machines it is cut into more parts
+    world.run(2, trains_on_a_machine_of_its_own, recorded(tmp_path, wide, strategy="server=1,staleness=async"))
+    assert replay(tmp_path).differing == []
 
 
 def test_a_run_that_was_resumed_is_done_again_from_there(tmp_path: Path) -> None:
