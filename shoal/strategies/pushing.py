@@ -114,8 +114,8 @@ class Pushing:
         if number not in self._messages:
             size_bytes = self.compression.size_bytes(gradient.numel(), gradient.dtype)
             self._messages[number] = torch.empty(size_bytes, dtype=torch.uint8)
-            if self.compression.keeps_error and number not in self.left_out:
-                self.left_out[number] = torch.zeros_like(gradient)
+        if self.compression.keeps_error and number not in self.left_out:
+            self.left_out[number] = torch.zeros_like(gradient)
         self.compression.encode(gradient, self.left_out.get(number), self._messages[number])
         return self._messages[number]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.compress import parse
 from shoal.server.flat import Flat
 from shoal.server.layout import Shape, cut
 from shoal.strategies.pushing import Pushing
@@ -36,6 +37,19 @@ def test_it_goes_on_when_the_model_is_cut_otherwise():
     before_again = pushing(40)
     before_again.load(after.left_out_of_each())
     assert all(torch.equal(before_again.left_out[number], value) for number, value in before.left_out.items())
+
+
+def test_a_run_that_goes_back_to_where_nothing_was_left_out_begins_at_zero():
+    later = pushing(40)
+    later.compression = parse("topk=0.5")
+    assert later.compression is not None
+    later.flat.gradients[0].copy_(torch.randn(later.client.parts[0].length))
+    later._message(0)
+    assert later.left_out[0].any()
+    later.load({})
+    later.flat.gradients[0].zero_()
+    later._message(0)
+    assert not later.left_out[0].any()
 
 
 def test_a_run_that_has_left_nothing_out_begins_with_nothing():
