@@ -77,9 +77,8 @@ class Resumable:
             self.loss_scale.load(info["loss_scale"])
         if private:
             load_random_state(private)
-        if private and part.remote is not None:
-            part.remote.load_private(private)
-        return [] if part.kept is None else part.kept.load(_below("strategy.", tensors), private)
+        lost = [] if part.remote is None else part.remote.load_private(private)
+        return lost if part.kept is None else [*lost, *part.kept.load(_below("strategy.", tensors), private)]
 
 
 def like(part: Part) -> Callable[[str], Tensor | None]:

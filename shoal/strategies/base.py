@@ -137,8 +137,11 @@ class Remote(Protocol):
         """What this rank alone keeps from step to step. For one rank."""
         ...
 
-    def load_private(self, found: Mapping[str, Tensor]) -> None:
-        """The inverse; `found` may hold other things as well. For one rank."""
+    def load_private(self, found: Mapping[str, Tensor]) -> list[str]:
+        """The inverse; `found` may hold other things as well. For one rank.
+
+        Returns: sentences about what is lost.
+        """
         ...
 
     def collect(self, optimizer: Optimizer) -> None:

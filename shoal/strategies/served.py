@@ -38,8 +38,13 @@ from shoal.strategies.options import ServerOptions
 from shoal.strategies.pushing import Pushing
 from shoal.strategies.units import units
 
-LEFT_OUT = "left_out."
-"""How the names of what compression has left out begin."""
+LEFT_OUT = "not_pushed."
+"""How the names of what compression has left out begin. It is a share of a sum: ddp, which keeps shares of a mean, has
+another name for them, for a run may go on under another strategy."""
+LOST = (
+    "compress: the checkpoint has nothing that this number of workers had left out of what they pushed: the memories "
+    "begin at zero"
+)
 
 
 class Engine:
@@ -222,9 +227,11 @@ class Engine:
         """What compression has left out so far, of each parameter."""
         return {f"{LEFT_OUT}{name}": value for name, value in self.pushing.left_out_of_each().items()}
 
-    def load_private(self, found: Mapping[str, Tensor]) -> None:
+    def load_private(self, found: Mapping[str, Tensor]) -> list[str]:
         left_out = {name.removeprefix(LEFT_OUT): value for name, value in found.items() if name.startswith(LEFT_OUT)}
         self.pushing.load(left_out)
+        is_lost = not left_out and self.compression is not None and self.compression.keeps_error
+        return [LOST] if is_lost else []
 
     def collect(self, optimizer: Optimizer) -> None:
         """The servers' state, whole, on every rank."""

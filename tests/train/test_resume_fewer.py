@@ -42,7 +42,11 @@ def test_a_stopped_run_ends_bit_equal_at_the_same_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
-    [("ddp,compress=onebit", "memories begin at zero"), ("diloco=4", "all ranks go on from the first one's")],
+    [
+        ("ddp,compress=onebit", "memories begin at zero"),
+        ("server=1,compress=onebit", "memories begin at zero"),
+        ("diloco=4", "all ranks go on from the first one's"),
+    ],
 )
 def test_on_another_number_of_ranks_it_goes_on_and_says_what_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: str, words: str
@@ -55,7 +59,15 @@ def test_on_another_number_of_ranks_it_goes_on_and_says_what_is_lost(
     assert words in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("before", "after"), [("diloco=4", "ddp"), ("ddp", "local=4")])
+OTHERS = [
+    ("diloco=4", "ddp"),
+    ("ddp", "local=4"),
+    ("server=1,compress=topk=0.1", "ddp,compress=topk=0.1"),
+    ("ddp,compress=topk=0.1", "server=1,compress=topk=0.1"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), OTHERS)
 def test_a_run_goes_on_under_another_strategy(tmp_path: Path, before: str, after: str) -> None:
     with world.start(2, tiny_jobs.is_signalled, tiny(tmp_path / "run", GPT, strategy=before), 5) as stopping:
         assert stopping.wait() == [RUN_ME_AGAIN] * 2
