@@ -98,6 +98,8 @@ class Crew:
         self._answers()
         if self.spins:
             atexit.register(self._signal, signal.SIGCONT)  # who is stopped cannot be ended
+            members = (*self._workers, *self._servers)
+            self._wakes = _Member(context, _wake, self.worker, [member.process.pid for member in members])
             self._signal(signal.SIGSTOP)
 
     def prepare(self, gradients: Sequence[Tensor]) -> None:
@@ -124,6 +126,7 @@ class Crew:
         if self.spins:
             self._signal(signal.SIGCONT)
             atexit.unregister(self._signal)
+            self._wakes.process.kill()
         for worker in self._workers:
             worker.pipe.send(("close", None))
         for member in (*self._workers, *self._servers):
@@ -182,6 +185,15 @@ def _work(kind: type[Worker], place: Place, start: Any, driver: Connection) -> N
         _obey(worker, start, driver)
     finally:
         worker.close()
+
+
+def _wake(_: type[Worker], pids: Sequence[int], driver: Connection) -> None:
+    """Have those go on that are stopped when the driver is killed: they cannot see it."""
+    with contextlib.suppress(EOFError):
+        driver.recv()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _obey(worker: Worker, start: Any, driver: Connection) -> None:
