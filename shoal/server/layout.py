@@ -69,6 +69,7 @@ def bytes_of_a_part(
     while others are still pushed.
     """
     share = sum(shape.length * shape.dtype.itemsize for shape in shapes.values()) / servers
+    most_bytes = max(1, most_bytes)
     pieces = max(1 if one_machine else PARTS_A_LINK, math.ceil(share / most_bytes))
     rounded_up = math.ceil(share / pieces / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return min(max(SMALL_PART_BYTES, rounded_up), most_bytes)

@@ -55,3 +55,4 @@ def test_a_tiny_model_is_one_part_whatever_there_are_of_servers(one_machine):
 
 def test_the_user_may_have_smaller_parts():
     assert cut_for(2, True, 1000, most_bytes=400) == ([400] * 10, [2000] * 2)
+    assert cut_for(2, True, 3, most_bytes=0) == ([4] * 3, [8, 4])  # less than one number: one, then
