@@ -119,8 +119,9 @@ class Client:
 
     def _await(self, parts: Iterable[int]) -> None:
         """Sleep until all of them are here: to be woken for each takes longer than most take to come."""
-        self._wanted = {part for part in parts if self._arrived[part] < self.step}
-        missing, begun_ns = sorted(self._wanted), self._recorder.now()
+        missing, begun_ns = [part for part in parts if self._arrived[part] < self.step], self._recorder.now()
+        # With what another thread waits for; what one that was interrupted has waited for may be here.
+        self._wanted = {part for part in (*self._wanted, *missing) if self._arrived[part] < self.step}
         while self._wanted:
             if self._failure is not None:
                 raise self._failure
