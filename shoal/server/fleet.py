@@ -121,8 +121,8 @@ class Fleet:
         self.closing = threading.Event()
         keeper = FIRST_KEEPER + secrets.randbelow(2**20)
         self.answers = 0
-        with self.lock:  # what is to be completed has to wait until there are views
-            self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
+        self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
+        self.views.begin()
         threading.Thread(target=self._watch, name="fleet", daemon=True).start()
         if judge is not None:
             threading.Thread(target=self._listen_to, args=(judge,), name="arbiter", daemon=True).start()

@@ -97,6 +97,7 @@ class Membership:
             placed=placed,
             answered=self._answered,
         )
+        self.views.begin()
         threading.Thread(target=self._beat, daemon=True).start()
 
     @property

@@ -41,16 +41,16 @@ class Routes:
 
     def begin(self, worker: int, arbiter: Address, key: Key, job: str) -> None:
         """Have links to all shards. Raises ServerLost: the arbiter says nothing."""
-        with self._lock:  # what is placed has to wait until there are views
-            self.views = Views(
-                worker,
-                arbiter,
-                key,
-                job,
-                changed=self._viewed,
-                placed=self._placed,
-                answered=lambda _: self._gone.set(),
-            )
+        self.views = Views(
+            worker,
+            arbiter,
+            key,
+            job,
+            changed=self._viewed,
+            placed=self._placed,
+            answered=lambda _: self._gone.set(),
+        )
+        self.views.begin()
         if not self._found.wait(RECOVER_S):
             raise ServerLost(f"the arbiter at {arbiter[0]}:{arbiter[1]} has said nothing for {RECOVER_S:g} s.")
 

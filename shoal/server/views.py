@@ -21,12 +21,12 @@ AGAIN_S = 0.05
 
 
 class Views:
-    """Follows the arbiter.
+    """Follows the arbiter, from `begin` on: whoever is told of something has this object by then.
 
     Args:
         number: who asks: a worker's number, or FIRST_SERVER and a server's.
         first: what is said at the beginning of every connection.
-        changed: is called with each view that is new, in a thread of this object's.
+        changed: is called with each view that is new, in the thread that follows.
         placed: likewise with each placement that is new.
         answered: is called with any other frame.
 
@@ -54,8 +54,10 @@ class Views:
         self._peer: Peer | None = None
         self._closed = False
         self.over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="views", daemon=True)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Follow from now on, in a thread of this object's."""
+        threading.Thread(target=self._follow, name="views", daemon=True).start()
 
     def newest(self, shard: int, limit_s: float, wanted: Callable[[View], bool]) -> View | None:
         """The view of a shard, once it is as wanted; None when that takes too long."""

@@ -29,9 +29,9 @@ def lonely(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> Client:
 
     def views(*_: Any, placed: Any, **__: Any) -> Any:
         placement = Placement(1, (0,) * len(lengths))
-        threading.Timer(0.2, placed, [placement]).start()  # its thread is slow to say so
+        slow = threading.Timer(0.2, placed, [placement])  # its thread is slow to say so
         retired = View(0, epoch=1, retired=True)
-        return SimpleNamespace(placement=lambda _: placement, newest=lambda *_: retired)
+        return SimpleNamespace(begin=slow.start, placement=lambda _: placement, newest=lambda *_: retired)
 
     monkeypatch.setattr(routes, "Views", views)
     names = {f"weight {number}": length for number, length in enumerate(lengths)}
