@@ -192,12 +192,13 @@ class Client:
         """A part's values and state as `pack_part` packs them."""
         return bytes(self._ask(Op.STATE, {part: b""})[part])
 
-    def figures(self) -> list[dict[str, Any]]:
-        """What each shard's primary tells of itself."""
+    def figures(self, limit_s: float = RECOVER_S) -> list[dict[str, Any]]:
+        """What each shard's primary tells of itself; nothing of one that has left meanwhile."""
         shards = self.routes.shards()
         for shard in shards:
             self.routes.ask_shard(shard, Op.FIGURES)
-        return [json.loads(bytes(answer)) for answer in self._await_answers(Op.FIGURES, shards).values()]
+        answers = [self._await_answer(Op.FIGURES, shard, limit_s) for shard in shards]
+        return [json.loads(bytes(answer)) for answer in answers if answer is not None]
 
     def record(self) -> None:
         """Have all shards, later ones too, note what they apply and give out. For every worker, before it pushes."""
@@ -218,13 +219,10 @@ class Client:
 
     def _collect(self, shard: int, found: list[Event], limit_s: float) -> bool:
         """Add a piece of a shard's notes; whether there are more."""
-        key = (Op.HISTORY, shard)
-        with self._news:
-            if not self._news.wait_for(lambda: key in self._answers or self._failure is not None, limit_s):
-                return False
-            if self._failure is not None:
-                raise self._failure
-            answer = json.loads(bytes(self._answers.pop(key)))
+        said = self._await_answer(Op.HISTORY, shard, limit_s)
+        if said is None:
+            return False
+        answer = json.loads(bytes(said))
         found += [Event(*event) for event in answer["events"]]
         self._collected[shard] = {"server": answer["server"], "first": answer["first"] + len(answer["events"])}
         return bool(answer["more"])
@@ -236,18 +234,17 @@ class Client:
     def _ask(self, op: Op, payloads: Mapping[int, Payload]) -> dict[int, memoryview]:
         """Ask about several parts at once, and wait for all answers. Raises ServerLost."""
         self.routes.ask(op, payloads, self.step)
-        return self._await_answers(op, payloads)
+        found = {part: self._await_answer(op, part) for part in payloads}
+        return {part: answer for part, answer in found.items() if answer is not None}  # all of them: there is no limit
 
-    def _await_answers(self, op: Op, about: Iterable[int]) -> dict[int, memoryview]:
-        found = {}
+    def _await_answer(self, op: Op, about: int, limit_s: float | None = None) -> memoryview | None:
+        """What was said of a part or a shard; None where that takes too long. Raises ServerLost."""
+        key = (op, about)
         with self._news:
-            for part in about:
-                while (op, part) not in self._answers:
-                    if self._failure is not None:
-                        raise self._failure
-                    self._news.wait()
-                found[part] = self._answers.pop((op, part))
-        return found
+            self._news.wait_for(lambda: key in self._answers or self._failure is not None, limit_s)
+            if key not in self._answers and self._failure is not None:
+                raise self._failure
+            return self._answers.pop(key, None)
 
     def _link(self, shard: int, views: Views, moved: Moved, order: Ordered | None) -> Link:
         most = max((part.size_bytes for part in self.parts), default=0)

@@ -60,3 +60,7 @@ def test_each_of_two_threads_waits_for_what_it_has_asked_for(monkeypatch: pytest
         assert not wait([second], timeout=0.3).done
         client._take(0, Header(Op.VALUE, part=1, step=1, epoch=1), memoryview(b""), None)
         assert wait([first, second], timeout=5).not_done == set()
+
+
+def test_a_shard_that_has_left_tells_nothing_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lonely(monkeypatch, 4).figures(limit_s=0.2) == []
