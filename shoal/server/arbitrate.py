@@ -27,7 +27,7 @@ from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
 from shoal.server.key import Key
-from shoal.server.messages import FIRST_SERVER, SMALL_BYTES, Op, unpack
+from shoal.server.messages import FIRST_SERVER, PLACEMENT_BYTES, Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.said import Refused
 
@@ -53,7 +53,7 @@ class Arbitration:
 
     def __init__(self, court: Court, listener: socket.socket) -> None:
         self.court = court
-        self.door = Door(listener, "the arbiter", court.key, f"{court.job}/{ARBITER}", SMALL_BYTES)
+        self.door = Door(listener, "the arbiter", court.key, f"{court.job}/{ARBITER}", PLACEMENT_BYTES)
         self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
