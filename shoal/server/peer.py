@@ -1,4 +1,4 @@
-"""Who stands at the other end of a connection: what is said to it goes out by a thread of its own, in a wise order.
+"""Who stands at the other end of a connection: what is small is said at once, the rest by a thread, in a wise order.
 
 worker   ORDER, then gradients as they came      A server that knows the order steps a part as soon as it is there,
                                                  and sends its values back while the next part comes in.
@@ -25,12 +25,12 @@ from shoal.server.frame import Header
 from shoal.server.messages import Op, view
 
 Payload = bytes | Tensor
-SMALL_BYTES = 4096
+AT_ONCE_BYTES = 4096
 """What may be sent by whoever has it to say."""
 
 
 class Peer:
-    """Sends without making the caller wait; a slow reader holds up nobody else.
+    """Sends without making the caller wait for the peer; a slow reader holds up nobody else.
 
     Tensors are sent from their own memory: they must not change until the peer has answered.
 
@@ -53,7 +53,7 @@ class Peer:
         header = Header(op, length, **fields)
         with self._posting:
             turn = _turn(header)
-            if not self._unsent and length <= SMALL_BYTES and isinstance(payload, bytes):
+            if not self._unsent and length <= AT_ONCE_BYTES and isinstance(payload, bytes):
                 if self._is_sent(header, payload):
                     return
                 turn = -math.inf  # of a frame that has begun

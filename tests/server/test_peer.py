@@ -8,7 +8,7 @@ from shaken import KINDS, channels, new_memory
 
 from shoal.errors import ConnectionLost
 from shoal.server.messages import Op
-from shoal.server.peer import SMALL_BYTES, Peer
+from shoal.server.peer import AT_ONCE_BYTES, Peer
 
 
 def test_values_go_out_in_the_order_of_the_forward_pass():
@@ -43,7 +43,7 @@ def test_what_is_small_waits_for_what_is_large_before_it():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size_bytes", [0, 1, 333, SMALL_BYTES])
+@pytest.mark.parametrize("size_bytes", [0, 1, 333, AT_ONCE_BYTES])
 def test_a_peer_that_does_not_read_makes_nobody_wait_and_misses_nothing(kind, size_bytes):
     count = 4000
     with channels(kind, False) as (ours, theirs):
