@@ -64,7 +64,8 @@ def bytes_of_a_part(
 ) -> int:
     """The most that is cut as one; less of a small model, so that every server has some.
 
-    On one machine a part's messages take longer than its bytes, so a server has one part where one will do. Between
+    On one machine a part's messages take longer than its bytes, so a server has one part where one will do, even if it
+    has a few more bytes than another: small parameters are not cut. Between
     machines its bytes do: one is pushed while the backward pass goes on, stepped while the next one arrives, and pulled
     while others are still pushed.
     """

@@ -160,7 +160,7 @@ class ServerOptions:
         no bound. Where it is not 0, each push is a step of its own at 1/workers of the learning rate.
     compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit. Not exact.
     part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller parts:
-        on one machine one a server, so that one that is added finds none to take over; between machines four.
+        on one machine about one a server, so that one that is added may find none; between machines about four.
     lease_s: how long a server may be silent before another takes over.
     shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     aggregate: where there are several machines with several workers, those of one sum their gradients before they
