@@ -25,6 +25,7 @@ from benchmarks.server.candidate import compare, sum_factor
 
 LIMIT_S = 180  # for one answer of a worker
 GRACE_S = 5  # to end
+SETTLE_S = 0.3  # for the system to find cores for processes that were stopped
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Crew:
     def _awake(self) -> Iterator[None]:
         if self.spins:
             self._signal(signal.SIGCONT)
+            time.sleep(SETTLE_S)
         yield
         if self.spins:
             self._signal(signal.SIGSTOP)

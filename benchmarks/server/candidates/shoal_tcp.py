@@ -1,4 +1,4 @@
-"""Shoal's parameter server without shared memory, as between machines: every gradient and value goes over TCP."""
+"""Shoal's parameter server with `shared_memory=false`: every gradient and value goes over TCP."""
 
 from benchmarks.server.candidates.shoal import Candidate as Shared
 from benchmarks.server.candidates.shoal import Pusher
