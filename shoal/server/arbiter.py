@@ -11,8 +11,8 @@ answering by its own clock, and the first backup takes over under a new epoch. S
 old one died, was stopped, or cannot be reached. Where there is no backup, a silent primary is waited for; one that has
 hung up, and does not come back in time, is lost, and its parts with it.
 
-Shards come and go while training goes on. A new one is given parts once its first server is there; one that is to go
-ends when the last of its parts is elsewhere.
+Shards come and go while training goes on. A new one is given parts once all its replicas are there, or the loss of one
+server could be the loss of parts; one that is to go ends when the last of its parts is elsewhere.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ class Arbiter:
         sizes: bytes of each part.
         shards: how many there are at the beginning.
         lease_s: how long a beat is worth.
+        replicas: how many servers hold each shard.
     """
 
-    def __init__(self, owners: Sequence[int], sizes: Sequence[int], shards: int, lease_s: float) -> None:
-        self.sizes, self.lease_s = sizes, lease_s
+    def __init__(
+        self, owners: Sequence[int], sizes: Sequence[int], shards: int, lease_s: float, replicas: int = 1
+    ) -> None:
+        self.sizes, self.lease_s, self.replicas = sizes, lease_s, replicas
         self.views = {shard: View(shard) for shard in range(shards)}
         self.placement = Placement(1, tuple(owners))
         self.speeds: dict[int, float] = {}
@@ -85,10 +88,7 @@ class Arbiter:
         if view.lost or view.retired:
             return []
         if view.epoch == 0:
-            changed = self._change(view, primary=server, addresses=addresses)
-            if not self.placement.owned_by(shard):
-                self._spread()
-            return [changed]
+            return [self._with_parts(self._change(view, primary=server, addresses=addresses))]
         return [self._change(view, joining=(*view.joining, server), addresses=addresses)]
 
     def beat(self, server: int, now: float) -> bool:
@@ -108,7 +108,7 @@ class Arbiter:
         if backup not in view.joining or epoch > view.epoch:
             return []
         joining = tuple(server for server in view.joining if server != backup)
-        return [self._change(view, joining=joining, backups=(*view.backups, backup))]
+        return [self._with_parts(self._change(view, joining=joining, backups=(*view.backups, backup)))]
 
     def tick(self, now: float) -> list[View]:
         """What the silence of some means."""
@@ -120,7 +120,7 @@ class Arbiter:
     # Shards that come and go
 
     def add(self) -> View:
-        """One shard more. Somebody has to start its servers; it is given parts when the first of them is there."""
+        """One shard more. Somebody has to start its servers; it is given parts when all of them are there."""
         view = View(max(self.views) + 1)
         self.views[view.shard] = view
         return view
@@ -156,6 +156,17 @@ class Arbiter:
         self._replace(owners=tuple(owners), moving=moving)
         return self._retire()
 
+    def waits(self, shard: int) -> bool:
+        """A shard that is new, and is given no parts before it has all its replicas."""
+        view = self.views[shard]
+        return (view.epoch == 0 or 1 + len(view.backups) < self.replicas) and not self.placement.owned_by(shard)
+
+    def _with_parts(self, view: View) -> View:
+        """One more server holds a shard; if it has waited for that, it is given parts."""
+        if not self.waits(view.shard) and not self.placement.owned_by(view.shard):
+            self._spread()
+        return view
+
     def _retire(self) -> list[View]:
         """End the shards that are to go and have nothing left."""
         busy = {*self.placement.owners, *(move.target for move in self.placement.moving.values())}
@@ -170,7 +181,7 @@ class Arbiter:
 
     def _spread(self) -> None:
         """Begin the moves that make shards even; call off those that are for one that leaves."""
-        here = [shard for shard in self._staying() if self.views[shard].epoch or self.placement.owned_by(shard)]
+        here = [shard for shard in self._staying() if not self.waits(shard)]
         known = [self.speeds[shard] for shard in here if shard in self.speeds]
         usual = sum(known) / len(known) if known else 1.0
         speeds = {shard: self.speeds.get(shard, usual) for shard in here}

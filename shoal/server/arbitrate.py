@@ -46,6 +46,7 @@ class Court:
     job: str
     key: Key
     file: Path
+    replicas: int = 1
 
 
 class Arbitration:
@@ -54,7 +55,7 @@ class Arbitration:
     def __init__(self, court: Court, listener: socket.socket) -> None:
         self.court = court
         self.door = Door(listener, "the arbiter", court.key, f"{court.job}/{ARBITER}", PLACEMENT_BYTES)
-        self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s)
+        self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s, court.replicas)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
@@ -157,7 +158,7 @@ class Arbitration:
                 "shard": view.shard,
                 "role": "primary" if server == view.primary else "backup" if server in view.backups else "joining",
                 "server": server,
-                "state": "leaving" if view.shard in placement.leaving else "stays",
+                "state": self._state(view.shard),
                 "address": list(view.addresses[server]),
                 **self.facts.get(server, {}),
                 "moving": len(placement.coming_to(view.shard)),
@@ -167,6 +168,11 @@ class Arbitration:
             for view in self.arbiter.views.values()
             for server in view.members
         ]
+
+    def _state(self, shard: int) -> str:
+        if shard in self.arbiter.placement.leaving:
+            return "leaving"
+        return "waits" if self.arbiter.waits(shard) else "stays"
 
     def _tell_placement(self, peer: Peer) -> None:
         peer.post(Op.PLACEMENT, json.dumps(self.arbiter.placement.to_json()).encode())

@@ -75,7 +75,11 @@ class Control:
     def add(self) -> int:
         """One shard more; its number, once it has its share of the parts. Raises ServerLost."""
         shard = self._ask(Op.ADD)[0]
-        self._settle(lambda servers: any(s["shard"] == shard and s["role"] == "primary" for s in servers))
+        self._settle(
+            lambda servers: any(
+                s["shard"] == shard and s["role"] == "primary" and s["state"] != "waits" for s in servers
+            )
+        )
         return shard
 
     def remove(self, shard: int) -> None:
@@ -126,6 +130,8 @@ def command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str
 def _state(server: Mapping[str, Any]) -> str:
     if server["state"] == "leaving":
         return "leaving"
+    if server["state"] == "waits":
+        return "waits for all its replicas"
     if server["moving"]:
         return f"{server['moving']} coming"
     return "no part is left for it: a smaller part_mb cuts more" if server.get("parts") == 0 else ""

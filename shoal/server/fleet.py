@@ -80,7 +80,7 @@ class Judge:
         file = job.key_file.with_name(f"views-{job.name}.json")
         sizes = tuple(part.size_bytes for part in job.parts)
         key = read_key(job.key_file)
-        self.court = Court(job.owners, sizes, job.shards, job.workers, job.lease_s, job.name, key, file)
+        self.court = Court(job.owners, sizes, job.shards, job.workers, job.lease_s, job.name, key, file, job.replicas)
         self.pid = 0
         self.start()
 

@@ -206,6 +206,20 @@ def test_a_new_shard_is_given_parts_when_its_first_server_is_there_and_not_befor
     assert arbiter.placement.owners[part] == 2
 
 
+def test_a_new_shard_is_given_parts_when_all_its_replicas_have_what_it_has() -> None:
+    arbiter = Arbiter([0, 0], [8, 8], 1, 2.0, replicas=2)
+    arbiter.join(10, 0, HERE, 0.0)
+    arbiter.add()
+    arbiter.join(12, 1, HERE, 0.0)
+    arbiter.join(13, 1, HERE, 0.0)
+    assert arbiter.waits(1)
+    assert not arbiter.placement.moving  # the loss of server 12 would be the loss of what it was given
+    arbiter.in_sync(1, 13, arbiter.views[1].epoch)
+    assert not arbiter.waits(1)
+    assert [move.target for move in arbiter.placement.moving.values()] == [1]
+    assert not arbiter.waits(0)  # what has parts from the beginning keeps them, whoever is there
+
+
 def test_a_shard_that_leaves_ends_when_its_last_part_is_elsewhere() -> None:
     arbiter = Arbiter([0, 1, 1], [8, 8, 8], 2, 2.0)
     arbiter.join(10, 0, HERE, 0.0)

@@ -162,6 +162,26 @@ def test_nothing_is_lost_when_someone_dies_while_parts_move(
         assert all(torch.equal(weights[name], value) for name, value in undisturbed.items()), said
 
 
+def add_and_kill_it(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
+    """As soon as a new shard has parts, kill its primary."""
+    with closing(Control(directory)) as control:
+        beside = threading.Thread(target=command, args=(directory, "add", []), daemon=True)
+        beside.start()
+        while not (
+            found := [s for s in control.servers() if s["shard"] == 2 and s["parts"] and s["role"] == "primary"]
+        ):
+            time.sleep(0.002)
+    os.kill(found[0]["pid"], signal.SIGKILL)
+    return found
+
+
+def test_a_new_shard_may_lose_a_server_as_soon_as_it_has_parts(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    found = world.run(2, trained, "server=2,replicas=2,part_mb=0.01,lease_s=1", tmp_path, add_and_kill_it)
+    assert not isinstance(found[0][1][0], Exception), found[0][1]
+    for weights, _ in found:
+        assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
+
+
 def says_no(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
     found: list[Any] = []
     for shard in (0, 7):
