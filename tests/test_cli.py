@@ -91,6 +91,14 @@ def test_a_flag_without_a_value_and_a_missing_name_are_errors(capsys: pytest.Cap
     assert "did you mean 'digits'" in shoal(capsys, "train", "digit")[2]
 
 
+@pytest.mark.parametrize("word", ["train.epochs=3", "seed=1", "strategy=server=2"])
+def test_a_setting_without_dashes_is_told_how_it_is_written(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    for words in (["digits", word, "-n", 2], ["digits", "-n", 2, "--strategy", "ddp", word]):
+        status, _, err = shoal(capsys, "train", *words)
+        assert status == 2
+        assert f"'{word}': a setting begins with two dashes: --{word}" in err
+
+
 @pytest.mark.parametrize("processes", [0, -1])
 def test_no_processes_are_too_few(capsys: pytest.CaptureFixture[str], processes: int, tmp_path: Path) -> None:
     assert shoal(capsys, "train", "digits", "-n", processes, "--out", tmp_path / "run")[::2] == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from shoal.config import Settings
+
+WITHOUT_DASHES = re.compile(r"[a-z_]+(\.\w+)*")
+"""A setting's name as other programs take it, `train.epochs=3`."""
 
 
 def arguments(parser: argparse.ArgumentParser, processes: str = "processes on this machine (default: 1)") -> None:
@@ -37,6 +41,8 @@ def split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
         word = waiting.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in own:
+            if equals and "--cfg" not in words and WITHOUT_DASHES.fullmatch(name) and not Path(word).exists():
+                raise ConfigError([f"'{word}': a setting begins with two dashes: --{word}"])
             rest.append(word)
             continue
         if not equals:
