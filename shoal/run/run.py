@@ -40,6 +40,7 @@ from shoal.run.tracing import Tracing
 from shoal.run.watch import Watch
 from shoal.strategies import base
 from shoal.strategies.precision import LossScale
+from shoal.strategies.remote import Remote
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -209,7 +210,7 @@ class Run:
         return [] if remote is None else remote.report()
 
     @property
-    def remote(self) -> base.Remote | None:
+    def remote(self) -> Remote | None:
         """Who really owns the parameters, where those are other processes: parameter servers."""
         return self._prepared().remote
 
