@@ -7,7 +7,7 @@ says nothing (pytorch#149205), so it is bound again by name, and every trainable
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -40,26 +40,33 @@ def names_in(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     """Names of the parameters of each group. Raises UsageError unless each trainable one is in exactly one group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    counts = Counter(id(parameter) for parameter in held)
-    lost = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in counts]
-    strange = sum(id(parameter) not in names for parameter in held)
-    twice = [names[key] for key, count in counts.items() if count > 1 and key in names]
-    problems = []
-    if lost:
-        problems.append(
-            f"{_listed(lost)}: trainable, but in no group of the optimizer. Build the optimizer after the last change "
-            "to the model, add them to a group, or freeze them with requires_grad_(False)."
-        )
-    if twice:
-        problems.append(f"{_listed(twice)}: in more than one group of the optimizer; keep one.")
-    if strange:
-        problems.append(
-            f"{strange} of the optimizer's {len(held)} parameters do not belong to the model. Was the model copied, "
-            "moved or wrapped after the optimizer was built? Build it from the parameters of this model."
-        )
+    problems = list(_unbound(model, names, held))
     if problems:
         raise UsageError("\n".join(problems))
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _unbound(model: nn.Module, names: Mapping[int, str], held: Sequence[Tensor]) -> Iterator[str]:
+    """Problems where the parameters of an optimizer are not each trainable one of the model, once.
+
+    Args: names: of the model's parameters, by their `id`.
+    """
+    counts = Counter(id(parameter) for parameter in held)
+    lost = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in counts]
+    if lost:
+        yield (
+            f"{_listed(lost)}: trainable, but in no group of the optimizer. Build the optimizer after the last change "
+            "to the model, add them to a group, or freeze them with requires_grad_(False)."
+        )
+    twice = [names[key] for key, count in counts.items() if count > 1 and key in names]
+    if twice:
+        yield f"{_listed(twice)}: in more than one group of the optimizer; keep one."
+    strange = sum(id(parameter) not in names for parameter in held)
+    if strange:
+        yield (
+            f"{strange} of the optimizer's {len(held)} parameters do not belong to the model. Was the model copied, "
+            "moved or wrapped after the optimizer was built? Build it from the parameters of this model."
+        )
 
 
 def bind(optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.Parameter]) -> None:

@@ -34,24 +34,30 @@ def typed(placed: Placed, annotation: Any) -> Any:
 
     Raises: ValueError: as `convert` does.
     """
-    value = placed.value
     if isinstance(annotation, UnionType):
-        return None if value is None else typed(placed, _without_none(annotation))
+        return None if placed.value is None else typed(placed, _without_none(annotation))
     if get_origin(annotation) is Literal:
         return _choice(placed, get_args(annotation))
     if get_origin(annotation) is tuple:
-        items = value if isinstance(value, list) else [placed]
+        items = placed.value if isinstance(placed.value, list) else [placed]
         return tuple(typed(item, get_args(annotation)[0]) for item in items)
-    if get_origin(annotation) is dict and isinstance(value, dict):
+    if get_origin(annotation) is dict and isinstance(placed.value, dict):
         return placed.plain()
+    return _scalar(placed, annotation)
+
+
+def _scalar(placed: Placed, annotation: Any) -> bool | int | float | str:
+    """A bool, int, float or str. Raises ValueError: anything else, or another type was written."""
+    value = placed.value
     if annotation is str and placed.text and value is not None:
         return placed.text
     if annotation is float and type(value) in (int, float) and isfinite(value):
         return float(value)
     if annotation is int and type(value) is float and value.is_integer():
         return int(value)
-    if type(value) is annotation and annotation is not float:
-        return value
+    if type(value) is annotation and annotation in (bool, int, str):
+        found: bool | int | str = value
+        return found
     raise ValueError(f"must be {describe(annotation)}, not {write(placed.plain())}")
 
 

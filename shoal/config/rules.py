@@ -81,6 +81,6 @@ def _data(job: Job) -> Iterator[Broken]:
     if job.data.name == "imagefolder" and job.data.resize < job.data.image_size:
         names = ("data.resize", "data.image_size")
         yield names, f"is {job.data.resize}, too small to crop data.image_size {job.data.image_size} out of it"
-    for mix in ("mixup", "cutmix"):
-        if getattr(job.train, mix) > 0 and job.data.name in LANGUAGE:
+    for mix, value in (("mixup", job.train.mixup), ("cutmix", job.train.cutmix)):
+        if value > 0 and job.data.name in LANGUAGE:
             yield (f"train.{mix}", "data.name"), f"mixes images; {job.data.name} is text, so it must be 0"

@@ -67,10 +67,16 @@ def _groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.decay_norm_and_bias or not config.weight_decay:
         return [{"params": trained}]
-    spared = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}
-    spared |= {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")}
+    spared = _norms_and_biases(model)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if id(p) not in spared]},
         {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _norms_and_biases(model: nn.Module) -> set[int]:
+    """The `id` of each parameter of a norm layer, and of each bias."""
+    norms = [module for module in model.modules() if isinstance(module, NORMS)]
+    of_norms = {id(p) for module in norms for p in module.parameters(recurse=False)}
+    return of_norms | {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")}

@@ -6,7 +6,7 @@ lies between them is the user's word, so the first forward pass of that module i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,6 +28,22 @@ def matching(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
 
 def asked(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) -> list[Heads]:
     """What patterns of names, each with "column" or "row", ask to be cut. Raises StrategyRefused with every problem."""
+    how = _how(model, own, modules)
+    columns = [name for name, kind in how.items() if kind == "column"]
+    pairs = {row: _nearest(row, columns) for row, kind in how.items() if kind == "row"}
+    _refuse([*_alone(columns, pairs), *_claimed_twice(columns, pairs), *_looked_into(pairs, modules)])
+    return [_heads(region, taken, row, modules) for row, (region, taken) in pairs.items()]
+
+
+Pairs = Mapping[str, tuple[str, list[str]]]
+"""Row layer -> the innermost module that holds it and column layers, and these column layers."""
+
+
+def _how(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) -> dict[str, str]:
+    """Map the name of each layer to "column" or "row".
+
+    Raises: StrategyRefused: with every layer that cannot be cut so.
+    """
     problems: list[str] = []
     how: dict[str, str] = {}
     for pattern, kind in own:
@@ -35,43 +51,51 @@ def asked(model: nn.Module, own: Sequence[tuple[str, str]], modules: Modules) ->
             if how.setdefault(name, kind) != kind:
                 problems.append(f"{name} is to be column and row at once")
     problems += [problem for name, kind in how.items() if (problem := _problem(name, kind, modules))]
+    _refuse(problems)
+    return how
+
+
+def _alone(columns: Sequence[str], pairs: Pairs) -> Iterator[str]:
+    """Layers that belong to no other."""
+    used = {column for _, taken in pairs.values() for column in taken}
+    for column in columns:
+        if column not in used:
+            yield f"{column} is cut by columns, and no row layer takes its slices"
+    for row, (_, taken) in pairs.items():
+        if not taken:
+            yield f"{row} is cut by rows, and no column layer gives it slices"
+
+
+def _claimed_twice(columns: Sequence[str], pairs: Pairs) -> Iterator[str]:
+    """Column layers that more than one row layer would take."""
+    for column in columns:
+        rows = [row for row, (_, taken) in pairs.items() if column in taken]
+        if len(rows) > 1:
+            yield (
+                f"{column} may belong to {' or to '.join(rows)}, all in one module: put each pair into a module of its "
+                "own, or leave out cut_by, and pairs are found by what the model does"
+            )
+
+
+def _looked_into(pairs: Pairs, modules: Modules) -> Iterator[str]:
+    """Pairs between whose layers somebody else looks: hooks, or a pipeline."""
+    for row, (region, taken) in pairs.items():
+        if (seen := hooked_between(region, (*taken, row), modules.by_name)) is not None:
+            yield (
+                f"hooks of {seen} would see a slice between {row} and its columns: take them off, or leave the pair "
+                "whole"
+            )
+    for row, (region, _) in pairs.items():
+        if modules.uncut is not None and not modules.uncut.running(region):
+            yield (
+                f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into it: name pairs "
+                "inside one of its blocks, or leave out pipeline"
+            )
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
-    rows = {
-        name: _nearest(name, [n for n, kind in how.items() if kind == "column"]) for name in how if how[name] == "row"
-    }
-    used = {column for _, columns in rows.values() for column in columns}
-    problems += [
-        f"{name} is cut by columns, and no row layer takes its slices"
-        for name in how
-        if how[name] == "column" and name not in used
-    ]
-    problems += [
-        f"{row} is cut by rows, and no column layer gives it slices"
-        for row, (_, columns) in rows.items()
-        if not columns
-    ]
-    belongs = {column: [row for row, (_, columns) in rows.items() if column in columns] for column in used}
-    problems += [
-        f"{column} may belong to {' or to '.join(belongs[column])}, all in one module: put each pair into a module of "
-        "its own, or leave out cut_by, and pairs are found by what the model does"
-        for column in how
-        if len(belongs.get(column, [])) > 1
-    ]
-    problems += [
-        f"hooks of {seen} would see a slice between {row} and its columns: take them off, or leave the pair whole"
-        for row, (region, columns) in rows.items()
-        if (seen := hooked_between(region, (*columns, row), modules.by_name)) is not None
-    ]
-    problems += [
-        f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into it: name pairs inside one "
-        "of its blocks, or leave out pipeline"
-        for row, (region, _) in rows.items()
-        if modules.uncut is not None and not modules.uncut.running(region)
-    ]
-    if problems:
-        raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
-    return [_heads(region, columns, row, modules) for row, (region, columns) in rows.items()]
 
 
 def _problem(name: str, kind: str, modules: Modules) -> str:

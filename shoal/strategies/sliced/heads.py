@@ -84,39 +84,70 @@ def attentions(model: nn.Module, modules: Modules) -> Iterator[Heads]:
 
 
 def _heads(name: str, module: nn.Module, columns: tuple[str, ...], row: str, modules: Modules) -> Heads | None:
+    """Describe `module` as attention, if it has layers of these names and can be cut."""
     below = dict(module.named_modules())
-    layers = [below.get(path) for path in (*columns, row)]
-    if not all(layer is not None and modules.may_be_cut(layer, (nn.Linear,)) for layer in layers):
+    if not all(path in below and modules.may_be_cut(below[path], (nn.Linear,)) for path in (*columns, row)):
         return None
+    layers = [below[path] for path in (*columns, row)]
     if (seen := hooked_inside(module)) is not None:
         modules.reasons[name] = f"hooks of its {seen} would see a slice of what goes by"
         return None
     path, _, _ = columns[0].rpartition(".")
-    owner, fused = below[path], 3 if len(columns) == 1 else 1
-    width, head_width, heads = width_in(layers[-1]), _number(owner, HEAD_WIDTHS), _number(owner, HEADS)
-    head_width = head_width or (width // heads if heads else None)
+    owner, width = below[path], width_in(layers[-1])
+    head_width = _head_width(owner, width)
     if head_width is None or "forward" in vars(module):
         return None
     if module not in modules.left:
-        if modules.uncut is not None and not modules.uncut.running(name):
-            modules.reasons[name] = "its forward function does not run as a whole: the pipeline has looked into it"
+        _note_looked_into(name, modules)
         return None
-    cut = {id(p) for layer in layers for p in layer.parameters()}  # type: ignore[union-attr]
-    if strangers := [n for n, p in owner.named_parameters() if id(p) not in cut]:
-        # On a slice of the heads its gradient would be that of a slice.
-        modules.reasons[name] = f"it has parameters of its own, {strangers[0]}, that each head may use"
-        return None
-    if BIAS_OF_HEADS in inspect.signature(module.forward).parameters:
-        modules.reasons[name] = f"it is handed {BIAS_OF_HEADS}, which has a part for each head"
-        return None
+    fused = 3 if len(columns) == 1 else 1
     widths = [width_out(layer) // fused for layer in layers[:-1]]
-    uneven = [w for w in widths if w % (head_width * modules.degree)]
-    if widths[0] != width or uneven or (heads or width // head_width) * head_width != width:
-        modules.reasons[name] = f"{width // head_width} heads are no multiple of {modules.degree}"
+    reason = _own_part(module, owner, layers) or _uneven(owner, width, widths, head_width, modules.degree)
+    if reason:
+        modules.reasons[name] = reason
         return None
     prefix = f"{name}." if name else ""
     names, owner_name = tuple(prefix + c for c in columns), (prefix + path).rstrip(".")
     return Heads(name, names, prefix + row, owner_name, counts_of(owner, width), fused)
+
+
+def _head_width(owner: nn.Module, width: int) -> int | None:
+    """Width of one head, where the module tells it or the number of heads; else None.
+
+    Args: width: of all heads together.
+    """
+    heads = _number(owner, HEADS)
+    return _number(owner, HEAD_WIDTHS) or (width // heads if heads else None)
+
+
+def _note_looked_into(name: str, modules: Modules) -> None:
+    if modules.uncut is not None and not modules.uncut.running(name):
+        modules.reasons[name] = "its forward function does not run as a whole: the pipeline has looked into it"
+
+
+def _own_part(module: nn.Module, owner: nn.Module, layers: list[nn.Module]) -> str:
+    """Reason not to cut heads by their layers alone; empty where there is none."""
+    cut = {id(p) for layer in layers for p in layer.parameters()}
+    if strangers := [n for n, p in owner.named_parameters() if id(p) not in cut]:
+        # On a slice of the heads its gradient would be that of a slice.
+        return f"it has parameters of its own, {strangers[0]}, that each head may use"
+    if BIAS_OF_HEADS in inspect.signature(module.forward).parameters:
+        return f"it is handed {BIAS_OF_HEADS}, which has a part for each head"
+    return ""
+
+
+def _uneven(owner: nn.Module, width: int, widths: list[int], head_width: int, degree: int) -> str:
+    """Reason not to cut heads into `degree` equal shares; empty where there is none.
+
+    Args:
+        width: of all heads together, as the row layer takes it.
+        widths: of all heads together, as each column layer gives it.
+    """
+    heads = _number(owner, HEADS) or width // head_width
+    even = all(each % (head_width * degree) == 0 for each in widths)
+    if widths[0] == width and even and heads * head_width == width:
+        return ""
+    return f"{width // head_width} heads are no multiple of {degree}"
 
 
 def counts_of(owner: nn.Module, width: int) -> tuple[str, ...]:
