@@ -73,7 +73,7 @@ def _bars(axes: Axes, found: Account, ranks: list[int]) -> None:
     for row, rank in enumerate(ranks):
         left = 0.0
         for part in ORDER:
-            width = 1e3 * getattr(found.shares[rank], f"{part}_s")
+            width = 1e3 * found.shares[rank].parts_s[part]
             axes.barh(row, width, left=left, height=0.7, color=COLORS[part], edgecolor="white", linewidth=0.6)
             if width > 0.06e3 * longest:
                 _inside(axes, left + width / 2, row, f"{width:.3g}", part != "other")

@@ -72,13 +72,14 @@ def problems(degrees: Degrees, world: int, local_world: int | None = None) -> li
 
 def _advice(degrees: Degrees, world: int) -> str:
     """Other values of one of the degrees that would do, those of the pipeline first."""
-    for name, other in (("pipeline", degrees.tensor), ("tensor", degrees.pipeline)):
-        if getattr(degrees, name) == 1 or world % other:
+    pipeline, tensor = degrees.pipeline, degrees.tensor
+    for name, size, other in (("pipeline", pipeline, tensor), ("tensor", tensor, pipeline)):
+        if size == 1 or world % other:
             continue
         fitting = [f"{name}={n}" for n in range(2, world // other + 1) if (world // other) % n == 0]
         if fitting:
             return f"Try {', '.join(fitting[:-1])}{' or ' if len(fitting) > 1 else ''}{fitting[-1]}."
-    product = degrees.pipeline * degrees.tensor
+    product = pipeline * tensor
     return f"Start {-(-world // product) * product} ranks."
 
 

@@ -52,6 +52,18 @@ class Shares:
     blamed_s: float
     sent_bytes: float
 
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Each of PARTS, which sum to step_s."""
+        return {
+            "compute": self.compute_s,
+            "communication": self.communication_s,
+            "waiting": self.waiting_s,
+            "data": self.data_s,
+            "optimizer": self.optimizer_s,
+            "other": self.other_s,
+        }
+
 
 class Slowest(NamedTuple):
     """Whom the others waited for.
@@ -206,7 +218,7 @@ def _slowest(shares: Mapping[int, Shares]) -> Slowest | None:
     others = [share for other, share in shares.items() if other != rank]
 
     def more(part: str) -> float:
-        return float(getattr(mine, f"{part}_s") - sum(getattr(o, f"{part}_s") for o in others) / len(others))
+        return mine.parts_s[part] - sum(other.parts_s[part] for other in others) / len(others)
 
     part = max(("compute", "data", "optimizer", "other"), key=more)
     return Slowest(rank, mine.blamed_s, part, more(part))

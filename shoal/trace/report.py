@@ -30,7 +30,7 @@ def lines(trace: Trace, found: Account) -> list[str]:
     columns = ["rank", "step", *PARTS, "(hidden)", "MiB"]
     rows = []
     for rank, share in found.shares.items():
-        times = [share.step_s, *(getattr(share, f"{part}_s") for part in PARTS), share.hidden_s]
+        times = [share.step_s, *(share.parts_s[part] for part in PARTS), share.hidden_s]
         rows.append([str(rank), *(f"{1e3 * time:,.2f}" for time in times), f"{share.sent_bytes / 2**20:,.2f}"])
     said += _table(columns, rows[:MOST_ROWS])
     if len(rows) > MOST_ROWS:
@@ -57,7 +57,7 @@ def conclusions(trace: Trace, found: Account) -> list[str]:
 def _shares(found: Account) -> list[str]:
     """Of all ranks together."""
     total = sum(share.step_s for share in found.shares.values())
-    parts = {part: sum(getattr(share, f"{part}_s") for share in found.shares.values()) for part in PARTS}
+    parts = {part: sum(share.parts_s[part] for share in found.shares.values()) for part in PARTS}
     told = [f"{part} {100 * time / max(total, 1e-12):.0f} %" for part, time in parts.items()]
     return [f"all ranks: {', '.join(told)}"]
 

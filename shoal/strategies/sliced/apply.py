@@ -81,7 +81,7 @@ class _Cutting:
     def become(self, name: str, kind: type[nn.Module], dims: dict[str, int]) -> Any:
         """Swap the class, and keep slices along the given dimensions."""
         module: Any = self.modules[name]
-        assert not hasattr(module, "sliced_from"), f"{name} is cut twice"
+        assert "sliced_from" not in vars(module), f"{name} is cut twice"
         module.sliced_from, module.__class__ = type(module), kind
         for key, dim in dims.items():
             if isinstance(getattr(module, key), nn.Parameter):
