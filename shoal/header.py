@@ -24,7 +24,7 @@ def lines(
     if torch.cuda.is_available() and mesh.device.type == "cpu":
         ranks, gpus = mesh.place.local_world, torch.cuda.device_count()
         said.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
-    notes = [note for strategy in strategies for note in getattr(strategy, "notes", [])]
+    notes = [note for strategy in strategies for note in strategy.notes]
     return said + [f"note: {note}" for note in [*differences(model, mesh.data.size, accumulate), *notes]]
 
 

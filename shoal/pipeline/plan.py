@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import fx, nn
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused, did_you_mean
 from shoal.pipeline.balance import balanced
-from shoal.pipeline.steps import crossing, observe, places, sizes, steps_of
-from shoal.pipeline.together import Wish, parted
+from shoal.pipeline.steps import Seen, crossing, observe, places, sizes, steps_of
+from shoal.pipeline.together import parted
 from shoal.pipeline.trace import Traced, forget, traced
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.colocation import ColocationRequest
+from shoal.strategies.full_model import FullModel
 
 
 class Plan(NamedTuple):
@@ -64,7 +66,7 @@ def plan(
     by: str,
     cuts: str,
     sample: tuple[Any, ...] | None,
-    wishes: Sequence[Wish] = (),
+    wishes: Sequence[ColocationRequest] = (),
 ) -> Plan:
     """Where to cut. Collective over the world: the first rank measures.
 
@@ -88,6 +90,15 @@ def plan(
     return Plan(**found)
 
 
+def full_model(model: nn.Module, graph: Traced, begins: Sequence[int]) -> FullModel:
+    """The model with the stages that begin with these steps.
+
+    Args: begins: steps that stages 1, 2, ... begin with; none for one stage.
+    """
+    graphs = (graph.training, graph.evaluating)
+    return FullModel(model, graphs, (steps_of(graph.training), steps_of(graph.evaluating)), begins)
+
+
 def _plan(
     model: nn.Module,
     graph: Traced,
@@ -95,12 +106,11 @@ def _plan(
     by: str,
     cuts: str,
     sample: tuple[Any, ...] | None,
-    wishes: Sequence[Wish],
+    wishes: Sequence[ColocationRequest],
 ) -> Plan:
-    one_stage = Uncut(model, (graph.training, graph.evaluating), [])
-    wanted = [] if cuts else [together for wish in wishes for together in wish(one_stage)]
+    one_stage = full_model(model, graph, [])
+    wanted = [] if cuts else [colocation for wish in wishes for colocation in wish(one_stage)]
     parts = parted(graph.training, wanted)
-    steps, values = steps_of(graph.training), crossing(graph.training)
     seen = None if sample is None else observe(model, graph.training, sample)
     where = places(graph.training, seen)
     if len(where) + 1 < num_stages:
@@ -109,15 +119,32 @@ def _plan(
             "where only tensors cross. Use fewer stages."
         )
     measured = by == "time" and seen is not None
-    numbers = {s: seen[s].time_s for s in steps} if measured and seen is not None else sizes(model, graph.training)
-    costs = [numbers[step] for step in steps]
-    sent = [float(sum(seen[v].size_bytes for v in crossed) if seen else len(crossed)) for crossed in values]
+    costs = _costs(model, graph.training, seen if measured else None)
+    sent = _sent(graph.training, seen)
     begins = _named(graph, cuts, num_stages, where) if cuts else balanced(costs, sent, where, num_stages, parts)
-    marks = [0, *begins, len(steps)]
-    total = sum(costs) or 1.0
-    shares = [sum(costs[marks[i] : marks[i + 1]]) / total for i in range(num_stages)]
+    names = [_called(graph, place) for place in begins]
     sent_bytes = [int(sent[place]) for place in begins] if seen else []
-    return Plan(begins, [_called(graph, place) for place in begins], shares, measured, sent_bytes)
+    return Plan(begins, names, _shares(costs, begins), measured, sent_bytes)
+
+
+def _costs(model: nn.Module, graph: fx.Graph, seen: Mapping[fx.Node, Seen] | None) -> list[float]:
+    """Seconds that each step takes where that was observed; else numbers of its parameters."""
+    numbers = sizes(model, graph) if seen is None else {step: seen[step].time_s for step in steps_of(graph)}
+    return [numbers[step] for step in steps_of(graph)]
+
+
+def _sent(graph: fx.Graph, seen: Mapping[fx.Node, Seen] | None) -> list[float]:
+    """Bytes that a cut at each place would send where that was observed; else numbers of values."""
+    values = crossing(graph)
+    if not seen:
+        return [float(len(crossed)) for crossed in values]
+    return [float(sum(seen[value].size_bytes for value in crossed)) for crossed in values]
+
+
+def _shares(costs: Sequence[float], begins: Sequence[int]) -> list[float]:
+    """The part of all costs that each stage has."""
+    total = sum(costs) or 1.0
+    return [sum(costs[begin:end]) / total for begin, end in pairwise([0, *begins, len(costs)])]
 
 
 def _named(graph: Traced, cuts: str, num_stages: int, where: list[int]) -> list[int]:

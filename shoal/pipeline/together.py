@@ -1,4 +1,4 @@
-"""What a later cut wants in one stage: a pair of layers can be in slices only where no stage begins inside it.
+"""Places where a cut would part modules that must lie in one stage.
 
 steps      flatten │ up │ gelu │ down │ norm │ head │ softmax ──> output
 wanted               └─── a pair ───┘          └─── to the end ───────
@@ -7,32 +7,15 @@ places             1    2      3      4      5      6       2 and 3 part the pai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Sequence, Set
 
 from torch import fx
 
 from shoal.pipeline.steps import steps_of
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.colocation import Colocation
 
 
-class Together(NamedTuple):
-    """What is to lie in one stage.
-
-    Args:
-        names: of modules that steps call, or that lie in what they call; what is computed between them belongs to it.
-        to_the_end: so does all that comes after them.
-    """
-
-    names: Set[str]
-    to_the_end: bool = False
-
-
-Wish = Callable[[Uncut], Sequence[Together]]
-"""Asked with a model that is one stage as yet, on one rank. May raise StrategyRefused."""
-
-
-def parted(graph: fx.Graph, wanted: Sequence[Together]) -> list[int]:
+def parted(graph: fx.Graph, wanted: Sequence[Colocation]) -> list[int]:
     """For each place, before step 0 to after the last one, how many of `wanted` a cut there would part."""
     steps = steps_of(graph)
     counts = [0] * (len(steps) + 1)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from shoal.comm.norm import local
-from shoal.strategies.base import Part, gradient_norm
+from shoal.strategies.base import Part, gradient_norm, scale_gradients
 
 
 def clip(part: Part, max_norm: float) -> Tensor:
     """Scale the global gradients of `part`; the norm before. Collective."""
     gradients = {name: p.grad for name, p in part.owned.items() if p.grad is not None}
     norm = gradient_norm(part, gradients) if part.remote is None else part.remote.norm()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
-    if part.remote is not None:
-        part.remote.scale(factor)
+    scale_gradients(part, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

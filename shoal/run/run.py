@@ -103,35 +103,19 @@ class Run:
         if loader is None:
             refuse_without_loader(self._accumulate, self._step_in_backward)
         groups = binding.names_in(optimizer, model)
-        data = self.mesh.data
-        recorder = None if self._tracing is None else self.mesh.recorder
-        shared = None if loader is None else ShareLoader(loader, data.rank, data.size, self._seed, recorder)
-        if shared is not None:
-            close_before_leaving(shared)
-        for line in header.lines(model, shared, self.mesh, self._accumulate, self._strategies):
-            self._announce(line)
-        part = base.cut(base.whole(model, self._sample(model, shared)), self._strategies, self.mesh)
-        for line in part.said:
-            self._announce(line)
-        binding.refuse_shards(optimizer, part.owned)
-        binding.bind(optimizer, groups, part.owned)
-        if part.kept is not None:
-            refuse_scaled(self._loss_scale is not None)
-        if part.remote is not None:
-            refuse_with_servers(self._loss_scale is not None, self._step_in_backward)
-            part.remote.take(optimizer)
-        self._early = InBackward(optimizer, part) if self._step_in_backward else None
-        self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
+        shared = self._share_out(loader)
+        part = self._cut(model, shared)
+        self._take(part, optimizer, groups)
         self._watch.over(model)
         optimizer.register_step_post_hook(lambda *_: part.gather())
         if self._tracing is not None:
             self._tracing.over(part, optimizer)
-        # From here on ranks with other samples draw differently: one dropout mask for all would be a smaller sample.
-        # So do ranks with other layers.
-        layers = (self.mesh.pipeline.rank,) if self.mesh.pipeline.size > 1 else ()
-        torch.manual_seed(stream(self._seed, data.rank, *layers))
+        self._draw_apart()
         self._model = model
-        self._part, self._optimizer, self._loader, self._rows = part, optimizer, shared, Rows(shared)
+        self._part = part
+        self._optimizer = optimizer
+        self._loader = shared
+        self._rows = Rows(shared)
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return model, optimizer, shared
 
@@ -186,7 +170,7 @@ class Run:
         """Every trainable parameter's gradient, whole, under its own name. Collective."""
         self._refuse_without_gradients("gradients", "they have been used and freed")
         part = self._prepared()
-        if part.kept is not None and part.kept.alone:
+        if part.kept.alone:
             raise UsageError("gradients(): every rank steps by gradients of its own here; they are in `.grad`.")
         if part.remote is not None:
             return part.remote.gradients()
@@ -206,8 +190,7 @@ class Run:
 
     def report(self) -> list[str]:
         """Lines about what went on beside the steps, for the end of a run: staleness that servers have seen."""
-        remote = self._prepared().remote
-        return [] if remote is None else remote.report()
+        return self._prepared().kept.report()
 
     @property
     def remote(self) -> Remote | None:
@@ -217,17 +200,14 @@ class Run:
     @property
     def in_step(self) -> bool:
         """Whether all ranks take each step together, so that it has global gradients."""
-        part = self._prepared()
-        return (part.remote is None or part.remote.together) and (part.kept is None or not part.kept.alone)
+        return self._prepared().kept.together
 
     def wait(self) -> None:
         """Until this rank holds the weights of the last step; the model's next forward pass waits by itself.
 
         Call it before you read parameters in another way. Only parameter servers leave anything to wait for.
         """
-        remote = self._prepared().remote
-        if remote is not None:
-            remote.wait()
+        self._prepared().kept.wait()
 
     def agree(self) -> bool:
         """Until all ranks hold the same weights, those of all steps; whether they had been apart. Collective.
@@ -235,9 +215,7 @@ class Run:
         They are apart between the steps of parameter servers with staleness, and between the meetings of `local` and
         `diloco`. `evaluate`, `save` and `weights` begin with it.
         """
-        part = self._prepared()
-        owner = part.kept if part.remote is None else part.remote
-        return owner is not None and owner.agree()
+        return self._prepared().kept.agree()
 
     def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
         """Sums over every sample of `loader`'s data set, each counted once, at any number of ranks. Collective.
@@ -327,9 +305,51 @@ class Run:
         self.wait()
         return resumable.load(tensors, info, private)
 
+    def _share_out(self, loader: DataLoader | None) -> ShareLoader | None:
+        """A loader of this rank's shares of the batches of `loader`."""
+        if loader is None:
+            return None
+        recorder = None if self._tracing is None else self.mesh.recorder
+        shared = ShareLoader(loader, self.mesh.data.rank, self.mesh.data.size, self._seed, recorder)
+        close_before_leaving(shared)
+        return shared
+
+    def _cut(self, model: nn.Module, loader: ShareLoader | None) -> base.Part:
+        """Apply all strategies to the model, and announce what they say of it. Collective."""
+        for line in header.lines(model, loader, self.mesh, self._accumulate, self._strategies):
+            self._announce(line)
+        part = base.cut(base.whole(model, self._sample(model, loader)), self._strategies, self.mesh)
+        for line in part.said:
+            self._announce(line)
+        return part
+
+    def _take(self, part: base.Part, optimizer: Optimizer, groups: list[list[str]]) -> None:
+        """Have `optimizer` step what this rank owns, in the way that was asked for. Collective.
+
+        Args: groups: names of the parameters of each of its groups.
+        """
+        scaled = self._loss_scale is not None
+        binding.refuse_shards(optimizer, part.owned)
+        binding.bind(optimizer, groups, part.owned)
+        if part.kept.in_gradient_units:
+            refuse_scaled(scaled)
+        if part.remote is not None:
+            refuse_with_servers(scaled, self._step_in_backward)
+            part.remote.take(optimizer)
+        self._early = InBackward(optimizer, part) if self._step_in_backward else None
+        self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
+
+    def _draw_apart(self) -> None:
+        """Seed torch so that ranks with other samples or other layers draw differently.
+
+        One dropout mask for all would be a smaller sample.
+        """
+        layers = (self.mesh.pipeline.rank,) if self.mesh.pipeline.size > 1 else ()
+        torch.manual_seed(stream(self._seed, self.mesh.data.rank, *layers))
+
     def _sample(self, model: nn.Module, loader: ShareLoader | None) -> base.Sample | None:
         """What the model will be called with, for those who slice it: a loader's items but the last, the target."""
-        if loader is None or not any(getattr(strategy, "slices", False) for strategy in self._strategies):
+        if loader is None or not any(strategy.slices for strategy in self._strategies):
             return None
         rows = -(-loader.batch_size // (self.mesh.data.size * self._accumulate))
         batch = self.move(loader.first(min(rows, SAMPLE_ROWS)))

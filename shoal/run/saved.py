@@ -35,50 +35,62 @@ class Resumable:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """(tensors, info, private). Collective; the ranks hold the same weights."""
-        part, optimizer = self.part, self.optimizer
-        if part.remote is not None:
-            part.remote.collect(optimizer)
+        part, kept = self.part, self.part.kept
+        kept.collect(self.optimizer)
         self.mesh.data.broadcast_buffers(part.module)
         tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
         counted = {name: parameter for name, parameter in part.owned.items() if name not in part.elsewhere}
-        gathered, scalars = binding.optimizer_state(optimizer, counted)
+        gathered, scalars = binding.optimizer_state(self.optimizer, counted)
         held = {f"optimizer.{name}": value for name, value in gathered.items()}
-        alone = part.kept is not None and part.kept.alone
-        tensors |= _first_ranks(held, self.mesh) if alone else held
-        info: dict[str, Any] = {"optimizer": merged(part.line, scalars), "groups": binding.group_settings(optimizer)}
-        if self.loader is not None:
-            info["data"] = self.loader.state()
-        if self.loss_scale is not None:
-            info["loss_scale"] = self.loss_scale.state()
-        private = random_state(self.mesh.device) | ({} if part.remote is None else part.remote.private())
-        if part.kept is not None:
-            private |= part.kept.private() | (held if alone else {})
-            tensors |= {f"strategy.{name}": value for name, value in part.kept.state().items()}
-        return tensors, info, private
+        tensors |= _first_ranks(held, self.mesh) if kept.alone else held
+        tensors |= {f"strategy.{name}": value for name, value in kept.state().items()}
+        private = random_state(self.mesh.device) | kept.private() | (held if kept.alone else {})
+        return tensors, self._info(scalars), private
 
     def load(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]) -> list[str]:
         """The inverse of `state`; sentences about what could not be kept. Collective; this rank waits for no values."""
-        part, optimizer = self.part, self.optimizer
-        weights, kept, scalars = _below("model.", tensors), _below("optimizer.", tensors), info["optimizer"]
-        if part.kept is not None and part.kept.alone:
-            kept |= _below("optimizer.", private)
-        if part.line is not None:  # what other ranks hold is theirs to load
-            weights = {name: weights[name] for name in part.module.state_dict() if name in weights}
-            kept = {path: t for path, t in kept.items() if binding.located(path, part.owned)[0] in part.owned}
-            scalars = {name: values for name, values in scalars.items() if name in part.owned}
-        part.module.load_state_dict(weights)
-        binding.load_optimizer_state(optimizer, part.owned, kept, scalars)
-        binding.load_group_settings(optimizer, info["groups"])
-        if part.remote is not None:
-            part.remote.spread(optimizer)
+        part, kept = self.part, self.part.kept
+        part.module.load_state_dict(self._own_weights(tensors))
+        self._load_optimizer(tensors, info, private)
+        kept.spread(self.optimizer)
         if self.loader is not None and "data" in info:
             self.loader.restore(info["data"])
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
         if private:
             load_random_state(private)
-        lost = [] if part.remote is None else part.remote.load_private(private)
-        return lost if part.kept is None else [*lost, *part.kept.load(_below("strategy.", tensors), private)]
+        return kept.load(_below("strategy.", tensors), private)
+
+    def _info(self, scalars: binding.Scalars) -> dict[str, Any]:
+        """Return JSON values: all that is no tensor. Collective."""
+        groups = binding.group_settings(self.optimizer)
+        info: dict[str, Any] = {"optimizer": merged(self.part.line, scalars), "groups": groups}
+        if self.loader is not None:
+            info["data"] = self.loader.state()
+        if self.loss_scale is not None:
+            info["loss_scale"] = self.loss_scale.state()
+        return info
+
+    def _own_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of the layers that this rank holds."""
+        weights = _below("model.", tensors)
+        if not self.part.is_partial:
+            return weights
+        return {name: weights[name] for name in self.part.module.state_dict() if name in weights}
+
+    def _load_optimizer(
+        self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
+    ) -> None:
+        """Load the optimizer's settings, and its state of the layers that this rank holds."""
+        part, owned = self.part, self.part.owned
+        found, scalars = _below("optimizer.", tensors), info["optimizer"]
+        if part.kept.alone:
+            found |= _below("optimizer.", private)
+        if part.is_partial:
+            found = {path: t for path, t in found.items() if binding.located(path, owned)[0] in owned}
+            scalars = {name: values for name, values in scalars.items() if name in owned}
+        binding.load_optimizer_state(self.optimizer, owned, found, scalars)
+        binding.load_group_settings(self.optimizer, info["groups"])
 
 
 def like(part: Part) -> Callable[[str], Tensor | None]:

@@ -92,20 +92,34 @@ def begin(
         refuse_with(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")
     chosen = parse(strategy)
-    helpers = any(getattr(strategy, "helpers", False) for strategy in chosen)
+    helpers = any(one.helpers for one in chosen)
     mesh = join(read(os.environ), helpers, Degrees(**base.spans(chosen)))
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed_generators(seed)
     scale = LossScale() if precision == "fp16" else None
-    # What slices the model first, so that precision is around the forward pass of a slice.
-    slicing = [strategy for strategy in chosen if getattr(strategy, "slices", False)]
-    strategies: list[base.Strategy] = [*slicing, Precision(precision, scale)]
-    strategies += [Compile()] if compile else []
-    strategies += [*(strategy for strategy in chosen if strategy not in slicing), Accumulate(accumulate)]
+    transforms: list[base.Strategy] = [Precision(precision, scale), *([Compile()] if compile else [])]
+    strategies = _in_order(chosen, transforms, Accumulate(accumulate))
     tracing = None if window is None else Tracing(window, Path(trace_to), mesh)
     say = announce if mesh.rank == 0 else _silent
     return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward, tracing)
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch, Python and NumPy alike on every rank."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _in_order(
+    chosen: list[base.Strategy], transforms: list[base.Strategy], accumulate: base.Strategy
+) -> list[base.Strategy]:
+    """The order in which strategies apply: what slices the model comes first.
+
+    So precision is around the forward pass of a slice, and accumulation around all passes.
+    """
+    slicing = [strategy for strategy in chosen if strategy.slices]
+    others = [strategy for strategy in chosen if not strategy.slices]
+    return [*slicing, *transforms, *others, accumulate]
 
 
 def _silent(_: str) -> None:

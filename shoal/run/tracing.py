@@ -63,7 +63,7 @@ class Tracing:
     def passes(self, part: Part, batch: Batch) -> Loss:
         """`both_passes`, noted."""
         # Those of a pipeline are noted where they are made: each is of one micro-batch and stage.
-        if not self.recorder.on or part.many_passes:
+        if not self.recorder.on or part.passes.recorded:
             return both_passes(part, batch)
         recorder, ends = self.recorder, [0]
 

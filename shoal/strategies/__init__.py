@@ -159,7 +159,7 @@ def _made(strategy: Named, kind: Any, problems: list[str]) -> Any:
     known = {field.name: type(field.default) for field in fields(kind)}
     given = list(strategy.options)
     if strategy.value is not None:
-        if not hasattr(kind, "value"):
+        if not kind.value:
             problems.append(f"{strategy.name} takes no value; it is '{strategy.value}'")
         else:
             given.insert(0, (kind.value, strategy.value))

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.strategies.base import Batch, Forward, Loss, Part, Strategy
 from shoal.strategies.split import split
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Strategy):
     """Args: parts: micro-batches that a share is split in; a share of fewer samples has as many parts as samples."""
 
     parts: int

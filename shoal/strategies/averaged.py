@@ -32,6 +32,7 @@ from shoal.comm.norm import local
 from shoal.comm.ordered import needs_order, ordered_mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
 from shoal.strategies.buffers import SharedBuffers
+from shoal.strategies.state import StrategyState
 from shoal.strategies.whole_gradients import WholeGradients
 
 MIB = 2**20
@@ -45,7 +46,7 @@ class _Waits(Protocol):
     def wait(self) -> Any: ...
 
 
-class Averaged:
+class Averaged(StrategyState):
     """Takes steps whose gradients are averaged beside the backward pass. Made on every rank of the world together.
 
     Args:
@@ -54,7 +55,6 @@ class Averaged:
     """
 
     said: tuple[str, ...] = ()
-    alone = False
 
     def __init__(self, part: Part, data: Axis, bucket_mb: float, reduction: Reduction | None = None) -> None:
         self.part, self.data, self.reduction = part, data, reduction
@@ -63,12 +63,12 @@ class Averaged:
             _Bucket(members, [Member(names[id(p)], local(p).shape) for p in members])
             for members in buckets(reversed([*part.owned.values()]), int(bucket_mb * MIB))
         ]
-        self.sender = _Sender(data, reduction, beside=not part.many_passes)
+        self.sender = _Sender(data, reduction, beside=not part.passes.complete_after_run)
         self.reducing, self.next = False, 0
         self.buffers = SharedBuffers(part.module, data)
         # After many passes all are sent at the end, however many pieces they came in.
-        self.whole_gradients = WholeGradients({} if part.many_passes else part.owned)
-        for bucket in self.buckets if not part.many_passes else []:
+        self.whole_gradients = WholeGradients({} if part.passes.complete_after_run else part.owned)
+        for bucket in self.buckets if not part.passes.complete_after_run else []:
             for parameter in bucket.members:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
 

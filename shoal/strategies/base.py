@@ -5,27 +5,32 @@
               backward    are global    optimizer        every rank that
                           means                          reads them
 
-A `Part` is what one rank holds. `whole` makes the part of a world of one; `cut` folds strategies over it, in the order
-that they are given. A strategy says which of the fields it replaces and never looks at another strategy.
+A `Part` is what one rank holds. `whole` makes the part of a world of one; `cut` folds strategies
+over it, in the order that they are given. A strategy says which of the fields it replaces and never
+looks at another strategy: what it has to know of one that was applied before is a fact of the part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import global_norm, local
 from shoal.errors import UsageError
-from shoal.pipeline.together import Wish
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.colocation import Colocation, ColocationRequest
+from shoal.strategies.full_model import FullModel
+from shoal.strategies.options import StrategyOptions
 from shoal.strategies.remote import Remote
+from shoal.strategies.state import STATELESS, StrategyState
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
@@ -82,34 +87,22 @@ class Sample(NamedTuple):
     rows: int  # samples of a whole batch on this rank
 
 
-class Kept(Protocol):
-    """What a strategy keeps from step to step beside weights and the optimizer's state, for checkpoints.
+@dataclass(frozen=True)
+class PassTraits:
+    """Facts about the way in which `forward` and `run` of a part go through its module.
 
-    It is in the unit of the loss's own gradients, so there is none beside fp16's changing loss scale.
+    Attributes:
+        module_called: `forward` calls `module` itself. Otherwise it calls modules inside, one by one.
+        complete_after_run: gradients and totals are complete only when `run` has returned, for it
+            makes many passes through parts of `module`, in any order. Otherwise it makes one forward
+            and one backward pass for each micro-batch: totals are complete after the forward pass,
+            and each gradient is as soon as it arrives.
+        recorded: `run` puts its own passes into a trace.
     """
 
-    @property
-    def alone(self) -> bool:
-        """Every rank steps by gradients of its own, with an optimizer state of its own."""
-
-    def agree(self) -> bool:
-        """Until every rank has the same weights, those of all steps; whether they had been apart. Collective."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """What is the same on every rank."""
-        ...
-
-    def private(self) -> dict[str, Tensor]:
-        """What this rank alone keeps."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
-        """The inverse of both. Both may hold other things, or nothing; `private` is empty if the world has changed.
-
-        Returns: sentences about what could not be kept.
-        """
-        ...
+    module_called: bool = True
+    complete_after_run: bool = False
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,42 +131,73 @@ class Part:
     """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as they get it."""
     remote: Remote | None = None
     """Who really owns `owned`, where that is another process; there is no `.grad` here after a backward pass."""
-    kept: Kept | None = None
+    kept: StrategyState = STATELESS
     """What the strategy itself keeps from step to step."""
     sample: Sample | None = None
     """What the model will be called with; None where there is no loader."""
     line: Axis | None = None
     """Ranks that hold other parts of the model, as the stages of a pipeline do: `module` and `owned` are a part."""
-    uncut: Uncut | None = None
+    uncut: FullModel | None = None
     """The whole model, where `line` has parts of it."""
-    together: tuple[Wish, ...] = ()
-    """What strategies that cut later want in one stage of a pipeline."""
+    together: tuple[ColocationRequest, ...] = ()
+    """Requests of strategies that apply later for modules in one stage of a pipeline."""
     elsewhere: Set[str] = frozenset()
     """Names of owned parameters that a rank further up the line owns too: with equal gradients, to be counted once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names in `module` of parameters that the whole model calls otherwise: another name of a tied one is left here."""
-    many_passes: bool = False
-    """`run` is many backward passes through parts of the model, in any order: gradients are whole only after it."""
+    passes: PassTraits = PassTraits()
+    """How `forward` and `run` go through `module`."""
     said: tuple[str, ...] = ()
     """Lines about what was cut how, for the beginning of a run."""
 
+    @property
+    def is_partial(self) -> bool:
+        """True where other ranks hold other layers of the model; this rank may train none."""
+        return self.line is not None
 
-class Strategy(Protocol):
-    """A way to cut. A strategy is one file; its options are its fields.
+    @property
+    def has_sharded_params(self) -> bool:
+        """True where an owned parameter is a DTensor, of which this rank holds a slice."""
+        return any(isinstance(parameter, DTensor) for parameter in self.owned.values())
 
-    One that spans an axis of the mesh says how far: it has `spans`, such as {"tensor": 2}; see `shoal.comm.layout`.
-    One that can cut some modules only where they lie in one stage of a pipeline names them: it has `together`, a method
-    from an `Uncut` of one stage to a list of `shoal.pipeline.together.Together`.
+
+class Strategy(StrategyOptions, ABC):
+    """A way to train on many ranks. Every strategy derives from this class; its options are its fields.
+
+    Attributes:
+        helpers: it starts processes beside the ranks.
+        slices: it needs `Part.sample`, a batch as the model will get it, and applies before all others.
     """
 
+    helpers: ClassVar[bool] = False
+    slices: ClassVar[bool] = False
+
+    @abstractmethod
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """What this rank holds afterwards. Collective: every rank of the mesh calls it."""
-        ...
+        """Return what this rank holds afterwards. Collective: every rank of the mesh calls it."""
+
+    @property
+    def spans(self) -> Mapping[str, int]:
+        """Sizes of the mesh axes that it spans, such as {"tensor": 2}; see `shoal.comm.layout`."""
+        return {}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the beginning of a run, about numbers that are not those of one device."""
+        return []
+
+    def together(self, uncut: FullModel) -> Sequence[Colocation]:
+        """Return modules that must lie in one stage of a pipeline. Called on one rank.
+
+        Args: uncut: a model that is one stage as yet.
+        Raises: StrategyRefused: its options do not fit the model.
+        """
+        return []
 
 
 def spans(strategies: Iterable[Strategy]) -> dict[str, int]:
-    """How far strategies span the axes of the mesh, which is made before anything is cut."""
-    return {axis: size for strategy in strategies for axis, size in getattr(strategy, "spans", {}).items()}
+    """Sizes of the mesh axes that strategies span. The mesh is made before anything is cut."""
+    return {axis: size for strategy in strategies for axis, size in strategy.spans.items()}
 
 
 def whole(module: nn.Module, sample: Sample | None = None) -> Part:
@@ -193,8 +217,7 @@ def nothing() -> None:
 def cut(part: Part, strategies: Iterable[Strategy], mesh: Mesh) -> Part:
     """Fold the strategies over a part. Collective."""
     strategies = list(strategies)
-    wishes = tuple(strategy.together for strategy in strategies if hasattr(strategy, "together"))
-    part = replace(part, together=wishes)
+    part = replace(part, together=tuple(strategy.together for strategy in strategies))
     for strategy in strategies:
         part = strategy.cut(part, mesh)
     return part
@@ -278,12 +301,16 @@ def settle(part: Part, loss: Loss, global_rows: int) -> None:
     """Divide owned gradients by the global count that a loss counted for itself, now that it is known."""
     if not loss.weighed:
         return
-    factor = global_rows / nonzero_count(loss.totals)
-    if part.remote is not None:
-        part.remote.scale(factor)
+    scale_gradients(part, global_rows / nonzero_count(loss.totals))
+
+
+def scale_gradients(part: Part, factor: Tensor) -> None:
+    """Multiply the global gradients by a scalar tensor, wherever they lie."""
     gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+    if part.remote is not None:
+        part.remote.scale(factor)
 
 
 def gradient_norm(part: Part, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part
+from shoal.strategies.base import Part, Strategy
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compile(Strategy):
     """Applied before the data strategy, whose hooks stay outside the compiled graph."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Compiles the module in place, at its first batch. Raises StrategyRefused: in a pipeline."""
-        if part.many_passes:
+        if not part.passes.module_called:
             raise StrategyRefused("compile with a pipeline: stages are not compiled. Use compile=False.")
         part.module.compile()
         return part

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
@@ -44,11 +43,12 @@ from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.comm.ordered import mean, needs_order, use_ordered_mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.averaged import Averaged
-from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Outcome, Part, Strategy
 from shoal.strategies.buffers import changed, held
 from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.one_message import OneMessage, fits
 from shoal.strategies.options import DdpOptions
+from shoal.strategies.state import STATELESS
 from shoal.strategies.whole_gradients import WholeGradients
 
 LATE = (
@@ -57,7 +57,7 @@ LATE = (
 )
 
 
-class Ddp(DdpOptions):
+class Ddp(DdpOptions, Strategy):
     """Distributed data parallel."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
@@ -67,8 +67,7 @@ class Ddp(DdpOptions):
             numbers; allreduce beside these, or of sparse gradients.
         """
         reduction = parse(self.compress)
-        sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
-        ours, sparse = part.many_passes or sliced, _sparse(part.module)
+        ours, sparse = part.passes.complete_after_run or part.has_sharded_params, _sparse(part.module)
         self._refuse_algorithm(mesh, alone=not ours and reduction is None, sparse=sparse)
         if reduction is not None and ours:
             raise StrategyRefused(
@@ -77,7 +76,7 @@ class Ddp(DdpOptions):
             )
         if reduction is not None:
             refuse_complex(part.owned, self.compress)
-        if not part.owned and not part.many_passes:  # a stage may have none
+        if not part.owned and not part.is_partial:  # some layers may have none
             raise StrategyRefused("strategy ddp averages gradients; the model has no trainable parameter.")
         if mesh.data.size == 1:
             return part
@@ -134,7 +133,7 @@ class Ddp(DdpOptions):
             part,
             run=engine.run,
             late_gradients=LATE,
-            kept=engine if keeps_error else None,
+            kept=engine if keeps_error else STATELESS,
             said=(*part.said, said),
         )
 

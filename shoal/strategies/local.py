@@ -27,7 +27,6 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import buckets
@@ -35,9 +34,10 @@ from shoal.comm.fewer import plain_bytes
 from shoal.comm.mesh import Mesh
 from shoal.comm.ordered import mean
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Part, Strategy
 from shoal.strategies.buffers import changeable, changed, held
 from shoal.strategies.options import DilocoOptions, LocalOptions
+from shoal.strategies.state import StrategyState
 
 BUCKET_BYTES = 25 * 2**20
 LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
@@ -47,7 +47,7 @@ NEW_WORLD = (
 _BatchNorm = torch.nn.modules.batchnorm._NormBase
 
 
-class Local(LocalOptions):
+class Local(LocalOptions, Strategy):
     """Local SGD: the mean of all weights, every so many steps."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
@@ -62,7 +62,7 @@ class Local(LocalOptions):
         return _notes(self.name, self.every, "weights are averaged")
 
 
-class Diloco(DilocoOptions):
+class Diloco(DilocoOptions, Strategy):
     """DiLoCo: an outer optimizer steps by what the ranks have changed on average, every so many steps."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
@@ -101,7 +101,7 @@ def _notes(name: str, every: int, what: str) -> list[str]:
 def _cut(part: Part, mesh: Mesh, name: str, every: int, outer: Outer | None) -> Part:
     if not part.owned:
         raise StrategyRefused(f"strategy {name} averages what was trained; the model has no trainable parameter.")
-    if part.many_passes or any(isinstance(parameter, DTensor) for parameter in part.owned.values()):
+    if part.is_partial or part.has_sharded_params:
         raise StrategyRefused(
             f"strategy {name} averages whole models, and beside tensor and pipeline a rank has a part of one. Use ddp."
         )
@@ -116,7 +116,7 @@ def _cut(part: Part, mesh: Mesh, name: str, every: int, outer: Outer | None) -> 
     return replace(part, run=run, gather=gather, late_gradients=LATE, kept=engine, said=(*part.said, said))
 
 
-class _Engine:
+class _Engine(StrategyState):
     """Counts steps, and meets.
 
     Attributes:
@@ -127,6 +127,7 @@ class _Engine:
     """
 
     alone = True
+    together = False
 
     def __init__(self, part: Part, data: Axis, every: int, outer: Outer | None) -> None:
         self.part, self.data, self.every, self.outer = part, data, every, outer

@@ -20,13 +20,23 @@ from shoal.server.handshake import MOST_CONNECTIONS
 HOWS = ("column", "row")
 
 
+class StrategyOptions:
+    """Options of a strategy: the fields of a dataclass.
+
+    Attributes:
+        value: name of the option that `name=value` sets; empty where a strategy takes no value.
+    """
+
+    value: ClassVar[str] = ""
+
+
 @dataclass(frozen=True)
-class NoOptions:
+class NoOptions(StrategyOptions):
     """Nothing can be asked."""
 
 
 @dataclass(frozen=True)
-class PipelineOptions:
+class PipelineOptions(StrategyOptions):
     """Args:
     ranks: of each pipeline.
     schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv; `shoal schedule NAME` draws it.
@@ -62,7 +72,7 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
-class TensorOptions:
+class TensorOptions(StrategyOptions):
     """Args:
     degree: ranks in each tensor group; a number that divides the world, and the ranks of each machine.
     whole: patterns of names, with + between them: modules that stay whole, with all that is in them.
@@ -89,7 +99,7 @@ class TensorOptions:
 
 
 @dataclass(frozen=True)
-class RecomputeOptions:
+class RecomputeOptions(StrategyOptions):
     """Args:
     every: each k-th unit; 1 for all of them.
     budget_mb: MiB of activations that one micro-batch may keep, over all units; 0 to recompute whatever `every`
@@ -109,7 +119,7 @@ class RecomputeOptions:
 
 
 @dataclass(frozen=True)
-class DdpOptions:
+class DdpOptions(StrategyOptions):
     """Args:
     unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
         step which ones these are; parameters that never get one are found by themselves.
@@ -136,7 +146,7 @@ class DdpOptions:
 
 
 @dataclass(frozen=True)
-class ZeroOptions:
+class ZeroOptions(StrategyOptions):
     """Args:
     hybrid: shard inside groups of so many ranks, and replicate across groups; 0 for one group of all.
     offload: keep this rank's shards of parameters, gradients and optimizer states in CPU memory.
@@ -152,7 +162,7 @@ class ZeroOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(StrategyOptions):
     """Args:
     servers: how many share the parameters: the number of shards.
     replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and training goes on.
@@ -198,7 +208,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class LocalOptions:
+class LocalOptions(StrategyOptions):
     """Args: every: H, how many optimizer steps there are from one meeting to the next."""
 
     value: ClassVar[str] = "every"

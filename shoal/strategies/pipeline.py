@@ -27,15 +27,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.pipeline.plan import Plan, plan, trace_for
+from shoal.pipeline.plan import Plan, full_model, plan, trace_for
 from shoal.pipeline.schedules import problems, table
 from shoal.pipeline.stage import Stage, held, let_go, seen_by, stages, unused
 from shoal.pipeline.table import Table
 from shoal.pipeline.ties import Ties
 from shoal.pipeline.timing import idle_shares, timeline
 from shoal.pipeline.trace import Traced
-from shoal.pipeline.uncut import Uncut
-from shoal.strategies.base import Part, Sample
+from shoal.strategies.base import Part, PassTraits, Sample, Strategy
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.staged import Staged
 from shoal.strategies.units import drops, innermost, units
@@ -45,7 +45,7 @@ PER_RANK = 4
 """Micro-batches for each rank of a pipeline, unless it is said: 1F1B is idle for a fifth of the time or less."""
 
 
-class Pipeline(PipelineOptions):
+class Pipeline(PipelineOptions, Strategy):
     """Pipeline parallel."""
 
     slices: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class Pipeline(PipelineOptions):
         wanted = self.microbatches or _chosen(self.schedule, self.ranks, 0 if sample is None else sample.rows)
         return table(self.schedule, self.ranks, wanted, self.stages)
 
-    def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, Uncut, Traced]:
+    def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, FullModel, Traced]:
         assert part.sample is not None
         inputs = seen_by(part.module, [*part.module._forward_pre_hooks.values()], part.sample.inputs)
         whole = set(innermost(units(part.module)))
@@ -99,10 +99,10 @@ class Pipeline(PipelineOptions):
             )
         num_stages, balance = chosen.num_stages, self.balance
         where = plan(mesh, part.module, graph, num_stages, balance, self.cuts, inputs, part.together)
-        return where, Uncut(part.module, (graph.training, graph.evaluating), where.begins), graph
+        return where, full_model(part.module, graph, where.begins), graph
 
 
-def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, graph: Traced, free: bool) -> Part:
+def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: FullModel, graph: Traced, free: bool) -> Part:
     model, axis = part.module, mesh.pipeline
     pieces = stages(model, *uncut.graphs, uncut.begins)
     homes = {stage: chosen.rank_of(stage) for stage in range(chosen.num_stages)}
@@ -133,7 +133,7 @@ def _cut(part: Part, mesh: Mesh, chosen: Table, where: Plan, uncut: Uncut, graph
         uncut=uncut,
         elsewhere=ties.elsewhere,
         aliases=aliases,
-        many_passes=True,
+        passes=PassTraits(module_called=False, complete_after_run=True, recorded=True),
         late_gradients=LATE,
         said=(*part.said, *said),
     )

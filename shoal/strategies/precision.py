@@ -16,7 +16,7 @@ import torch
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
 from shoal.errors import TrainingDiverged
-from shoal.strategies.base import Batch, Outcome, Part, gradient_norm
+from shoal.strategies.base import Batch, Outcome, Part, Strategy, gradient_norm
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 2.0**-20
@@ -56,7 +56,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Strategy):
     """Args: name: fp64 and fp32 leave the model as it is; bf16 and fp16 are autocast. loss_scale: for fp16."""
 
     name: Literal["fp64", "fp32", "bf16", "fp16"]

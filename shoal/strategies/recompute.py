@@ -29,19 +29,19 @@ from torch.utils.checkpoint import checkpoint
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part
+from shoal.strategies.base import Part, Strategy
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.units import innermost, units
 
 
-class Recompute(RecomputeOptions):
+class Recompute(RecomputeOptions, Strategy):
     """Computes units of the model again in the backward pass."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces the forward functions of units, in place. Raises StrategyRefused where there is no unit."""
         # Without units inside: a unit's activations are all there at once when it is computed again.
         chosen = [*innermost(_units(part, self.unit)).values()][:: self.every]
-        if not chosen and not part.many_passes:  # a stage may have none
+        if not chosen and not part.is_partial:  # some layers of the model may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in it. Name the class of "
                 "its blocks: recompute,unit=CLASS."

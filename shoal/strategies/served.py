@@ -36,6 +36,7 @@ from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.pushing import Pushing
+from shoal.strategies.state import StrategyState
 from shoal.strategies.units import units
 
 LEFT_OUT = "not_pushed."
@@ -47,11 +48,16 @@ LOST = (
 )
 
 
-class Engine:
-    """One worker's side of a run with parameter servers: it takes the steps, and is the run's `Remote`.
+class Engine(StrategyState):
+    """One worker's side of a run with parameter servers: it takes the steps.
+
+    It is the part's `Remote`, which steps, and its `StrategyState`, for the servers keep the
+    optimizer's state.
 
     Raises: ConfigError: compress of an unknown kind; no such certificate.
     """
+
+    in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
     def __init__(self, options: ServerOptions, part: Part, mesh: Mesh) -> None:
         self.options, self.part, self.mesh = options, part, mesh
@@ -63,6 +69,7 @@ class Engine:
         self.factor = 1.0
         self.pushed = False
         self.apart = False
+        self.connected = False
         aggregates = options.aggregate and self.together and self.compression is None
         self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls))
         self.client: Client
@@ -134,6 +141,7 @@ class Engine:
         parts = cut(shapes, bytes_of_a_part(shapes, self.options.servers, most_bytes, one_machine=one_machine))
         self.flat = Flat(owned, parts)
         self.client = self.connect(parts, recipe)
+        self.connected = True
         self.pushing = Pushing(self.client, self.flat, self.compression)
         self.spread(optimizer)
         self.pushing.watch()
@@ -223,12 +231,16 @@ class Engine:
     def announce(self, directory: Path) -> None:
         self.staff.announce(directory)
 
+    def state(self) -> dict[str, Tensor]:
+        """Nothing: `collect` gives the optimizer's state, and there is no other."""
+        return {}
+
     def private(self) -> dict[str, Tensor]:
         """What compression has left out so far, of each parameter."""
         return {f"{LEFT_OUT}{name}": value for name, value in self.pushing.left_out_of_each().items()}
 
-    def load_private(self, found: Mapping[str, Tensor]) -> list[str]:
-        left_out = {name.removeprefix(LEFT_OUT): value for name, value in found.items() if name.startswith(LEFT_OUT)}
+    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+        left_out = {name.removeprefix(LEFT_OUT): value for name, value in private.items() if name.startswith(LEFT_OUT)}
         self.pushing.load(left_out)
         is_lost = not left_out and self.compression is not None and self.compression.keeps_error
         return [LOST] if is_lost else []
@@ -256,7 +268,7 @@ class Engine:
 
     def close(self) -> None:
         """Hang up, and end the servers that this rank has started."""
-        if hasattr(self, "client"):
+        if self.connected:
             self.client.close()
         self.staff.close()
 

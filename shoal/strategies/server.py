@@ -22,19 +22,19 @@ import torch
 
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part
+from shoal.strategies.base import Part, Strategy
 from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.served import Engine
 
 
-class Server(ServerOptions):
+class Server(ServerOptions, Strategy):
     """Sharded parameter servers beside the workers, started and ended with them."""
 
     helpers: ClassVar[bool] = True
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        """Replaces forward, run, gather and remote. Collective.
+        """Replaces forward, run, gather, remote and kept. Collective.
 
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data; compress of complex
@@ -58,7 +58,7 @@ class Server(ServerOptions):
         mesh.broadcast(part.module)
         engine = Engine(self, part, mesh)
         close_before_leaving(engine)
-        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine, kept=engine)
 
     @property
     def notes(self) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part
+from shoal.strategies.base import Part, Strategy
 from shoal.strategies.options import NoOptions
 
 
-class Single(NoOptions):
+class Single(NoOptions, Strategy):
     """The reference that every other strategy is measured against."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:

@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.pipeline.stage import let_go
-from shoal.pipeline.together import Together
-from shoal.pipeline.uncut import Uncut
-from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part, Strategy
+from shoal.strategies.colocation import Colocation
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import TensorOptions
 from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
@@ -50,21 +50,21 @@ IN_STAGES = (
 PARTED = "a stage of the pipeline begins between it and what makes a pair with it"
 
 
-class TensorParallel(TensorOptions):
+class TensorParallel(TensorOptions, Strategy):
     """Cuts layers along the tensor axis."""
 
     @property
     def spans(self) -> dict[str, int]:
         return {"tensor": self.degree}
 
-    def together(self, uncut: Uncut) -> list[Together]:
+    def together(self, uncut: FullModel) -> list[Colocation]:
         """What can only be cut where it lies in one stage. Raises StrategyRefused: a name that is none of the model's.
 
         Args: uncut: a model that is one stage.
         """
         made = _planned(uncut.model, self, uncut) if self.degree > 1 else Plan(self.degree)
-        pairs = [Together({*pair.columns, pair.row}) for pair in made.pairs]
-        return pairs + [Together({head}, to_the_end=True) for head in made.vocabulary_heads]
+        pairs = [Colocation({*pair.columns, pair.row}) for pair in made.pairs]
+        return pairs + [Colocation({head}, to_the_end=True) for head in made.vocabulary_heads]
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces module (in place), forward or run, owned, reduce and said. Collective.
@@ -92,7 +92,7 @@ class TensorParallel(TensorOptions):
         return replace(part, forward=engine.forward, run=engine.run, owned=owned, reduce=engine.reduce, said=said)
 
 
-def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = None) -> Plan:
+def plan_of(model: nn.Module, options: TensorParallel, uncut: FullModel | None = None) -> Plan:
     """The plan for these options. Raises StrategyRefused.
 
     Args: uncut: where the model is cut in stages, if it is.
@@ -114,7 +114,7 @@ def plan_of(model: nn.Module, options: TensorParallel, uncut: Uncut | None = Non
     return made
 
 
-def _planned(model: nn.Module, options: TensorParallel, uncut: Uncut | None) -> Plan:
+def _planned(model: nn.Module, options: TensorParallel, uncut: FullModel | None) -> Plan:
     problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
     keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
@@ -123,7 +123,7 @@ def _planned(model: nn.Module, options: TensorParallel, uncut: Uncut | None) -> 
     return plan(model, options.degree, keep, options.plan, uncut)
 
 
-def _parted(made: Plan, model: nn.Module, options: TensorParallel, uncut: Uncut | None) -> set[str]:
+def _parted(made: Plan, model: nn.Module, options: TensorParallel, uncut: FullModel | None) -> set[str]:
     """What would be cut if the pipeline did not begin a stage inside a pair."""
     if uncut is None or NO_PAIR not in made.whole.values():
         return set()
@@ -173,14 +173,14 @@ class _Engine:
     def forward(self, batch: Batch) -> Outcome:
         """A stop that one rank of the group was asked for is a stop of all, before the totals are summed."""
         outcome = self.part.forward(batch)
-        if batch.last and not self.part.many_passes:
+        if batch.last and not self.part.passes.complete_after_run:
             self.axis.largest(outcome.totals[STOP])
         return outcome
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """The same for a pipeline, whose totals are known after all of its passes."""
         loss = self.part.run(forward, batch)
-        if batch.last and self.part.many_passes:
+        if batch.last and self.part.passes.complete_after_run:
             self.axis.largest(loss.totals[STOP])
         return loss
 

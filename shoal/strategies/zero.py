@@ -33,14 +33,14 @@ from torch.utils._pytree import tree_map
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, close_before_leaving, ensure_group
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part, Strategy
 from shoal.strategies.late_shards import LateShards
 from shoal.strategies.lockstep import Lockstep
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.units import innermost, units
 
 
-class Zero1(ZeroOptions):
+class Zero1(ZeroOptions, Strategy):
     """Optimizer states in shards."""
 
     stage: ClassVar[int] = 1
@@ -50,8 +50,8 @@ class Zero1(ZeroOptions):
 
         Raises: StrategyRefused: no trainable parameter.
         """
-        if part.many_passes:
-            return self._after_many_passes(part, mesh)
+        if part.passes.complete_after_run:
+            return self._shard_after_run(part, mesh)
         if not part.owned:
             raise StrategyRefused(f"strategy zero{self.stage} shards what is trained; the model has no such parameter.")
         if mesh.data.size == 1 and not self.offload:
@@ -73,7 +73,7 @@ class Zero1(ZeroOptions):
             uncertain=engine.lockstep.lacking if engine.lockstep else frozenset(),
         )
 
-    def _after_many_passes(self, part: Part, mesh: Mesh) -> Part:
+    def _shard_after_run(self, part: Part, mesh: Mesh) -> Part:
         if self.hybrid or self.offload:
             raise StrategyRefused(
                 f"zero{self.stage} in a pipeline shards over all data ranks and keeps shards on the device. Leave out "

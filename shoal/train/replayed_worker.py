@@ -114,7 +114,7 @@ def _strategies(job: Job, held: list[Held]) -> list[Strategy]:
     return [Precision(job.train.precision, None), *compiled, *chosen, Accumulate(job.train.accumulate)]
 
 
-class _Servers:
+class _Servers(Strategy):
     """Cuts as `Server` with the same options does."""
 
     def __init__(self, options: Server, held: list[Held]) -> None:
@@ -123,7 +123,7 @@ class _Servers:
     def cut(self, part: Part, mesh: Mesh) -> Part:
         engine = _Engine(self.options, part, mesh)
         engine.held = self.held
-        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine)
+        return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine, kept=engine)
 
 
 class _Engine(Engine):

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.strategies.base import Batch, Forward, Loss, Part, Strategy
 
 
 @dataclass(frozen=True)
-class Right:
+class Right(Strategy):
     """Data parallel by hand: the yardstick that shows that the others are wrong for their own reason alone."""
 
     def cut(self, part: Part, mesh: Mesh) -> Part:

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
 from shoal.pipeline.balance import balanced
-from shoal.pipeline.plan import trace_for
+from shoal.pipeline.plan import full_model, trace_for
 from shoal.pipeline.steps import places, steps_of
 from shoal.pipeline.together import parted
-from shoal.pipeline.uncut import Uncut
 from shoal.proof import zoo
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.tensor import PARTED, TensorParallel, plan_of
 from shoal.strategies.units import innermost, units
 
 IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
 
 
-def uncut(model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False) -> Uncut:
+def uncut(model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False) -> FullModel:
     """The model, with stages that begin with these modules."""
     whole = set() if fine else set(innermost(units(model)))
     graph = trace_for(model, len(begin_with) + 1, whole, 1, (sample,))
     names = [str(step.target) for step in steps_of(graph.training)]
-    return Uncut(model, (graph.training, graph.evaluating), [names.index(name) for name in begin_with])
+    return full_model(model, graph, [names.index(name) for name in begin_with])
 
 
 def cuts(model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False, **options: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None
     assert cuts(model, TOKENS, "blocks.1") == plan_of(model, TensorParallel(2)).cuts()
 
 
-def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], Uncut]:
+def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], FullModel]:
     """How much each place would part, and the model in stages of like size that part as little as can be."""
     one_stage = uncut(model, sample)
     graph = one_stage.graphs[0]

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.sliced.transposed import is_transposed
 
 KEPT = "kept"
@@ -28,7 +28,7 @@ KEPT = "kept"
 
 
 def graphs(
-    model: nn.Module, leaves: set[nn.Module], uncut: Uncut | None = None
+    model: nn.Module, leaves: set[nn.Module], uncut: FullModel | None = None
 ) -> Iterator[tuple[str, list[fx.Graph]]]:
     """For each module that is looked into as a root its name and its graphs, in which names count from the model.
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.sliced.graph import KEPT
 from shoal.strategies.sliced.hooks import hooked, hooked_border, hooked_parameter
 from shoal.strategies.sliced.transposed import is_transposed
@@ -82,7 +82,9 @@ class Modules:
         uncut: where the model is cut in stages, if it is.
     """
 
-    def __init__(self, model: nn.Module, degree: int, taken: Iterable[nn.Module], uncut: Uncut | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, degree: int, taken: Iterable[nn.Module], uncut: FullModel | None = None
+    ) -> None:
         self.degree, self.uncut = degree, uncut
         self.by_name = dict(model.named_modules())
         self.left = {m: name for name, m in self.by_name.items() if m not in set(taken)}
@@ -97,7 +99,7 @@ class Modules:
         if uncut is not None:
             self._leave_to_stages(uncut)
 
-    def _leave_to_stages(self, uncut: Uncut) -> None:
+    def _leave_to_stages(self, uncut: FullModel) -> None:
         """What a plan must know the surroundings of, and stages call in parts or in several ways, stays whole."""
         read = {id(tensor) for tensor in uncut.read}
         for module, name in list(self.left.items()):

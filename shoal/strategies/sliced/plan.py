@@ -6,14 +6,14 @@ the vocabulary, then pairs of linear layers and of convolutions that a look into
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
-from shoal.pipeline.uncut import Uncut
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.sliced.asked import asked
 from shoal.strategies.sliced.graph import graphs
 from shoal.strategies.sliced.heads import Heads, attentions
@@ -83,7 +83,7 @@ def plan(
     degree: int,
     keep: tuple[str, ...] = (),
     own: Sequence[tuple[str, str]] = (),
-    uncut: Uncut | None = None,
+    uncut: FullModel | None = None,
 ) -> Plan:
     """What of `model` can be cut in `degree` slices. It is not changed; parameters may be on the meta device.
 
@@ -159,24 +159,36 @@ def _vocabulary(model: nn.Module, modules: Modules) -> tuple[tuple[str, ...], tu
     """Embeddings of words, and layers that give a logit for each of them."""
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in modules.left}
     candidates = {name: m for name, m in linear.items() if _is_head(name, m, model)}
-    words = {m.out_features for m in candidates.values()}
-    embeddings, heads = [], []
+    embeddings = list(_embeddings(model, {m.out_features for m in candidates.values()}, modules))
+    heads = list(_vocabulary_heads(candidates, modules))
+    cut = _without_loose_ties(model, {*embeddings, *heads})
+    return tuple(name for name in embeddings if name in cut), tuple(name for name in heads if name in cut)
+
+
+def _embeddings(model: nn.Module, words: Container[int], modules: Modules) -> Iterator[str]:
+    """Names of embeddings that can be cut, whose number of words is one of `words`."""
     for name, module in model.named_modules():
-        if type(module) is nn.Embedding and module.num_embeddings in words and _plain_embedding(module):
-            if module.num_embeddings % modules.degree:
-                modules.reasons[name] = f"its {module.num_embeddings} words are no multiple of {modules.degree}"
-            elif module in modules.left and "forward" not in vars(module) and not hooked(module):
-                embeddings.append(name)
+        if type(module) is not nn.Embedding or module.num_embeddings not in words or not _plain_embedding(module):
+            continue
+        if module.num_embeddings % modules.degree:
+            modules.reasons[name] = f"its {module.num_embeddings} words are no multiple of {modules.degree}"
+        elif _is_plain(module, modules):
+            yield name
+
+
+def _vocabulary_heads(candidates: Mapping[str, nn.Linear], modules: Modules) -> Iterator[str]:
+    """Names of the candidates that can be cut."""
     for name, module in candidates.items():
-        plain = module in modules.left and "forward" not in vars(module) and not hooked(module)
         if module.out_features % modules.degree:
             modules.reasons[name] = f"its {module.out_features} words are no multiple of {modules.degree}"
         elif modules.uncut is not None and modules.uncut.running(name) != {modules.uncut.last}:
             modules.reasons[name] = "the pipeline is cut behind it"
-        elif plain:
-            heads.append(name)
-    cut = _without_loose_ties(model, {*embeddings, *heads})
-    return tuple(name for name in embeddings if name in cut), tuple(name for name in heads if name in cut)
+        elif _is_plain(module, modules):
+            yield name
+
+
+def _is_plain(module: nn.Module, modules: Modules) -> bool:
+    return module in modules.left and "forward" not in vars(module) and not hooked(module)
 
 
 def _without_loose_ties(model: nn.Module, names: set[str]) -> set[str]:
@@ -205,23 +217,28 @@ def _whole(model: nn.Module, made: Plan, modules: Modules, kept: set[nn.Module])
     """Matrices that stay whole, and why."""
     cut, found = made.cuts(), {}
     for path, module in model.named_modules():
-        name = path or "(the model itself)"
-        large = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        if not large or any(path == other or path.startswith(f"{other}.") for other in cut):
-            continue
-        outer = next((r for n, r in modules.reasons.items() if path == n or path.startswith(f"{n}.")), None)
-        if module in kept:
-            found[name] = "as was asked"
-        elif isinstance(module, nn.RNNBase):
-            found[name] = "its state is needed whole at every time step, an exchange for each"
-        elif outer is not None:
-            found[name] = outer
-        elif module in modules.shared:
-            found[name] = "its parameters, or itself, are used in several places"
-        elif isinstance(module, nn.Embedding):
-            found[name] = "no layer gives a number for each of its rows"
-        elif isinstance(module, (nn.Linear, *CONVOLUTIONS)):
-            found[name] = NO_PAIR
-        else:
-            found[name] = f"{type(module).__name__} is not known here"
+        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if has_matrix and not any(_lies_in(path, other) for other in cut):
+            found[path or "(the model itself)"] = _why_whole(path, module, modules, kept)
     return found
+
+
+def _why_whole(path: str, module: nn.Module, modules: Modules, kept: set[nn.Module]) -> str:
+    outer = next((reason for name, reason in modules.reasons.items() if _lies_in(path, name)), None)
+    if module in kept:
+        return "as was asked"
+    if isinstance(module, nn.RNNBase):
+        return "its state is needed whole at every time step, an exchange for each"
+    if outer is not None:
+        return outer
+    if module in modules.shared:
+        return "its parameters, or itself, are used in several places"
+    if isinstance(module, nn.Embedding):
+        return "no layer gives a number for each of its rows"
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+        return NO_PAIR
+    return f"{type(module).__name__} is not known here"
+
+
+def _lies_in(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")

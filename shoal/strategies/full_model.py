@@ -1,4 +1,4 @@
-"""The model before it was cut in stages: what a strategy that comes later has to know about all of them.
+"""The whole model, for strategies that apply after it was cut in pipeline stages.
 
       stage 0   token_embedding  blocks.0         alive on this rank
       stage 1   blocks.1  norm  head              hollow here: names, shapes, and who is tied to whom
@@ -15,21 +15,21 @@ from itertools import pairwise
 
 from torch import Tensor, fx, nn
 
-from shoal.pipeline.steps import steps_of
-
 
 @dataclass(frozen=True)
-class Uncut:
+class FullModel:
     """All of a model of which a rank holds some stages.
 
     Attributes:
         model: its tensors have shapes, and memory only where this rank holds them.
         graphs: its forward pass in training and in evaluation; a unit is one node.
+        steps: of each graph the nodes that are computed once, in order.
         begins: steps that stages 1, 2, ... begin with.
     """
 
     model: nn.Module
     graphs: tuple[fx.Graph, fx.Graph]
+    steps: tuple[Sequence[fx.Node], Sequence[fx.Node]]
     begins: Sequence[int]
 
     @property
@@ -39,7 +39,7 @@ class Uncut:
 
     def stages_in(self, graph: fx.Graph) -> dict[fx.Node, int]:
         """Step of one of `graphs` -> its stage."""
-        steps = steps_of(graph)
+        steps = self.steps[self.graphs.index(graph)]
         marks = [0, *self.begins, len(steps)]
         return {step: stage for stage, (a, b) in enumerate(pairwise(marks)) for step in steps[a:b]}
 
@@ -54,12 +54,12 @@ class Uncut:
 
     @cached_property
     def read(self) -> list[Tensor]:
-        """Parameters and buffers that stages read by themselves, and not through a module that they call."""
+        """Parameters and buffers that stages read by themselves, not through a module that they call."""
         paths = {str(node.target).rpartition(".") for node in self.graphs[0].nodes if node.op == "get_attr"}
         return [getattr(self.model.get_submodule(owner), name) for owner, _, name in sorted(paths)]
 
     def running(self, path: str) -> set[int]:
-        """Stages in which a module's own forward function runs: it is called there, or something that it lies in."""
+        """Stages in which a module's own forward function runs: they call it, or what it lies in."""
         words = path.split(".")
         outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
         return set().union(*(self.called.get(name, set()) for name in outer))

@@ -1,0 +1,97 @@
+"""Every strategy is a `Strategy`, every state a `StrategyState`, and offers what these declare."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.strategies import STRATEGIES, options
+from shoal.strategies.accumulate import Accumulate
+from shoal.strategies.averaged import Averaged
+from shoal.strategies.base import Strategy
+from shoal.strategies.compile import Compile
+from shoal.strategies.local import _Engine as LocalSteps
+from shoal.strategies.precision import Precision
+from shoal.strategies.served import Engine as ServedSteps
+from shoal.strategies.state import Stateless, StrategyState
+
+STRATEGY_CLASSES = [
+    *(
+        getattr(import_module(f"shoal.strategies.{file}"), name)
+        for file, _, name in (known.where.partition(":") for known in STRATEGIES.values())
+    ),
+    Accumulate,
+    Compile,
+    Precision,
+]
+STATE_CLASSES = [Averaged, LocalSteps, ServedSteps, Stateless]
+MISSPELLED = """
+from shoal.comm.mesh import Mesh
+from shoal.strategies.base import Part, Strategy
+
+class Mine(Strategy):
+    def cut(self, part: Part, mesh: Mesh) -> Part:
+        return part
+
+    def together(self, uncut: int) -> list[str]:
+        return []
+
+def notes_of(strategy: Strategy) -> list[str]:
+    return strategy.remarks
+"""
+
+
+def own_members(kind: type, root: type) -> Iterator[tuple[str, Any, Any]]:
+    """Overridden public members of `root`: name, the class's own, and the declared one."""
+    for base in kind.__mro__:
+        if base is root:
+            return
+        for name, value in vars(base).items():
+            if not name.startswith("_") and name in vars(root) | vars(options.StrategyOptions):
+                yield name, value, inspect.getattr_static(root, name)
+
+
+@pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
+def test_every_strategy_derives_from_the_contract(kind: type) -> None:
+    assert issubclass(kind, Strategy)
+    assert not inspect.isabstract(kind)
+
+
+@pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
+def test_public_members_of_a_strategy_are_declared_by_the_contract_or_are_options(kind: type) -> None:
+    declared = {name for base in Strategy.__mro__ for name in vars(base)}
+    fields = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
+    of_options = {name for base in kind.__mro__ if base.__module__ == options.__name__ for name in vars(base)}
+    public = {name for name in vars(kind) if not name.startswith("_")}
+    assert public <= declared | fields | of_options
+
+
+@pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
+def test_what_a_strategy_overrides_has_the_declared_kind_and_parameters(kind: type) -> None:
+    for name, own, declared in own_members(kind, Strategy):
+        assert type(own) is type(declared), name
+        if inspect.isfunction(own):
+            assert [*inspect.signature(own).parameters] == [*inspect.signature(declared).parameters], name
+
+
+@pytest.mark.parametrize("kind", STATE_CLASSES, ids=lambda kind: kind.__name__)
+def test_what_a_state_overrides_has_the_declared_parameters(kind: type) -> None:
+    assert issubclass(kind, StrategyState)
+    assert not inspect.isabstract(kind)
+    for name, own, declared in own_members(kind, StrategyState):
+        if inspect.isfunction(own):
+            assert [*inspect.signature(own).parameters] == [*inspect.signature(declared).parameters], name
+
+
+@pytest.mark.slow
+def test_mypy_finds_a_misspelled_member_of_a_strategy(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MISSPELLED)
+    found = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True)
+    assert 'Return type "list[str]" of "together" incompatible' in found.stdout
+    assert 'has no attribute "remarks"' in found.stdout
