@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal import config
 
-    settings, notes = job.settings(options, options.processes or 1)
+    settings, _, notes = job.settings(options, options.processes or 1)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(config.explain(settings) if options.explain else config.to_yaml(settings.job))

@@ -11,6 +11,7 @@ from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from shoal.config import Settings
+    from shoal.strategies import StrategyLine
 
 WITHOUT_DASHES = re.compile(r"[a-z_]+(\.\w+)*")
 """A setting's name as other programs take it, `train.epochs=3`."""
@@ -53,30 +54,27 @@ def split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
     return rest, settings
 
 
-def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, list[str]]:
-    """The job that the words describe, and notes to print before it runs."""
-    found, notes = _read_settings(options, ranks, list(options.settings))
-    if options.allreduce is None:
-        return found, notes
-    from shoal.strategies import with_allreduce
+def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, StrategyLine, list[str]]:
+    """The job that the words describe, its strategies, and notes to print before it runs."""
+    from shoal.strategies import parse_line, with_allreduce
 
-    line = with_allreduce(found.job.strategy, options.allreduce)
-    return _read_settings(options, ranks, [*options.settings, ("strategy", line)])
+    found, notes = _read_settings(options, ranks, list(options.settings))
+    line = parse_line(found.job.strategy)
+    if options.allreduce is None:
+        return found, line, notes
+    line = with_allreduce(line, options.allreduce)
+    found, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
+    return found, line, notes
 
 
 def _read_settings(options: argparse.Namespace, ranks: int, flags: list[tuple[str, str]]) -> tuple[Settings, list[str]]:
     from shoal import config
-    from shoal.strategies import refuse_bad
 
     if options.imports:
         flags += [("import", str(Path(file).resolve())) for file in options.imports]
     if options.cfg is not None:
-        settings, notes = config.translate(options.cfg, options.source, ranks, flags)
-        refuse_bad(settings.job.strategy)
-        return settings, notes
+        return config.translate(options.cfg, options.source, ranks, flags)
     if len(options.source) != 1:
         given = f"there are {len(options.source)}: {' '.join(options.source)}" if options.source else "there is none"
         raise UsageError(f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}")
-    settings = config.read(options.source[0], flags)
-    refuse_bad(settings.job.strategy)
-    return settings, []
+    return config.read(options.source[0], flags), []

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from shoal.cli import job, ranks, tracing
 from shoal.config import window
 from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
 
@@ -29,7 +33,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
-    from shoal.strategies import refuse_bad, with_allreduce
 
     place = ranks.place(None)
     if place.world > 1:
@@ -37,15 +40,22 @@ def run(options: argparse.Namespace) -> int:
             f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
             f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
         )
-    if options.allreduce is not None:
-        if options.strategy is None:
-            raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
-        options.strategy = with_allreduce(options.strategy, options.allreduce)
-    if options.strategy is not None:
-        refuse_bad(options.strategy)
-    chosen: dict[str, object] = {"SHOAL_STRATEGY": options.strategy, "SHOAL_ACCUMULATE": options.accumulate}
+    line = _line(options.strategy, options.allreduce)
+    chosen: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
     if options.trace is not None:
         window.parse(options.trace, "--trace")
         chosen |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
     environment = {name: str(value) for name, value in chosen.items() if value is not None}
     return run_script(options.script, options.arguments, options.processes, environment, options.output)
+
+
+def _line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:
+    """Read the flags --strategy and --allreduce. Raises ConfigError."""
+    from shoal.strategies import parse_line, with_allreduce
+
+    if strategy is not None:
+        line = parse_line(strategy)
+        return line if allreduce is None else with_allreduce(line, allreduce)
+    if allreduce is not None:
+        raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
+    return None

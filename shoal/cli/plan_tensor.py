@@ -16,17 +16,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The options of `tensor` in the experiment's own strategy count, if it has any."""
-    settings, _ = job.settings(options, 1)
+    settings, line, _ = job.settings(options, 1)
     from dataclasses import replace
 
     import torch
 
-    from shoal.strategies import parse
+    from shoal.strategies.options import TensorOptions
     from shoal.strategies.tensor import TensorParallel, lines, plan_of
     from shoal.train.build import build
 
-    chosen = [s for s in parse(settings.job.strategy) if isinstance(s, TensorParallel)] or [TensorParallel()]
+    chosen = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)] or [TensorOptions()]
     model = build(settings.job, torch.device("cpu")).model
-    asked = replace(chosen[0], degree=options.tensor)
+    asked = TensorParallel(**vars(replace(chosen[0], degree=options.tensor)))
     print("\n".join(lines(plan_of(model, asked), asked.sequence)))
     return 0

@@ -37,20 +37,20 @@ def run(options: argparse.Namespace) -> int:
     options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
     if options.trace is not None:
         options.settings.append(("log.trace", str(options.trace)))
-    settings, notes = job.settings(options, world)
+    settings, line, notes = job.settings(options, world)
     if settings.job.train.record:
-        refuse_to_record(settings.job.strategy)
+        refuse_to_record(line)
     if place.rank == 0:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if refused := refusals_of_job(settings.job, world):
+    if refused := refusals_of_job(settings.job, line, world):
         raise ConfigError(refused)
     if place.world == 1:
         refuse(settings.job)  # said before any process is started; rank 0 claims the directory
     if restarts is not None:
         from shoal.train.lasting import train
 
-        return train(settings.job, world, restarts)
+        return train(settings.job, line, world, restarts)
     return ranks.call(place.world, world, "train", (settings.job,))
 
 

@@ -35,11 +35,11 @@ def run(options: argparse.Namespace) -> int:
 def _verdict(options: argparse.Namespace) -> int:
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
-    settings, notes = job.settings(options, ranks)
+    settings, line, notes = job.settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     from shoal.train.verification import verify_job
 
-    verdict = verify_job(settings.job, ranks, options.steps, options.tolerance)
+    verdict = verify_job(settings.job, line, ranks, options.steps, options.tolerance)
     print(json.dumps(verdict.to_json()) if options.json else verdict)
     return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)

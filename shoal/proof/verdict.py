@@ -16,7 +16,7 @@ from shoal.errors import UsageError
 from shoal.proof import buffers
 from shoal.proof.batches import BatchFunction, loader_of
 from shoal.proof.trajectory import Experiment, Found, by_hand, with_shoal
-from shoal.strategies import parse
+from shoal.strategies import StrategyLine, build_strategies, parse_line
 from shoal.strategies.base import LossFunction
 from shoal.strategies.early import refusals
 from shoal.testing import world
@@ -100,7 +100,7 @@ def verify(
 
 def prove(
     experiment: Experiment,
-    strategy: str,
+    strategy: str | StrategyLine,
     ranks: int,
     *,
     accumulate: int = 1,
@@ -110,14 +110,15 @@ def prove(
     """`verify` for an experiment with a loader of its own."""
     if ranks < 1 or accumulate < 1 or experiment.steps < 1:
         raise UsageError(f"ranks={ranks}, accumulate={accumulate}, steps={experiment.steps}: each must be at least 1.")
-    parse(strategy)  # what is wrong with it is said here, once
-    if refused := refusals(strategy, ranks):
-        return Verdict(strategy, ranks, accumulate, experiment.steps, tolerance, "refused", None, [], refused)
+    line = parse_line(strategy) if isinstance(strategy, str) else strategy
+    build_strategies(line)  # what is wrong with it is said here, once
+    if refused := refusals(line, ranks):
+        return Verdict(line.text, ranks, accumulate, experiment.steps, tolerance, "refused", None, [], refused)
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         reference = Path(folder, "reference.pt")
         world.run(1, by_hand, experiment, reference, timeout_s=timeout_s)
-        found = world.run(ranks, with_shoal, experiment, strategy, accumulate, reference, timeout_s=timeout_s)
-    return _verdict(found, strategy, accumulate, experiment.steps, tolerance)
+        found = world.run(ranks, with_shoal, experiment, line.text, accumulate, reference, timeout_s=timeout_s)
+    return _verdict(found, line.text, accumulate, experiment.steps, tolerance)
 
 
 def _verdict(found: list[Found], strategy: str, accumulate: int, steps: int, tolerance: float) -> Verdict:

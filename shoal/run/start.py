@@ -19,7 +19,7 @@ from shoal.in_backward import refuse_with
 from shoal.launch.environment import read
 from shoal.run.run import Run
 from shoal.run.tracing import Tracing
-from shoal.strategies import base, parse
+from shoal.strategies import base, build_strategies, parse_line
 from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.compile import Compile
 from shoal.strategies.precision import LossScale, Precision
@@ -91,7 +91,7 @@ def begin(
     if step_in_backward:
         refuse_with(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")
-    chosen = parse(strategy)
+    chosen = build_strategies(parse_line(strategy))
     helpers = any(one.helpers for one in chosen)
     mesh = join(read(os.environ), helpers, Degrees(**base.spans(chosen)))
     _seed_generators(seed)

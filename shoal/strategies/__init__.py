@@ -3,11 +3,16 @@
 A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests; its options are a
 class in `options.py`. One that is not ours is named by its class, `my_module:MyStrategy`. This module imports no torch:
 a wrong name, option or value is said before any process is started.
+
+      text ── parse_line ──> StrategyLine ── build_strategies ──> list[Strategy]
+              once            what checks                          in a rank, where
+              a process       are given                            there is torch
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +29,7 @@ class Known(NamedTuple):
     """One of our strategies."""
 
     where: str  # file:Class
-    options: type  # what can be asked of it: what its class is made of
+    options: type[options.StrategyOptions]  # what can be asked of it: what its class is made of
     shares_batch: bool = True
 
 
@@ -58,115 +63,191 @@ NO_SERVERS = (
 )
 
 
-class Named(NamedTuple):
-    """One strategy of a line: `name=value` and the options that follow it, as text."""
+@dataclass(frozen=True)
+class StrategySpec:
+    """One strategy of a line: `name=value` and the options that follow it.
+
+    Attributes:
+        value, words: as text.
+        options: the same as an object, with defaults. None for a strategy of one's own, whose
+            class may need torch.
+    """
 
     name: str
     value: str | None
-    options: list[tuple[str, str]]
+    words: tuple[tuple[str, str], ...]
+    options: options.StrategyOptions | None = None
+
+    def __str__(self) -> str:
+        first = self.name if self.value is None else f"{self.name}={self.value}"
+        return ",".join([first, *(f"{name}={text}" for name, text in self.words)])
 
 
-def named(line: str) -> list[Named]:
-    """The strategies of a line, in the order in which they cut. Raises ConfigError with every wrong name."""
-    found: list[Named] = []
+@dataclass(frozen=True)
+class StrategyLine:
+    """A line that was read: its text, and its strategies in the order in which they apply."""
+
+    text: str
+    specs: tuple[StrategySpec, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_line(text: str) -> StrategyLine:
+    """Read a line of strategies. Needs no torch.
+
+    Raises: ConfigError: with every wrong name; with every option that makes no sense whatever the
+        model and the world.
+    """
+    specs = _parse_specs(text)
+    problems: list[str] = []
+    checked = tuple(_with_options(spec, problems) for spec in specs)
+    _raise(text, problems)
+    return StrategyLine(text, checked)
+
+
+def _parse_specs(text: str) -> list[StrategySpec]:
+    """Split a line into its strategies, in the order in which they apply.
+
+    Raises: ConfigError: with every wrong name.
+    """
+    found: list[StrategySpec] = []
     problems = []
-    for word in (word.strip() for word in line.split(",")):
-        name, equals, text = word.partition("=")
+    for word in (word.strip() for word in text.split(",")):
+        name, equals, value = word.partition("=")
         if name in STRATEGIES or ":" in name:
-            found.append(Named(name, text if equals else None, []))
+            found.append(StrategySpec(name, value if equals else None, ()))
         elif found and equals:
-            found[-1].options.append((name, text))
+            last = found.pop()
+            found.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
         else:
-            problems.append(f"strategy '{line}': '{name}' is not known; {did_you_mean(name, STRATEGIES)}")
-    names = [strategy.name for strategy in found]
-    problems += [f"strategy '{line}': {name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
-    data = [name for name in names if name in DATA or ":" in name]
-    if len(set(data)) > 1:
-        problems.append(f"strategy '{line}': {' and '.join(data)} share out the batch in different ways; keep one")
-    if problems:
-        raise ConfigError(problems)
-    found += [] if data else [Named("ddp", None, [])]
-    order = list(STRATEGIES)
-    return sorted(found, key=lambda strategy: order.index(strategy.name) if strategy.name in order else len(order))
+            problems.append(f"'{name}' is not known; {did_you_mean(name, STRATEGIES)}")
+    names = [spec.name for spec in found]
+    problems += [f"{name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
+    sharing = [name for name in names if _shares_batch(name)]
+    if len(set(sharing)) > 1:
+        problems.append(f"{' and '.join(sharing)} share out the batch in different ways; keep one")
+    _raise(text, problems)
+    if not sharing:
+        found.append(StrategySpec("ddp", None, ()))
+    return _in_order(found)
 
 
-def with_allreduce(line: str, algorithm: str) -> str:
-    """The line with `allreduce=algorithm` for its ddp: what the flag --allreduce stands for. Raises ConfigError."""
-    found = named(line)
-    words = []
-    for strategy in found:
-        if strategy.name in DATA and strategy.name != "ddp":
+def _shares_batch(name: str) -> bool:
+    return name in DATA or name not in STRATEGIES
+
+
+def _in_order(specs: Iterable[StrategySpec]) -> list[StrategySpec]:
+    """Sort strategies in the order in which they apply; one's own last, as it shares out the batch."""
+    places = {name: place for place, name in enumerate(STRATEGIES)}
+    return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
+
+
+def _with_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:
+    if spec.name not in STRATEGIES:
+        return spec
+    made = _made(spec, STRATEGIES[spec.name].options, problems)
+    return StrategySpec(spec.name, spec.value, spec.words, made)
+
+
+def with_allreduce(line: StrategyLine, algorithm: str) -> StrategyLine:
+    """Give ddp the option `allreduce=algorithm`, as the flag --allreduce does. Raises ConfigError."""
+    specs: list[StrategySpec] = []
+    problems: list[str] = []
+    for spec in line.specs:
+        if spec.name in DATA and spec.name != "ddp":
             problem = f"only ddp has algorithms to choose from; the strategy is '{line}'. Leave one of both out"
             raise ConfigError([f"flag --allreduce: {problem}"])
-        options = dict(strategy.options)
-        if strategy.name == "ddp":
-            options["allreduce"] = algorithm
-        value = "" if strategy.value is None else f"={strategy.value}"
-        words += [f"{strategy.name}{value}", *(f"{name}={text}" for name, text in options.items())]
-    return ",".join(words)
+        if spec.name == "ddp":
+            words = dict(spec.words) | {"allreduce": algorithm}
+            spec = _with_options(StrategySpec(spec.name, spec.value, tuple(words.items())), problems)
+        specs.append(spec)
+    text = ",".join(str(spec) for spec in specs)
+    _raise(text, problems)
+    return StrategyLine(text, tuple(specs))
 
 
-def parse(line: str) -> list[Strategy]:
-    """The strategies that `line` names. Raises ConfigError with every problem of the line."""
-    problems: list[str] = []
-    found = [(strategy, _kind(strategy.name, problems)) for strategy in named(line)]
-    made = [_made(strategy, kind, problems) for strategy, kind in found if kind is not None]
-    _raise(line, problems)
-    return made
+def build_strategies(line: StrategyLine) -> list[Strategy]:
+    """Make the strategies of a line. Needs torch.
 
-
-def refuse_bad(line: str) -> None:
-    """Raise ConfigError with every problem of the line that can be told without torch, a model and a world.
-
-    Options of a strategy of one's own are asked for where it is made: its module may need torch.
+    Raises: ConfigError: with every problem of one's own strategies.
     """
     problems: list[str] = []
-    for strategy in named(line):
-        if strategy.name in STRATEGIES:
-            _made(strategy, STRATEGIES[strategy.name].options, problems)
-    _raise(line, problems)
+    built = [_built(spec, problems) for spec in line.specs]
+    _raise(line.text, problems)
+    return built
 
 
-def _raise(line: str, problems: list[str]) -> None:
+def _raise(text: str, problems: Sequence[str]) -> None:
     if problems:
-        raise ConfigError([f"strategy '{line}': {problem}" for problem in problems])
+        raise ConfigError([f"strategy '{text}': {problem}" for problem in problems])
 
 
-def refuse_to_record(line: str) -> None:
-    """Raises ConfigError where runs of these strategies are the same every time; one's own strategy is asked later."""
-    chosen = {strategy.name: dict(strategy.options) for strategy in named(line)}
-    if "server" in chosen and chosen["server"].get("staleness", "0").strip("0") == "":
+def refuse_to_record(line: StrategyLine) -> None:
+    """Raise ConfigError where runs of these strategies are the same every time.
+
+    A strategy of one's own is asked later.
+    """
+    servers = [spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)]
+    if any(server.staleness.strip("0") == "" for server in servers):
         raise ConfigError([SYNCHRONOUS])
-    if "server" not in chosen and not any(":" in name for name in chosen):
+    if not servers and all(spec.name in STRATEGIES for spec in line.specs):
         raise ConfigError([f"{NO_SERVERS}; the strategy is {line}."])
 
 
-def _kind(name: str, problems: list[str]) -> type | None:
-    own = name not in STRATEGIES
-    path, _, kind = name.partition(":") if own else STRATEGIES[name].where.partition(":")
+def _built(spec: StrategySpec, problems: list[str]) -> Any:
+    """Make one strategy. Adds to `problems` where one's own cannot be made, and gives None."""
+    if spec.options is not None:
+        file, _, name = STRATEGIES[spec.name].where.partition(":")
+        return _class_in(f"shoal.strategies.{file}", name)(**vars(spec.options))
+    kind = _own_class(spec.name, problems)
+    return None if kind is None else _made(spec, kind, problems)
+
+
+def _own_class(name: str, problems: list[str]) -> type[Strategy] | None:
+    """Import the class that MODULE:CLASS stands for.
+
+    Adds to `problems` where it cannot be found or is no strategy, and gives None.
+    """
+    path, _, kind = name.partition(":")
     try:
-        found: type = getattr(import_module(path if own else f"shoal.strategies.{path}"), kind)
-        return found
+        found = _class_in(path, kind)
     except (ImportError, AttributeError) as error:
-        if not own:
-            raise
         problems.append(f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path")
         return None
+    from shoal.strategies.base import Strategy
+
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        problems.append(f"{name} is no strategy; derive the class from shoal.strategies.base.Strategy")
+        return None
+    if found.__abstractmethods__:
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        problems.append(f"{name} lacks {lacking}; see shoal.strategies.base.Strategy")
+        return None
+    return found
 
 
-def _made(strategy: Named, kind: Any, problems: list[str]) -> Any:
+def _class_in(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+def _made(spec: StrategySpec, kind: type[options.StrategyOptions], problems: list[str]) -> Any:
+    """Make an object of `kind` with the options of `spec`.
+
+    Adds to `problems` where one of them is wrong, and gives None.
+    """
     before = len(problems)
-    known = {field.name: type(field.default) for field in fields(kind)}
-    given = list(strategy.options)
-    if strategy.value is not None:
-        if not kind.value:
-            problems.append(f"{strategy.name} takes no value; it is '{strategy.value}'")
-        else:
-            given.insert(0, (kind.value, strategy.value))
+    known = _types(kind)
+    given = list(spec.words)
+    if spec.value is not None and kind.value:
+        given.insert(0, (kind.value, spec.value))
+    elif spec.value is not None:
+        problems.append(f"{spec.name} takes no value; it is '{spec.value}'")
     values = {}
     for key, text in given:
         if key not in known:
-            hint = did_you_mean(key, known) if known else f"{strategy.name} has no options"
+            hint = did_you_mean(key, known) if known else f"{spec.name} has no options"
             problems.append(f"option '{key}' is not known; {hint}")
             continue
         values[key] = _value(text, known[key])
@@ -179,6 +260,11 @@ def _made(strategy: Named, kind: Any, problems: list[str]) -> Any:
     except ConfigError as error:
         problems += error.problems
         return None
+
+
+def _types(kind: type) -> dict[str, type]:
+    """Map the name of each option to its type, which is that of its default."""
+    return {field.name: type(field.default) for field in fields(kind)} if is_dataclass(kind) else {}
 
 
 def _value(text: str, kind: type) -> Any:

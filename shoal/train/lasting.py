@@ -13,6 +13,7 @@ from shoal.launch.control import Control
 from shoal.launch.keeper import keep
 from shoal.launch.preload import TRAINING
 from shoal.launch.work import Work
+from shoal.strategies import StrategyLine
 from shoal.strategies.early import refusals_of_job
 from shoal.train import entry
 from shoal.train.directory import CONFIG, last_saved
@@ -21,15 +22,15 @@ RESTARTS = 3
 PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
 
 
-def train(job: Job, processes: int, restarts: int = RESTARTS) -> int:
-    """Train `job` on `processes` ranks of this machine. Main thread only.
+def train(job: Job, line: StrategyLine, processes: int, restarts: int = RESTARTS) -> int:
+    """Train `job` by the strategies of `line` on `processes` ranks of this machine. Main thread only.
 
     Returns: the exit code, as `shoal.launch.local.run`.
     """
     directory = Path(job.directory)
     # What this very command has saved belongs to it, whatever it was told about older runs.
     again = replace(job, checkpoint=replace(job.checkpoint, resume=True))
-    objections, saved_step = partial(refusals_of_job, job), partial(last_saved, directory)
+    objections, saved_step = partial(refusals_of_job, job, line), partial(last_saved, directory)
     with Control(directory, CONFIG) as control, _server_directory() as folder:
         environment = {"SHOAL_SERVER_DIRECTORY": folder}
         work = Work(entry.train, (job,), (again,), objections, saved_step, environment, PRELOAD)

@@ -21,7 +21,7 @@ from shoal.server.held import Held
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe
 from shoal.server.replayed import Replayed
-from shoal.strategies import parse
+from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.base import Part, Strategy
 from shoal.strategies.compile import Compile
@@ -109,7 +109,7 @@ class Worker:
 
 def _strategies(job: Job, held: list[Held]) -> list[Strategy]:
     """As `shoal.run.begin` puts them together, with a stand-in for the servers."""
-    chosen = [_Servers(s, held) if isinstance(s, Server) else s for s in parse(job.strategy)]
+    chosen = [_Servers(s, held) if isinstance(s, Server) else s for s in build_strategies(parse_line(job.strategy))]
     compiled: list[Strategy] = [Compile()] if job.model.compile else []
     return [Precision(job.train.precision, None), *compiled, *chosen, Accumulate(job.train.accumulate)]
 

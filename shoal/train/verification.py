@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from shoal.config.job import Job
 from shoal.proof import Experiment, Verdict, prove
+from shoal.strategies import StrategyLine
 from shoal.train.build import Built, build
 
 
-def verify_job(job: Job, ranks: int, steps: int, tolerance: float) -> Verdict:
+def verify_job(job: Job, line: StrategyLine, ranks: int, steps: int, tolerance: float) -> Verdict:
     """Train `job`'s model on its data, in float64 by SGD, on `ranks` processes and on one; nothing is shrunk.
 
     Raises: ConfigError, DataError, LaunchError.
@@ -22,7 +23,7 @@ def verify_job(job: Job, ranks: int, steps: int, tolerance: float) -> Verdict:
     plain = replace(job, train=replace(job.train, precision="fp64"))
     parts = _Parts(plain)
     experiment = Experiment(parts.model, parts.loader, parts.loss, steps)
-    return prove(experiment, job.strategy, ranks, accumulate=job.train.accumulate, tolerance=tolerance)
+    return prove(experiment, line, ranks, accumulate=job.train.accumulate, tolerance=tolerance)
 
 
 @dataclass(frozen=True)

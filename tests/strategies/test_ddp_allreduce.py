@@ -14,7 +14,7 @@ import shoal
 from shoal.errors import ConfigError, LaunchError
 from shoal.proof import prove
 from shoal.proof.zoo import EXPERIMENTS, images
-from shoal.strategies import with_allreduce
+from shoal.strategies import parse_line, with_allreduce
 from shoal.testing import world
 
 SLOW = pytest.mark.slow
@@ -101,9 +101,9 @@ def _mlp(strategy: str) -> None:
     ],
 )
 def test_the_flag_is_short_for_an_option_of_ddp(line: str, expected: str) -> None:
-    assert with_allreduce(line, "ring") == expected
+    assert with_allreduce(parse_line(line), "ring") == parse_line(expected)
 
 
 def test_the_flag_beside_a_strategy_without_algorithms_is_refused() -> None:
     with pytest.raises(ConfigError, match="only ddp has algorithms"):
-        with_allreduce("zero3", "ring")
+        with_allreduce(parse_line("zero3"), "ring")

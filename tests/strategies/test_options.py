@@ -4,10 +4,11 @@ import subprocess
 import sys
 from importlib import import_module
 
+import own_strategies
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.strategies import STRATEGIES, parse, refuse_bad
+from shoal.strategies import STRATEGIES, build_strategies, parse_line
 
 BAD = [
     ("pipeline=0", "pipeline=0, microbatches=1, stages=0: give whole positive numbers"),
@@ -52,22 +53,19 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD)
-def test_a_bad_value_is_refused_with_the_same_words_here_and_in_a_rank(line: str, message: str) -> None:
-    with pytest.raises(ConfigError) as early:
-        refuse_bad(line)
-    with pytest.raises(ConfigError) as late:
-        parse(line)
-    assert message in str(early.value)
-    assert str(late.value) == str(early.value)
+def test_a_bad_value_is_refused_when_the_line_is_read(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_line(line)
+    assert message in str(refused.value)
 
 
 def test_all_bad_values_of_a_line_are_said_at_once() -> None:
     with pytest.raises(ConfigError, match="4 problems"):
-        refuse_bad("tensor=0,pipeline=2,balance=luck,ddp,compress=zip,bucket_mb=0")
+        parse_line("tensor=0,pipeline=2,balance=luck,ddp,compress=zip,bucket_mb=0")
 
 
 def test_reading_a_line_needs_no_torch() -> None:
-    program = "import sys, shoal.strategies as s\ns.refuse_bad(sys.argv[1])\nassert 'torch' not in sys.modules"
+    program = "import sys, shoal.strategies as s\ns.parse_line(sys.argv[1])\nassert 'torch' not in sys.modules"
     line = "tensor=2,pipeline=2,schedule=zbv,recompute,ddp,compress=bf16"
     subprocess.run([sys.executable, "-c", program, line], check=True)
 
@@ -79,4 +77,24 @@ def test_what_can_be_asked_of_a_strategy_is_what_it_is_made_of() -> None:
 
 
 def test_options_of_a_strategy_of_ones_own_are_left_to_those_who_can_import_it() -> None:
-    refuse_bad("nowhere:Mine,some=thing")
+    line = parse_line("nowhere:Mine,some=thing")
+    with pytest.raises(ConfigError, match="a strategy of one's own is MODULE:CLASS"):
+        build_strategies(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("WithoutBase", "derive the class from shoal.strategies.base.Strategy"),
+        ("NOT_A_CLASS", "derive the class from shoal.strategies.base.Strategy"),
+        ("WithoutCut", "own_strategies:WithoutCut lacks cut"),
+    ],
+)
+def test_a_class_that_is_no_strategy_is_refused_before_anything_is_done(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_strategies(parse_line(f"own_strategies:{name}"))
+
+
+def test_a_strategy_of_ones_own_gets_the_options_of_its_line() -> None:
+    (made,) = build_strategies(parse_line("own_strategies:Mine=7,name=shad"))
+    assert made == own_strategies.Mine(count=7, name="shad")

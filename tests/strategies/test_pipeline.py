@@ -9,7 +9,7 @@ from piped import alike, half, refusal, statistics, train
 from shoal.errors import ConfigError
 from shoal.proof import zoo
 from shoal.proof.trajectory import Experiment
-from shoal.strategies import parse
+from shoal.strategies import parse_line
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 
@@ -153,9 +153,9 @@ def refusal_with(strategy: str, options: dict[str, object]) -> str:
 def test_the_world_must_be_made_of_whole_pipelines() -> None:
     from shoal.strategies.early import refusals
 
-    assert "pipeline=2 needs a multiple of 2 ranks; there are 3" in refusals("pipeline=2", 3)[0]
+    assert "pipeline=2 needs a multiple of 2 ranks; there are 3" in refusals(parse_line("pipeline=2"), 3)[0]
 
 
 def test_an_unknown_option_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="did you mean 'microbatches'"):
-        parse("pipeline=2,microbatch=4")
+        parse_line("pipeline=2,microbatch=4")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.errors import ConfigError, LaunchError, StrategyRefused
 from shoal.proof.zoo import images
-from shoal.strategies import parse
+from shoal.strategies import build_strategies, parse_line
 from shoal.testing import world
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -184,7 +184,7 @@ def test_what_servers_cannot_do_is_said_before_the_run(strategy: str, kind: str,
 
 def test_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match="stalenes"):
-        parse("server=2,stalenes=3")
+        parse_line("server=2,stalenes=3")
 
 
 def children() -> set[int]:
@@ -225,7 +225,7 @@ def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact
     assert all(torch.equal(first[name], second[name]) for name in first)
     exact = trained("single")
     assert not all(torch.equal(first[name], exact[name]) for name in exact)
-    (made,) = parse(strategy)
+    (made,) = build_strategies(parse_line(strategy))
     assert made.notes == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
 
 
