@@ -78,12 +78,16 @@ def check(table: Table) -> None:
     twice = [str(action) for action, count in counts.items() if count > 1]
     assert not twice, f"{table.name}: {', '.join(twice)} stand there more than once"
     for stage in range(table.num_stages):
-        homes = [rank for rank, row in enumerate(table.rows) if any(action.stage == stage for action in row)]
-        assert len(homes) == 1, f"{table.name}: stage {stage} is on ranks {homes}"
-        for microbatch in range(table.num_microbatches):
-            kinds = {kind for kind in "FBIW" if (kind, stage, microbatch) in counts}
-            assert kinds in ({"F", "B"}, {"F", "I", "W"}), f"{table.name}: {kinds} of {microbatch} in stage {stage}"
+        _check_stage(table, stage, counts)
     assert sum(counts.values()) == sum(1 for _ in in_turn(table)), f"{table.name}: ranks wait for each other"
+
+
+def _check_stage(table: Table, stage: int, counts: Counter[Action]) -> None:
+    homes = [rank for rank, row in enumerate(table.rows) if any(action.stage == stage for action in row)]
+    assert len(homes) == 1, f"{table.name}: stage {stage} is on ranks {homes}"
+    for microbatch in range(table.num_microbatches):
+        kinds = {kind for kind in "FBIW" if (kind, stage, microbatch) in counts}
+        assert kinds in ({"F", "B"}, {"F", "I", "W"}), f"{table.name}: {kinds} of {microbatch} in stage {stage}"
 
 
 def in_turn(table: Table) -> Sequence[tuple[int, Action]]:

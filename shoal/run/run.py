@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,15 @@ SAMPLE_ROWS = 8
 """On which a model is traced and measured."""
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """Numbers and choices of a run; `shoal.init` explains them."""
+
+    seed: int
+    accumulate: int
+    step_in_backward: bool = False
+
+
 class Run:
     """One training run, seen from one rank. Made by `shoal.init`.
 
@@ -61,18 +71,16 @@ class Run:
         self,
         mesh: Mesh,
         strategies: list[base.Strategy],
-        seed: int,
-        accumulate: int,
+        settings: RunSettings,
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
-        step_in_backward: bool = False,
         tracing: Tracing | None = None,
     ) -> None:
         self.mesh, self.rank, self.world, self.device = mesh, mesh.rank, mesh.size, mesh.device
         self.totals: Tensor | None = None
-        self._strategies, self._seed, self._accumulate = strategies, seed, accumulate
+        self._strategies, self._settings = strategies, settings
         self._loss_scale, self._announce = loss_scale, announce
-        self._step_in_backward, self._tracing = step_in_backward, tracing
+        self._tracing = tracing
         self._early: InBackward | None = None
         self._overflow: Overflow | None = None
         self._part: base.Part | None = None
@@ -101,7 +109,7 @@ class Run:
             raise UsageError("this run has prepared a model already; call shoal.init() once for each model.")
         refuse_misplaced(model, self.device)
         if loader is None:
-            refuse_without_loader(self._accumulate, self._step_in_backward)
+            refuse_without_loader(self._settings.accumulate, self._settings.step_in_backward)
         groups = binding.names_in(optimizer, model)
         shared = self._share_out(loader)
         part = self._cut(model, shared)
@@ -310,13 +318,13 @@ class Run:
         if loader is None:
             return None
         recorder = None if self._tracing is None else self.mesh.recorder
-        shared = ShareLoader(loader, self.mesh.data.rank, self.mesh.data.size, self._seed, recorder)
+        shared = ShareLoader(loader, self.mesh.data.rank, self.mesh.data.size, self._settings.seed, recorder)
         close_before_leaving(shared)
         return shared
 
     def _cut(self, model: nn.Module, loader: ShareLoader | None) -> base.Part:
         """Apply all strategies to the model, and announce what they say of it. Collective."""
-        for line in header.lines(model, loader, self.mesh, self._accumulate, self._strategies):
+        for line in header.lines(model, loader, self.mesh, self._settings.accumulate, self._strategies):
             self._announce(line)
         part = base.cut(base.whole(model, self._sample(model, loader)), self._strategies, self.mesh)
         for line in part.said:
@@ -334,9 +342,9 @@ class Run:
         if part.kept.in_gradient_units:
             refuse_scaled(scaled)
         if part.remote is not None:
-            refuse_with_servers(scaled, self._step_in_backward)
+            refuse_with_servers(scaled, self._settings.step_in_backward)
             part.remote.take(optimizer)
-        self._early = InBackward(optimizer, part) if self._step_in_backward else None
+        self._early = InBackward(optimizer, part) if self._settings.step_in_backward else None
         self._overflow = None if self._loss_scale is None else Overflow(part, self._loss_scale, optimizer)
 
     def _draw_apart(self) -> None:
@@ -345,13 +353,13 @@ class Run:
         One dropout mask for all would be a smaller sample.
         """
         layers = (self.mesh.pipeline.rank,) if self.mesh.pipeline.size > 1 else ()
-        torch.manual_seed(stream(self._seed, self.mesh.data.rank, *layers))
+        torch.manual_seed(stream(self._settings.seed, self.mesh.data.rank, *layers))
 
     def _sample(self, model: nn.Module, loader: ShareLoader | None) -> base.Sample | None:
         """What the model will be called with, for those who slice it: a loader's items but the last, the target."""
         if loader is None or not any(strategy.slices for strategy in self._strategies):
             return None
-        rows = -(-loader.batch_size // (self.mesh.data.size * self._accumulate))
+        rows = -(-loader.batch_size // (self.mesh.data.size * self._settings.accumulate))
         batch = self.move(loader.first(min(rows, SAMPLE_ROWS)))
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
         batch = in_dtype(batch, floating[0]) if floating else batch

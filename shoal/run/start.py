@@ -17,7 +17,7 @@ from shoal.config.window import parse as parse_window
 from shoal.errors import ConfigError
 from shoal.in_backward import refuse_with
 from shoal.launch.environment import read
-from shoal.run.run import Run
+from shoal.run.run import Run, RunSettings
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, build_strategies, parse_line
 from shoal.strategies.accumulate import Accumulate
@@ -100,7 +100,7 @@ def begin(
     strategies = _in_order(chosen, transforms, Accumulate(accumulate))
     tracing = None if window is None else Tracing(window, Path(trace_to), mesh)
     say = announce if mesh.rank == 0 else _silent
-    return Run(mesh, strategies, seed, accumulate, scale, say, step_in_backward, tracing)
+    return Run(mesh, strategies, RunSettings(seed, accumulate, step_in_backward), scale, say, tracing)
 
 
 def _seed_generators(seed: int) -> None:

@@ -15,6 +15,7 @@ from shoal.config.job import Job
 from shoal.data.seeds import load_random_state, random_state, seed_all
 from shoal.launch.environment import read as read_place
 from shoal.run import Run
+from shoal.run.run import RunSettings
 from shoal.server.client import Client
 from shoal.server.course import Stepped
 from shoal.server.held import Held
@@ -52,7 +53,7 @@ class Worker:
         )
         seed_all(job.seed)
         built = build(job, mesh.device)
-        self.run = Run(mesh, _strategies(job, held), job.seed, job.train.accumulate, None, _silent)
+        self.run = Run(mesh, _strategies(job, held), RunSettings(job.seed, job.train.accumulate), None, _silent)
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
         self.run.load_state(start.tensors, start.info, start.private[rank])

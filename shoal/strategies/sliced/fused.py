@@ -76,13 +76,21 @@ def _wanted(rows: int, axis: Axis, parts: int) -> list[list[int]]:
 
 def _exchanged(own: Tensor, before: list[list[int]], after: list[list[int]], axis: Axis) -> Tensor:
     """Rows that lie as in `before`, as in `after`."""
-    mine, owner = before[axis.rank], {row: rank for rank, rows in enumerate(before) for row in rows}
-    place = {row: index for index, row in enumerate(mine)}
+    owner = {row: rank for rank, rows in enumerate(before) for row in rows}
     sent = [[row for row in rows if owner[row] == axis.rank] for rows in after]
     received = [[row for row in after[axis.rank] if owner[row] == rank] for rank in range(axis.size)]
     # Contiguous, also where the matrix lies the other way round: messages are what lies in memory.
-    packed = own[torch.tensor([place[row] for rows in sent for row in rows], device=own.device)].contiguous()
+    packed = own[_places(_joined(sent), before[axis.rank], own.device)].contiguous()
     arrived = torch.empty_like(packed)
     all_to_all(arrived, packed, [len(rows) for rows in received], [len(rows) for rows in sent], group=axis.group)
-    position = {row: index for index, row in enumerate(row for rows in received for row in rows)}
-    return arrived[torch.tensor([position[row] for row in after[axis.rank]], device=own.device)]
+    return arrived[_places(after[axis.rank], _joined(received), own.device)]
+
+
+def _joined(lists: list[list[int]]) -> list[int]:
+    return [row for rows in lists for row in rows]
+
+
+def _places(rows: list[int], order: list[int], device: torch.device) -> Tensor:
+    """Find the place of each of `rows` in `order`."""
+    places = {row: place for place, row in enumerate(order)}
+    return torch.tensor([places[row] for row in rows], device=device)

@@ -36,23 +36,27 @@ def graphs(
         leaves: modules that are not looked into.
         uncut: the model's forward pass as it was cut in stages; what stages call are roots then.
     """
-    waiting = [("", model)]
     if uncut is not None:
         yield "", list(uncut.graphs)
-        called = [(name, model.get_submodule(name)) for name in sorted(uncut.called) if not uncut.called_twice(name)]
-        waiting = [(name, module) for name, module in called if not _of_torch(module)]
+    waiting = [("", model)] if uncut is None else _called_by_stages(model, uncut)
     while waiting:
         name, module = waiting.pop(0)
         if module in leaves or not any(True for _ in module.parameters()):
             continue
         opaque = set(leaves)
         found = None if isinstance(module, (ModuleList, ModuleDict)) else _graphs(module, opaque)
+        below = list(module.named_children())
         if found is not None:
             yield name, found
-            below = [(n, m) for n, m in module.named_modules() if m in opaque - leaves]
-            waiting += [(f"{name}.{n}" if name else n, m) for n, m in _outermost(below)]
-            continue
-        waiting += [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
+            below = _outermost([(n, m) for n, m in module.named_modules() if m in opaque - leaves])
+        waiting += [(f"{name}.{n}" if name else n, m) for n, m in below]
+
+
+def _called_by_stages(model: nn.Module, uncut: FullModel) -> list[tuple[str, nn.Module]]:
+    """Modules that stages call in one way, but for torch's own layers."""
+    names = [name for name in sorted(uncut.called) if not uncut.called_twice(name)]
+    called = [(name, model.get_submodule(name)) for name in names]
+    return [(name, module) for name, module in called if not _of_torch(module)]
 
 
 def _of_torch(module: nn.Module) -> bool:

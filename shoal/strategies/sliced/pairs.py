@@ -201,11 +201,10 @@ class _Walk:
             return self._known_module(node)
         if node.op == "call_function" and node.target in BINARY and len(node.args) == 2 and not node.kwargs:
             return all(not isinstance(a, fx.Node) or self._known(a) for a in node.args)
-        unary = node.target in (
-            FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else ()
-        )
         source = node.args[0] if node.args else None
-        return unary and node.all_input_nodes == [source] and isinstance(source, fx.Node) and self._known(source)
+        return (
+            _is_unary(node) and node.all_input_nodes == [source] and isinstance(source, fx.Node) and self._known(source)
+        )
 
     def _known_module(self, node: fx.Node) -> bool:
         module, degree = self.modules.by_name[self.name(node)], self.modules.degree
@@ -252,6 +251,12 @@ def width_out(module: Any) -> int:
     if is_transposed(module):
         return int(module.weight.shape[1])
     return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)
+
+
+def _is_unary(node: fx.Node) -> bool:
+    """True for a call of a function or method that treats each entry of a tensor by itself."""
+    known: dict[str, set[Any]] = {"call_function": FUNCTIONS, "call_method": METHODS}
+    return node.target in known.get(node.op, ())
 
 
 def _one_input(node: fx.Node) -> bool:

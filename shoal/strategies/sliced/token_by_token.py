@@ -10,12 +10,14 @@ all else                               gathered, and computed alike by every ran
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal.comm.axis import Axis
 from shoal.comm.exchange import slice_of
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.sequence import SequenceSlices
@@ -64,19 +66,27 @@ def _each_entry(func: Any, args: Any, options: Any) -> Any:
     if writes and not (writes[0] is args[0] and _lies_so(args[0], behind, length)):
         return NotImplemented
 
-    def own(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, SequenceSlices):
-            if _lies_so(tensor, behind, length):
-                return tensor.own
-            tensor = tensor.gathered()
-        spread = tensor.dim() < behind or tensor.shape[-behind] != length
-        return tensor if spread else slice_of(tensor, like.axis, tensor.dim() - behind)
-
+    own = partial(_own_tokens, axis=like.axis, behind=behind, length=length)
     found = func(*tree_map_only(Tensor, own, args), **tree_map_only(Tensor, own, options))
     if writes:
         return args[0]
     order = None if all(_in_order(tensor) for tensor in tensors) else _order(func, args, options)
     return SequenceSlices.of(found, like.axis, len(shape) - behind, length, order)
+
+
+def _own_tokens(tensor: Tensor, axis: Axis, behind: int, length: int) -> Tensor:
+    """Take this rank's tokens of a tensor; one without a dimension of tokens stays as it is.
+
+    Args:
+        behind: place of the dimension of tokens, counted from the last.
+        length: of the sequence.
+    """
+    if isinstance(tensor, SequenceSlices):
+        if _lies_so(tensor, behind, length):
+            return tensor.own
+        tensor = tensor.gathered()
+    spread = tensor.dim() < behind or tensor.shape[-behind] != length
+    return tensor if spread else slice_of(tensor, axis, tensor.dim() - behind)
 
 
 def _lies_so(x: Tensor, behind: int, length: int) -> bool:
