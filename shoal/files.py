@@ -1,7 +1,7 @@
-"""Files that are replaced as a whole: a reader, or a crash in the middle, sees the old one or the new one.
+"""Files that are replaced as a whole: a reader, or a crash, sees the old one or the new one.
 
-NAME.tmp   written, flushed ── fsync ──> on the disk ── rename ──> NAME ── fsync of the directory
-                                "file"                                        "rename"
+NAME.tmp   written ── fsync ──> on the disk ── rename ──> NAME ── fsync of the directory
+                      "file"                                      "rename"
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 Durability = Literal["process", "file", "rename"]
 """What the new content survives once it is written.
 
-    process   the death of this process; a power failure may leave the old file, the new one or an empty one
+    process   the death of this process; a power failure may leave an empty file
     file      a power failure leaves the old file or the new one, never a part
     rename    a power failure leaves the new file
 """
@@ -27,26 +27,27 @@ BUFFER_BYTES = 1 << 20
 def atomic_write(
     path: Path, *, survives: Durability = "process", mode: int = 0o666, many_writers: bool = False
 ) -> Iterator[io.BufferedWriter[Any]]:
-    """Open a stream whose content replaces `path` when the block ends; an exception in it leaves `path` as it was.
+    """Open a stream whose content replaces `path` when the block ends without an exception.
 
-    The content lies in `NAME.tmp` in the same directory meanwhile, and the next write replaces what a killed one has
-    left there. A symbolic link at `path` is replaced, not followed, and neither is one at `NAME.tmp`.
+    The content lies in `NAME.tmp` in the same directory meanwhile, and the next write replaces what
+    a killed one has left there. A symbolic link at `path` is replaced, not followed, and neither is
+    one at `NAME.tmp`.
 
     Args:
         survives: what the new content is safe from afterwards.
         mode: permissions of the new file, less the umask.
-        many_writers: whether several processes may write `path` at once; the last one to finish wins. Each then
-            writes to `.NAME.PID`, which stays when it is killed.
+        many_writers: whether several processes may write `path` at once; the last one to finish
+            wins. Each then writes to `.NAME.PID`, which stays when it is killed.
 
     Raises:
         OSError: the file cannot be written.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}" if many_writers else f"{path.name}.tmp")
     aside.unlink(missing_ok=True)
-    # O_EXCL: a link that somebody puts there in a directory that others may write to is not followed.
+    # O_EXCL: where others may write to the directory, a link that they put there is not followed.
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with open(descriptor, "wb", buffering=BUFFER_BYTES) as stream:
+        with io.BufferedWriter(io.FileIO(descriptor, "wb"), BUFFER_BYTES) as stream:
             yield stream
             stream.flush()
             if survives != "process":

@@ -11,8 +11,9 @@ PROC = Path("/proc")
 def process_state(pid: int) -> str | None:
     """Return the letter of a process's state; None when there is no such process, or no /proc.
 
-    R runs, S and D sleep, T is stopped by a signal, t by a debugger, Z has ended and was not waited for.
-    Source: proc_pid_stat(5). The name before the state stands in parentheses and may hold any character.
+    R runs, S and D sleep, T is stopped by a signal, t by a debugger, Z has ended and was not waited
+    for. Source: proc_pid_stat(5). The name before the state stands in parentheses and may hold any
+    character.
     """
     with suppress(OSError, IndexError):
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -20,7 +21,8 @@ def process_state(pid: int) -> str | None:
 
 
 def boot_id() -> str:
-    """Return the text that the kernel drew at random when it started: alike for containers of one host.
+    """Return the text that the kernel drew at random when it started: alike for containers of one
+    host.
 
     Empty where the system does not tell.
     """

@@ -56,8 +56,7 @@ def test_an_exception_leaves_the_old_content_and_nothing_beside_it(tmp_path: Pat
     path = tmp_path / "notes"
     path.write_text("old")
     with pytest.raises(KeyError), atomic_write(path, many_writers=many_writers) as file:
-        file.write(b"half")
-        raise KeyError
+        file.write({}["half"])
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -137,8 +136,8 @@ def test_the_disk_is_waited_for_before_and_after_the_rename_as_asked(
 
     def noted_fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
-        is_directory = stat.S_ISDIR(status.st_mode)
-        happened.append("fsync of the directory" if is_directory else f"fsync of {status.st_size} bytes")
+        what = "the directory" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} bytes"
+        happened.append(f"fsync of {what}")
         fsync(descriptor)
 
     def noted_replace(source: Path, target: Path) -> None:
