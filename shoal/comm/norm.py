@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from shoal.torch_private.kernels import foreach_norm
+
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`; writing into it writes into `tensor`."""
@@ -42,7 +44,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         groups[_sharded_over(tensor)].append(local(tensor))
     squares = []
     for over, members in groups.items():
-        norms = torch._foreach_norm(members)
+        norms = foreach_norm(members)
         square = torch.stack([norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]).square().sum()
         for group in over:
             torch.distributed.all_reduce(square, group=group)

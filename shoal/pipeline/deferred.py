@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.norm import local
+from shoal.torch_private.module_state import BatchNormBase
 
 
 class _Call(NamedTuple):
@@ -46,7 +46,7 @@ class DeferredStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(m): m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats}
+        found = {id(m): m for m in modules if isinstance(m, BatchNormBase) and m.track_running_stats}
         self._norms = list(found.values())
         self._seen: dict[_Call, _Seen] = {}
         self._calls: dict[int, int] = {}
@@ -106,6 +106,6 @@ def _merged(one: _Seen, other: _Seen) -> _Seen:
     return _Seen(number, mean, squares)
 
 
-def _count(norm: _BatchNorm) -> Tensor:
+def _count(norm: BatchNormBase) -> Tensor:
     assert norm.num_batches_tracked is not None
     return norm.num_batches_tracked

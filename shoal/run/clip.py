@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shoal.comm.norm import local
 from shoal.strategies.base import Part, gradient_norm
+from shoal.torch_private.kernels import foreach_mul_
 
 
 def clip(part: Part, max_norm: float) -> Tensor:
@@ -15,7 +15,7 @@ def clip(part: Part, max_norm: float) -> Tensor:
     norm = gradient_norm(part, gradients) if part.remote is None else part.remote.norm()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
+        foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
     if part.remote is not None:
         part.remote.scale(factor)
     return norm

@@ -26,6 +26,7 @@ from shoal.errors import UsageError
 from shoal.pipeline.together import Wish
 from shoal.pipeline.uncut import Uncut
 from shoal.strategies.remote import Remote
+from shoal.torch_private.kernels import foreach_mul_
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
@@ -283,7 +284,7 @@ def settle(part: Part, loss: Loss, global_rows: int) -> None:
         part.remote.scale(factor)
     gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
 
 
 def gradient_norm(part: Part, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -50,6 +50,7 @@ from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.one_message import OneMessage, fits
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.whole_gradients import WholeGradients
+from shoal.torch_private.c10d import check_reducer_finalized
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -227,7 +228,7 @@ class _Engine:
     def _check_reduced(self, ddp: DistributedDataParallel) -> None:
         """Raise now, before a step is taken, when a gradient did not arrive and its bucket was never reduced."""
         try:
-            ddp._check_reducer_finalized()
+            check_reducer_finalized(ddp)
         except RuntimeError as error:
             names = [name for name, p in self.riding.named_parameters() if p.requires_grad]
             missing = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import local
 from shoal.comm.ordered import mean
 from shoal.comm.rows import all_gather, all_to_all
 from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.torch_private.fsdp import StridedShard
 
 
 class LateShards:
@@ -124,7 +125,7 @@ def _layout(parameter: Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Place
     (sliced,) = parameter.placements
     assert isinstance(sliced, Shard)
     slices = parameter.device_mesh.size()
-    return mesh["shard", "tensor"], [_StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0), sliced]
+    return mesh["shard", "tensor"], [StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0), sliced]
 
 
 def _rows(parameter: Tensor, ranks: int) -> list[slice]:

@@ -38,13 +38,13 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Part
 from shoal.strategies.buffers import changeable, changed, held
 from shoal.strategies.options import DilocoOptions, LocalOptions
+from shoal.torch_private.module_state import NormBase
 
 BUCKET_BYTES = 25 * 2**20
 LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
 NEW_WORLD = (
     "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on from the first one's"
 )
-_BatchNorm = torch.nn.modules.batchnorm._NormBase
 
 
 class Local(LocalOptions):
@@ -244,5 +244,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _statistics(module: nn.Module) -> list[Tensor]:
     """Running means and variances."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for m in module.modules() if isinstance(m, NormBase)]
     return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]

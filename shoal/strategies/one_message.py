@@ -18,6 +18,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.ordered import mean
 from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
 from shoal.strategies.buffers import SharedBuffers
+from shoal.torch_private.kernels import foreach_copy_
 
 MIB = 2**20
 SMALL_MIB = 4.0
@@ -72,7 +73,7 @@ class OneMessage:
         if had != self.told:  # where all ranks had all, it stands there
             sources.append(torch.tensor(had, dtype=self.message.dtype))
             targets.append(self.had)
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
         self.told = []  # until it is known again, whatever happens
         mean(self.message, self.data)
         *used, changed = self.told = self.had.tolist()

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.backend import express
 from shoal.comm.backend.exchange import SIZE_BYTES

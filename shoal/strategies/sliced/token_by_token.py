@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.exchange import slice_of
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.sequence import SequenceSlices
+from shoal.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.torch_private.tensor_state import ATEN_TO_COPY, ATEN_UNSAFE_VIEW, schema_of
 
 aten = torch.ops.aten
 
@@ -42,9 +43,10 @@ def _on_wholes(func: Any, args: Any, options: Any) -> Any:
 
 def _written_to(func: Any, args: Any, options: Any) -> list[Any]:
     """The arguments that an operator writes into."""
-    if not func._schema.is_mutable:
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return []
-    arguments = [*enumerate(func._schema.arguments)]
+    arguments = [*enumerate(schema.arguments)]
     written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [args[place] if place < len(args) else options.get(name) for place, name in written]
 
@@ -198,9 +200,9 @@ def _normalizes_tokens(x: Any, normalized: Any, parameters: Any) -> bool:
 
 
 RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default), _same),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, ATEN_TO_COPY), _same),
     **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default), _same),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    **dict.fromkeys((aten.view.default, ATEN_UNSAFE_VIEW, aten.reshape.default), _view),
     aten.transpose.int: _transpose,
     aten.expand.default: _expand,
     aten.sum.dim_IntList: _sum,
