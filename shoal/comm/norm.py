@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from shoal.tensors import accumulation_dtype
 from shoal.torch_private.kernels import foreach_norm
 
 
@@ -45,7 +46,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     squares = []
     for over, members in groups.items():
         norms = foreach_norm(members)
-        square = torch.stack([norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]).square().sum()
+        square = torch.stack([norm.to(accumulation_dtype(norm.dtype)) for norm in norms]).square().sum()
         for group in over:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.errors import StrategyRefused
 from shoal.pipeline.buffers import Buffers
 from shoal.pipeline.modes import in_mode, in_training
+from shoal.tensors import accumulation_dtype, dense
 from shoal.torch_private.module_state import has_backward_hooks
 from shoal.torch_private.pytree import tree_leaves, tree_map
 
@@ -123,9 +124,9 @@ def _without_graph(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _told(gradient: Tensor) -> tuple[float, float]:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    wide = torch.view_as_real(dense) if dense.is_complex() else dense
-    flat = wide.flatten().to(torch.promote_types(wide.dtype, torch.float32))
+    known = dense(gradient)
+    wide = torch.view_as_real(known) if known.is_complex() else known
+    flat = wide.flatten().to(accumulation_dtype(wide.dtype))
     draw = torch.Generator().manual_seed(SEED)
     weights = torch.randn(PERIOD, generator=draw).to(flat)
     rest = flat.numel() % PERIOD

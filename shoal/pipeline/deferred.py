@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.norm import local
+from shoal.tensors import accumulation_dtype
 from shoal.torch_private.module_state import BatchNormBase
 
 
@@ -75,7 +76,7 @@ class DeferredStatistics:
         with torch.no_grad():
             x = inputs[0]
             dims = [dim for dim in range(x.dim()) if dim != 1]
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(accumulation_dtype(x.dtype))
             variance, mean = torch.var_mean(wide, dims, correction=0)
             number = x.numel() // x.shape[1]
             seen = _Seen(number, mean.double(), variance.double() * number)

@@ -50,6 +50,7 @@ from shoal.strategies.complex_numbers import refuse_complex
 from shoal.strategies.one_message import OneMessage, fits
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.whole_gradients import WholeGradients
+from shoal.tensors import accumulation_dtype
 from shoal.torch_private.c10d import check_reducer_finalized
 
 LATE = (
@@ -266,7 +267,7 @@ class _Riding(nn.Module):
         super().__init__()
         self.module = part.module
         self.part_forward, self.searched = part.forward, False
-        dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32).to_real()
+        dtype = accumulation_dtype(next(iter(part.owned.values())).dtype).to_real()
         self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=device))
 
     def carried(self) -> Tensor:

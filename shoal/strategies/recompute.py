@@ -30,6 +30,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.units import innermost, units
+from shoal.tensors import MIB
 from shoal.torch_private.module_state import own_buffers
 from shoal.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 
@@ -46,7 +47,7 @@ class Recompute(RecomputeOptions):
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in it. Name the class of "
                 "its blocks: recompute,unit=CLASS."
             )
-        budget = _Budget(len(chosen), int(self.budget_mb * 2**20)) if self.budget_mb else None
+        budget = _Budget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         for index, module in enumerate(chosen):
             module.forward = MethodType(_recomputed(module, index, budget), module)  # a copy's is bound to the copy
         return part

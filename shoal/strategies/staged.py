@@ -21,6 +21,7 @@ from shoal.pipeline.ties import Ties
 from shoal.pipeline.wire import Exchange, Wire, message_after, message_before
 from shoal.strategies.base import SLOTS, STOP, Batch, Forward, Loss, Outcome, objective
 from shoal.strategies.split import split
+from shoal.tensors import accumulation_dtype
 from shoal.torch_private.module_state import forward_pre_hooks
 from shoal.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 from shoal.trace.recorder import Recorder
@@ -57,7 +58,7 @@ class Staged:
         self.last = table.num_stages - 1
         self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
-        self.dtype = torch.promote_types(floating[0] if floating else torch.float32, torch.float32)
+        self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
 
     def forward(self, batch: Batch) -> Outcome:
         """One stage; of the last one, the loss too."""

@@ -31,7 +31,7 @@ from shoal.train.checkpoint.pieces import Piece, Stored, stored
 from shoal.train.closing import warn
 from shoal.train.directory import job_of
 
-DTYPES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -132,6 +132,6 @@ def _copy(piece: Piece, tensor: Stored, stream: io.BufferedWriter[Any], start: i
 
 
 def _dtype(name: str, dtype: torch.dtype) -> str:
-    if dtype not in DTYPES:
+    if dtype not in SAFETENSORS_NAMES:
         raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
-    return DTYPES[dtype]
+    return SAFETENSORS_NAMES[dtype]

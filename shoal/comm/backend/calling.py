@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
-from shoal.comm.backend.call import DTYPES, Call
+from shoal.comm.backend.call import Call
 from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.flat import is_own, pairs
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.order import Order
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.watched import watch_steps, watch_work
+from shoal.tensors import DTYPES
 from shoal.torch_private.c10d import backend_for
 from shoal.trace.recorder import Flight, Recorder
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.comm.exchange import slice_of
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.sequence import SequenceSlices
+from shoal.tensors import flatten_tensors, unflatten_tensors
 from shoal.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.torch_private.tensor_state import ATEN_TO_COPY, ATEN_UNSAFE_VIEW, schema_of
 
@@ -187,9 +188,8 @@ def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
     of_x, *others = func(own[0], own[1], normalized, own[2], own[3], weight, bias, wanted)
     present = [found for found in others if found is not None]
     if present:  # in one message
-        sums = x.axis.sum(torch.cat([found.flatten() for found in present])).split([f.numel() for f in present])
-        summed = iter(sums)
-        others = [found if found is None else next(summed).view(found.shape).to(found.dtype) for found in others]
+        summed = iter(unflatten_tensors(x.axis.sum(flatten_tensors(present)), present))
+        others = [found if found is None else next(summed).to(found.dtype) for found in others]
     found_x = None if of_x is None else SequenceSlices.of(of_x, x.axis, x.along, x.shape[x.along])
     return found_x, *others
 
