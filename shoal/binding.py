@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
+from shoal.torch_private.subclasses import is_made_of_tensors
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -193,7 +193,7 @@ def _put_together(optimizer: Optimizer, parameter: Tensor | None, key: str, part
 
 
 def _is_plain(value: Tensor) -> bool:
-    return not is_traceable_wrapper_subclass(value.to_local() if isinstance(value, DTensor) else value)
+    return not is_made_of_tensors(value.to_local() if isinstance(value, DTensor) else value)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:

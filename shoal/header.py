@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.mesh import Mesh
 from shoal.data.loader import ShareLoader
 from shoal.strategies.base import Strategy
 from shoal.strategies.units import drops
+from shoal.torch_private.module_state import BatchNormBase
 
 
 def lines(
@@ -54,7 +54,7 @@ def _spread(total: int, parts: int, high: int | None = None) -> str:
 def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
     """One line for each thing in `model` that makes this run differ from one device, whatever the strategy."""
     notes = []
-    plain = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not _synchronised(m)]
+    plain = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase) and not _synchronised(m)]
     if plain and ranks * accumulate > 1:
         notes.append(
             f"BatchNorm ({plain[0]} and {len(plain) - 1} more) normalises over what one rank computes at once, so "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from shoal.curves import Curve, Floats, Run, read_runs
 from shoal.errors import ConfigError
+from shoal.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,9 +78,8 @@ def write_figure(figure: Figure, output: Path) -> None:
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix)
     figure.savefig(picture, format=output.suffix[1:], metadata=metadata, facecolor="white")
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    partial.write_bytes(picture.getvalue())
-    partial.replace(output)
+    with atomic_write(output, many_writers=True) as file:
+        file.write(picture.getvalue())
 
 
 def _draw(runs: Sequence[Run]) -> Figure:

@@ -31,9 +31,10 @@ from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import read_key
-from shoal.server.layout import MIB, Part, Shape, cut, place
+from shoal.server.layout import Part, Shape, cut, place
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.said import Order
+from shoal.tensors import MIB
 
 from .cast import answer, await_end
 from .closed_form import FORWARD

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucket, which its stubs leave out
 from torch.nn.parallel import DistributedDataParallel
+
+from shoal.torch_private.c10d import GradBucket
 
 
 def reduce_beside(ddp: DistributedDataParallel, mean: Callable[[Tensor], object], failures: list[Exception]) -> None:

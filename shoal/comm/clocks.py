@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Mesh
+from shoal.processes import boot_id
 
 ROUNDS = 16
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offset(NamedTuple):
@@ -32,10 +31,7 @@ class Offset(NamedTuple):
 
 def whose_clock(name: str) -> str:
     """Alike for processes that read one monotonic clock: those of one running kernel. Args: name: of this host."""
-    try:
-        return BOOT.read_text().strip()
-    except OSError:
-        return name
+    return boot_id() or name
 
 
 def offsets(mesh: Mesh, clock: str, now: Callable[[], int] = time.monotonic_ns) -> list[Offset]:

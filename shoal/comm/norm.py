@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from shoal.tensors import accumulation_dtype
+from shoal.torch_private.kernels import foreach_norm
+
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`; writing into it writes into `tensor`."""
@@ -42,8 +45,8 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         groups[_sharded_over(tensor)].append(local(tensor))
     squares = []
     for over, members in groups.items():
-        norms = torch._foreach_norm(members)
-        square = torch.stack([norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]).square().sum()
+        norms = foreach_norm(members)
+        square = torch.stack([norm.to(accumulation_dtype(norm.dtype)) for norm in norms]).square().sum()
         for group in over:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)

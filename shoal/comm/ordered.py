@@ -16,13 +16,13 @@ does, this is a plain all-reduce, and comes to the same bits.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket  # torch.distributed.GradBucket, which its stubs leave out
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.comm.backend.group import ShoalGroup
 from shoal.comm.beside import reduce_beside
 from shoal.comm.rows import all_gather, all_to_all
+from shoal.torch_private.c10d import GradBucket
 
 
 def ordered_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

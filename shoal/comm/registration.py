@@ -29,7 +29,7 @@ def register() -> None:
 
 def register_with(module: ModuleType) -> None:
     """`module` is torch.distributed.distributed_c10d."""
-    if "SHOAL" not in module.Backend._plugins:
+    if not hasattr(module.Backend, "SHOAL"):
         module.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
         module.Backend.register_backend(BESIDE, _create_beside, extended_api=True, devices=["cpu"])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.comm.backend import both_ways
 from shoal.comm.backend.group import ShoalGroup
+from shoal.torch_private.c10d import backend_for
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,5 +45,5 @@ def _over_gloo(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessG
     assert group is not None
     if isinstance(group, ShoalGroup):
         return None if group.on_one_host else group
-    backend = group._get_backend(torch.device("cpu")) if tensor.is_cpu else None
+    backend = backend_for(group, torch.device("cpu")) if tensor.is_cpu else None
     return group if isinstance(backend, dist.ProcessGroupGloo) else None

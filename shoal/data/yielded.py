@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.data.nest import tensors_in
 from shoal.data.shares import Share
+from shoal.torch_private.tensor_state import base
 
 
 class Yielded:
@@ -55,7 +56,8 @@ class Yielded:
 
     def _share_of(self, tensor: Tensor) -> Share | None:
         share = self._shares.get(id(tensor))
-        return self._shares.get(id(tensor._base)) if share is None and tensor._base is not None else share
+        whole = base(tensor)
+        return self._shares.get(id(whole)) if share is None and whole is not None else share
 
 
 def _size(share: Share) -> tuple[int, int]:

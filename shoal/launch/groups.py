@@ -18,13 +18,15 @@ def keep_groups() -> None:
     from torch import distributed
     from torch.distributed import distributed_c10d
 
+    from shoal.torch_private.c10d import process_groups
+
     destroy = distributed_c10d.destroy_process_group
     if not distributed.is_available() or hasattr(destroy, "__wrapped__"):
         return
 
     @functools.wraps(destroy)
     def leave(group: Any = None) -> None:
-        _kept.extend(distributed_c10d._world.pg_map if group is None else [group])
+        _kept.extend(process_groups() if group is None else [group])
         destroy(group)
 
     distributed_c10d.destroy_process_group = distributed.destroy_process_group = leave

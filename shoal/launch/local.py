@@ -98,7 +98,7 @@ def verdict(supervision: Supervision) -> int:
         print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)
         return cause.code
     codes = supervision.codes.values()
-    stopped_well = len(codes) == len(supervision.ranks.all) and set(codes) <= {0, rank.RUN_AGAIN}
+    stopped_well = len(codes) == len(supervision.ranks.all) and set(codes) <= {0, rank.EXIT_RESTART}
     if supervision.asked is not None and not stopped_well:
         return 128 + supervision.asked
-    return rank.RUN_AGAIN if rank.RUN_AGAIN in codes else 0
+    return rank.EXIT_RESTART if rank.EXIT_RESTART in codes else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from shoal.torch_private import DYNAMO
+
 ALWAYS = (
     "shoal.launch.server",  # must be the first
     "numpy",
@@ -13,7 +15,7 @@ ALWAYS = (
     "torch.utils.data",
     "shoal.launch.rank",
 )
-TRAINING = ("torch._dynamo",)  # imported by the first optimizer and by DistributedDataParallel; takes as long as torch
+TRAINING = (DYNAMO,)  # imported by the first optimizer and by DistributedDataParallel; takes as long as torch
 SIGNS_OF_TRAINING = ("optim", "DistributedDataParallel", "fully_shard", "compile", "shoal")
 SAFE = ("torch", "shoal")  # others might start threads or touch a device when they are imported
 

@@ -23,7 +23,8 @@ from shoal.launch import failure
 from shoal.launch.groups import keep_groups
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-RUN_AGAIN = 75  # EX_TEMPFAIL in <sysexits.h>: everything is saved, the same command goes on
+EXIT_RESTART = 75
+"""Exit status of a run that was told to stop and has saved; the same command goes on. EX_TEMPFAIL in <sysexits.h>."""
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -61,7 +62,7 @@ def main(orders: Orders) -> None:
     """Run the target and end as an interpreter would; always raises SystemExit."""
     code = _outcome(orders)
     atexit._run_exitfuncs()  # processes of multiprocessing skip the handlers that scripts register
-    if code in (0, RUN_AGAIN):
+    if code in (0, EXIT_RESTART):
         _leave_group()
     sys.exit(code)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from shoal.launch.failure import Failure
 from shoal.launch.ranks import Rank
+from shoal.processes import process_state
 
 LOOK_S = 1.0
 STOPPED_LOOKS = 8
@@ -28,18 +28,11 @@ class Stopped:
         if now < self._last_s + LOOK_S:
             return []
         self._last_s = now
-        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
+        stopped = [rank for rank in ranks if process_state(rank.pid) == "T"]
         self._looks = {rank.number: self._looks.get(rank.number, 0) + 1 for rank in stopped}
         if len(stopped) == len(ranks):  # nobody waits for them
             return []
         return [_failure(rank) for rank in stopped if self._looks[rank.number] == STOPPED_LOOKS]
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 def _failure(rank: Rank) -> Failure:

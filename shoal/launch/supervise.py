@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from shoal.launch.failure import Failure, first_cause, from_exit_code
-from shoal.launch.rank import RUN_AGAIN, Returned
+from shoal.launch.rank import EXIT_RESTART, Returned
 from shoal.launch.ranks import Ended, News, Ranks
 from shoal.launch.stopped import LOOK_S, Stopped
 
@@ -71,7 +71,7 @@ class Supervision:
             self.kill_at_s = -inf
 
     def stop(self) -> None:
-        """Have ranks save and end with RUN_AGAIN, however long that takes."""
+        """Have ranks save and end with EXIT_RESTART, however long that takes."""
         self.stopping = True
         for rank in self.ranks.alive:
             rank.signal(signal.SIGTERM)
@@ -99,7 +99,7 @@ class Supervision:
 
     def _judge_end(self, rank: int, code: int) -> None:
         is_ours = any(code in (-number, 128 + number) for number in self._told)
-        if code == RUN_AGAIN:
+        if code == EXIT_RESTART:
             self.kill_at_s = min(self.kill_at_s, time.monotonic() + self.grace_s)
         elif code != 0 and not is_ours and all(failure.rank != rank for failure in self.failures):
             self._judge(from_exit_code(rank, code))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shoal.torch_private.module_state import own_buffers
+
 
 class Buffers:
     """Remembers them when it is made."""
@@ -13,7 +15,7 @@ class Buffers:
         self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = [
             (module, name, tensor, tensor.clone())
             for module in model.modules()
-            for name, tensor in module._buffers.items()
+            for name, tensor in own_buffers(module).items()
             if tensor is not None
         ]
 
@@ -22,13 +24,13 @@ class Buffers:
         return {
             id(tensor)
             for module, name, tensor, value in self._kept
-            if module._buffers.get(name) is not tensor or not torch.equal(tensor, value)
+            if own_buffers(module).get(name) is not tensor or not torch.equal(tensor, value)
         }
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
             for module, name, tensor, value in self._kept:
-                module._buffers[name] = tensor
+                own_buffers(module)[name] = tensor
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)

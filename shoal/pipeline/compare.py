@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import StrategyRefused
 from shoal.pipeline.buffers import Buffers
 from shoal.pipeline.modes import in_mode, in_training
+from shoal.tensors import accumulation_dtype, dense
+from shoal.torch_private.module_state import has_backward_hooks
+from shoal.torch_private.pytree import tree_leaves, tree_map
 
 SEED = 0
 PERIOD = 1024
@@ -73,7 +75,7 @@ def compare(
             ) from error
     _refuse_other_outputs(model, whole.outputs, pieces.outputs)
     _refuse_other_gradients(model, whole.gradients, pieces.gradients)
-    hooks = any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+    hooks = any(has_backward_hooks(module) for module in model.modules())
     return Tried(written, hooks or listening.heard)
 
 
@@ -122,9 +124,9 @@ def _without_graph(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _told(gradient: Tensor) -> tuple[float, float]:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    wide = torch.view_as_real(dense) if dense.is_complex() else dense
-    flat = wide.flatten().to(torch.promote_types(wide.dtype, torch.float32))
+    known = dense(gradient)
+    wide = torch.view_as_real(known) if known.is_complex() else known
+    flat = wide.flatten().to(accumulation_dtype(wide.dtype))
     draw = torch.Generator().manual_seed(SEED)
     weights = torch.randn(PERIOD, generator=draw).to(flat)
     rest = flat.numel() % PERIOD

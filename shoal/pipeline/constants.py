@@ -13,12 +13,9 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.torch_private.module_state import HOOKS
 
 PLAIN = (bool, int, float, complex, str, tuple, type(None))
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.norm import local
+from shoal.tensors import accumulation_dtype
+from shoal.torch_private.module_state import BatchNormBase
 
 
 class _Call(NamedTuple):
@@ -46,7 +47,7 @@ class DeferredStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(m): m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats}
+        found = {id(m): m for m in modules if isinstance(m, BatchNormBase) and m.track_running_stats}
         self._norms = list(found.values())
         self._seen: dict[_Call, _Seen] = {}
         self._calls: dict[int, int] = {}
@@ -75,7 +76,7 @@ class DeferredStatistics:
         with torch.no_grad():
             x = inputs[0]
             dims = [dim for dim in range(x.dim()) if dim != 1]
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(accumulation_dtype(x.dtype))
             variance, mean = torch.var_mean(wide, dims, correction=0)
             number = x.numel() // x.shape[1]
             seen = _Seen(number, mean.double(), variance.double() * number)
@@ -106,6 +107,6 @@ def _merged(one: _Seen, other: _Seen) -> _Seen:
     return _Seen(number, mean, squares)
 
 
-def _count(norm: _BatchNorm) -> Tensor:
+def _count(norm: BatchNormBase) -> Tensor:
     assert norm.num_batches_tracked is not None
     return norm.num_batches_tracked

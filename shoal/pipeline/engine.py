@@ -118,7 +118,7 @@ class Engine:
 
     def _inputs(self, action: Action) -> None:
         """The half of the backward pass that the stage before waits for."""
-        from torch.distributed.pipelining._backward import stage_backward_input
+        from shoal.torch_private.pipelining import stage_backward_input
 
         held = self._held.pop(action[1:])
         roots = self._roots(action, held)
@@ -138,7 +138,7 @@ class Engine:
         self._give_gradients(action, held)
 
     def _weights(self, action: Action) -> None:
-        from torch.distributed.pipelining._backward import stage_backward_weight
+        from shoal.torch_private.pipelining import stage_backward_weight
 
         half = self._halves.pop(action[1:])
         if half.apart:

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
+from shoal.tensors import DTYPE_NUMBERS, DTYPES
 
 HEADER = 256
 """Numbers in a header."""
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
-)
 
 
 class Form(NamedTuple):
@@ -35,7 +32,7 @@ def encoded(forms: Forms, device: torch.device) -> Tensor:
     """As numbers, (HEADER,), int64. Raises UsageError: they are too many for one."""
     numbers = [len(forms)]
     for form in forms:
-        numbers += [DTYPES.index(form.dtype), form.has_gradient, len(form.shape), *form.shape]
+        numbers += [DTYPE_NUMBERS[form.dtype], form.has_gradient, len(form.shape), *form.shape]
     if len(numbers) > HEADER:
         raise UsageError(
             f"pipeline: {len(forms)} tensors cross one cut, more than a header describes. Put the cut where fewer do, "

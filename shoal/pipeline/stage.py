@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shoal.pipeline.steps import computed_again, crossing, steps_of
+from shoal.torch_private.module_state import STORES, non_persistent_buffers, own_buffers, own_modules, own_parameters
 
 
 class Stage:
@@ -139,7 +140,7 @@ class Branch(nn.ModuleDict):
     def __getattribute__(self, name: str) -> Any:
         """What hangs here comes before what a ModuleDict can do: a model may well have layers called `values`."""
         if not name.startswith("_"):
-            for store in ("_modules", "_parameters", "_buffers"):
+            for store in STORES:
                 found = super().__getattribute__("__dict__").get(store, {})
                 if name in found:
                     return found[name]
@@ -149,19 +150,19 @@ class Branch(nn.ModuleDict):
         """Hang a module, a parameter or a buffer where it hangs in the whole model."""
         first, _, rest = path.partition(".")
         if rest:
-            below = self._modules.get(first)
+            below = own_modules(self).get(first)
             if below is None:
-                below = self._modules[first] = Branch()
+                below = own_modules(self)[first] = Branch()
             if isinstance(below, Branch):  # else it is part of a module that hangs here already
                 below.put(rest, value, persistent)
         elif isinstance(value, nn.Module):
-            self._modules[first] = value
+            own_modules(self)[first] = value
         elif isinstance(value, nn.Parameter):
-            self._parameters[first] = value
+            own_parameters(self)[first] = value
         else:
-            self._buffers[first] = value
+            own_buffers(self)[first] = value
             if not persistent:
-                self._non_persistent_buffers_set.add(first)
+                non_persistent_buffers(self).add(first)
 
 
 class Held(Branch):
@@ -185,8 +186,8 @@ def held(model: nn.Module, targets: Set[str], others: Set[str] = frozenset()) ->
         else:
             home = model.get_submodule(owner)
             # A plain attribute that holds a tensor is in no state dict.
-            plain = name not in home._parameters and name not in home._buffers
-            tree.put(path, getattr(home, name), not plain and name not in home._non_persistent_buffers_set)
+            plain = name not in own_parameters(home) and name not in own_buffers(home)
+            tree.put(path, getattr(home, name), not plain and name not in non_persistent_buffers(home))
     return tree
 
 
@@ -195,7 +196,7 @@ def let_go(model: nn.Module, kept: nn.Module) -> None:
     alive = {id(tensor) for tensor in (*kept.parameters(), *kept.buffers())}
     empty: dict[int, Tensor] = {}
     for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        stores: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
         for store in stores:
             for name, tensor in store.items():
                 if tensor is None or id(tensor) in alive:

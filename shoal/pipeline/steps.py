@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.pipeline.buffers import Buffers
+from shoal.torch_private.pytree import tree_leaves, tree_map
 
 FREE = ("placeholder", "get_attr", "output")
 SIZES = ("size", "dim", "numel", "__len__", "ndimension")

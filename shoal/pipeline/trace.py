@@ -26,6 +26,7 @@ from shoal.pipeline.compare import Tried, compare
 from shoal.pipeline.constants import Constants, has_hooks
 from shoal.pipeline.modes import in_mode
 from shoal.pipeline.rewritten import REWRITTEN
+from shoal.torch_private.tensor_state import version
 
 Inputs = tuple[Any, ...]
 
@@ -124,11 +125,11 @@ def _ways(model: nn.Module, num_inputs: int, whole: set[str]) -> tuple[_Way, _Wa
 def _way(model: nn.Module, num_inputs: int, whole: set[str]) -> _Way:
     while True:
         tracer = _Tracer(num_inputs, whole)
-        before = [(id(buffer), buffer._version) for buffer in model.buffers()]
+        before = [(id(buffer), version(buffer)) for buffer in model.buffers()]
         had = set(vars(model))
         try:
             graph = tracer.trace(model)
-            if before != [(id(buffer), buffer._version) for buffer in model.buffers()]:
+            if before != [(id(buffer), version(buffer)) for buffer in model.buffers()]:
                 raise StrategyRefused(
                     f"pipeline: {type(model).__name__}.forward writes into buffers of its own, which cannot be traced. "
                     "Move what it does with them into a module of its own."

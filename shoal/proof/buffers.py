@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.torch_private.module_state import BatchNormBase
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -27,7 +28,7 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 def changed(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
     """Buffers that are not what they were, but for BatchNorm's."""
-    normalising = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    normalising = {path for path, module in model.named_modules() if isinstance(module, BatchNormBase)}
     now = saved_buffers(model)
     others = (name for name in before if name.rpartition(".")[0] not in normalising)
     return [name for name in others if not torch.equal(before[name], now[name])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.comm.norm import whole
 from shoal.data.loader import ShareLoader
 from shoal.data.seeds import load_random_state, random_state
 from shoal.errors import CheckpointError
+from shoal.files import atomic_write
 from shoal.strategies.base import Part
 from shoal.strategies.precision import LossScale
 
@@ -154,12 +154,8 @@ def _first_ranks(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
 
 def _write(state: dict[str, Tensor], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".tmp")
-    with partial.open("wb") as file:
+    with atomic_write(target, survives="file") as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(target)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

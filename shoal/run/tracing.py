@@ -30,6 +30,7 @@ from shoal.comm.mesh import Mesh
 from shoal.config.window import Window
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Loss, Outcome, Part, both_passes
+from shoal.torch_private.c10d import process_groups
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
 from shoal.trace.span import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
@@ -113,7 +114,7 @@ class Tracing:
     def watch(self) -> None:
         """Follow all groups and gradients from now on."""
         assert self._part is not None
-        known = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+        known = process_groups() if dist.is_initialized() else []
         self._groups = [group for group in known if isinstance(group, ShoalGroup)]
         for group in self._groups:
             group.recorder = self.recorder

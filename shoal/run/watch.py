@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UsageError
+from shoal.torch_private.pytree import tree_leaves
 
 
 class Watch:

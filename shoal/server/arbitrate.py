@@ -12,7 +12,6 @@ every worker has said BYE.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConnectionLost, WireError
+from shoal.files import atomic_write
 from shoal.server.arbiter import Arbiter, View
 from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
@@ -140,9 +140,8 @@ class Arbitration:
         moved = self.arbiter.placement.version != self.told
         if not changed and not moved:
             return
-        partial = self.court.file.with_suffix(".tmp")
-        partial.write_text(self.arbiter.dump())
-        os.replace(partial, self.court.file)
+        with atomic_write(self.court.file) as file:
+            file.write(self.arbiter.dump().encode())
         self.told = self.arbiter.placement.version
         for peer in self.peers.values():
             for view in changed:

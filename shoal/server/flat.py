@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.comm.memory import ALIGNMENT_BYTES, Memory
 from shoal.server.layout import Part, Segment
+from shoal.torch_private.tensor_state import is_zerotensor
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep once for a parameter, whatever its shape; a scalar parameter's state looks alike."""
@@ -66,7 +67,7 @@ class Flat:
             and (gradient.shape, gradient.stride()) == (window.shape, window.stride())
         )
         # These say what is to be made of the numbers, or that there are none.
-        if not lies_alike or gradient.is_conj() or gradient.is_neg() or gradient._is_zerotensor():
+        if not lies_alike or gradient.is_conj() or gradient.is_neg() or is_zerotensor(gradient):
             return None
         begin = gradient.storage_offset() + segment.start
         return gradient.detach().as_strided((segment.length,), (1,), begin)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.comm.memory import ALIGNMENT_BYTES
+from shoal.tensors import MIB
 
-MIB = 2**20
 PARTS_A_LINK = 4  # at least, so that a server sends, steps and receives at the same time
 SMALL_PART_BYTES = 64 * 1024
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shoal.server.layout import MIB
+from shoal.tensors import MIB
 
 
 def report(figures: Iterable[Mapping[str, Any]], together: bool) -> list[str]:

@@ -34,8 +34,8 @@ from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
 from shoal.strategies.buffers import SharedBuffers
 from shoal.strategies.state import StrategyState
 from shoal.strategies.whole_gradients import WholeGradients
+from shoal.tensors import MIB
 
-MIB = 2**20
 LOST = (
     "compress: the number of ranks has changed, and what messages had left out was each rank's own: it is lost, and "
     "the memories begin at zero"

@@ -31,6 +31,7 @@ from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import StrategyOptions
 from shoal.strategies.remote import Remote
 from shoal.strategies.state import STATELESS, StrategyState
+from shoal.torch_private.kernels import foreach_mul_
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
@@ -308,7 +309,7 @@ def scale_gradients(part: Part, factor: Tensor) -> None:
     """Multiply the global gradients by a scalar tensor, wherever they lie."""
     gradients = [local(parameter.grad) for parameter in part.owned.values() if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
     if part.remote is not None:
         part.remote.scale(factor)
 

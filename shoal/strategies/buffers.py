@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-
-_BatchNorm = torch.nn.modules.batchnorm._NormBase
+from shoal.torch_private.module_state import NormBase
+from shoal.torch_private.tensor_state import version
 
 
 class Held(NamedTuple):
@@ -25,14 +24,14 @@ class Held(NamedTuple):
 
 def changeable(module: nn.Module) -> dict[str, Tensor]:
     """Buffers by name, in the order of their names; one with two names is there twice."""
-    owners = [(name, owner) for name, owner in module.named_modules() if not isinstance(owner, _BatchNorm)]
+    owners = [(name, owner) for name, owner in module.named_modules() if not isinstance(owner, NormBase)]
     found = {f"{name}.{key}": b for name, owner in owners for key, b in owner.named_buffers(recurse=False)}
     return dict(sorted(found.items()))
 
 
 def held(module: nn.Module) -> dict[str, Held]:
     """What `changed` is to compare with later."""
-    return {name: Held(buffer, buffer._version) for name, buffer in changeable(module).items()}
+    return {name: Held(buffer, version(buffer)) for name, buffer in changeable(module).items()}
 
 
 def changed(module: nn.Module, before: Mapping[str, Held]) -> dict[str, bool]:
@@ -40,7 +39,7 @@ def changed(module: nn.Module, before: Mapping[str, Held]) -> dict[str, bool]:
     found = {}
     for name, buffer in changeable(module).items():
         known = before.get(name)
-        found[name] = known is None or known.buffer is not buffer or known.version != buffer._version
+        found[name] = known is None or known.buffer is not buffer or known.version != version(buffer)
     return found
 
 

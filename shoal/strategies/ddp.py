@@ -50,6 +50,8 @@ from shoal.strategies.one_message import OneMessage, fits
 from shoal.strategies.options import DdpOptions
 from shoal.strategies.state import STATELESS
 from shoal.strategies.whole_gradients import WholeGradients
+from shoal.tensors import accumulation_dtype
+from shoal.torch_private.c10d import check_reducer_finalized
 
 LATE = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would be saved. Use zero1, "
@@ -226,7 +228,7 @@ class _Engine:
     def _check_reduced(self, ddp: DistributedDataParallel) -> None:
         """Raise now, before a step is taken, when a gradient did not arrive and its bucket was never reduced."""
         try:
-            ddp._check_reducer_finalized()
+            check_reducer_finalized(ddp)
         except RuntimeError as error:
             names = [name for name, p in self.riding.named_parameters() if p.requires_grad]
             missing = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -264,7 +266,7 @@ class _Riding(nn.Module):
         super().__init__()
         self.module = part.module
         self.part_forward, self.searched = part.forward, False
-        dtype = torch.promote_types(next(iter(part.owned.values())).dtype, torch.float32).to_real()
+        dtype = accumulation_dtype(next(iter(part.owned.values())).dtype).to_real()
         self.carrier = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=device))
 
     def carried(self) -> Tensor:

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import local
 from shoal.comm.ordered import mean
 from shoal.comm.rows import all_gather, all_to_all
 from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.tensors import dense, flatten_tensors, unflatten_tensors
+from shoal.torch_private.fsdp import StridedShard
 
 
 class LateShards:
@@ -124,7 +126,7 @@ def _layout(parameter: Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Place
     (sliced,) = parameter.placements
     assert isinstance(sliced, Shard)
     slices = parameter.device_mesh.size()
-    return mesh["shard", "tensor"], [_StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0), sliced]
+    return mesh["shard", "tensor"], [StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0), sliced]
 
 
 def _rows(parameter: Tensor, ranks: int) -> list[slice]:
@@ -135,20 +137,17 @@ def _rows(parameter: Tensor, ranks: int) -> list[slice]:
 
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
-    own = local(gradient)
-    return own.to_dense() if own.is_sparse else own
+    return dense(local(gradient))
 
 
 def _flat(tensors: list[Tensor], length: int) -> Tensor:
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flatten_tensors(tensors)
     return torch.nn.functional.pad(flat, (0, length - len(flat)))
 
 
 def _unflatten(flat: Tensor, into: list[Tensor]) -> None:
-    start = 0
-    for tensor in into:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
+    for tensor, piece in zip(into, unflatten_tensors(flat, into), strict=True):
+        tensor.copy_(piece)
 
 
 def _as_shard(gradient: Tensor, shard: Tensor) -> DTensor:

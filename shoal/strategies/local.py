@@ -38,13 +38,14 @@ from shoal.strategies.base import STOP, Batch, Forward, Loss, Part, Strategy
 from shoal.strategies.buffers import changeable, changed, held
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
+from shoal.tensors import MIB, accumulation_dtype, flatten_tensors, unflatten_tensors
+from shoal.torch_private.module_state import NormBase
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * MIB
 LATE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
 NEW_WORLD = (
     "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on from the first one's"
 )
-_BatchNorm = torch.nn.modules.batchnorm._NormBase
 
 
 class Local(LocalOptions, Strategy):
@@ -164,7 +165,7 @@ class _Engine(StrategyState):
     def meeting_bytes(self) -> int:
         """What this rank sends at a meeting."""
         owned = self.part.owned.values()
-        return sum(plain_bytes(p.numel(), _wide(p.dtype), self.data.size) for p in owned)
+        return sum(plain_bytes(p.numel(), accumulation_dtype(p.dtype), self.data.size) for p in owned)
 
     # What is kept from step to step
 
@@ -213,7 +214,10 @@ class _Engine(StrategyState):
             tensor.copy_(found)
 
     def _step(self, outer: Outer, parameters: dict[str, Tensor]) -> None:
-        changes = [self.met_at[n].to(_wide(p.dtype)) - p.to(_wide(p.dtype)) for n, p in parameters.items()]
+        changes = []
+        for name, parameter in parameters.items():
+            dtype = accumulation_dtype(parameter.dtype)
+            changes.append(self.met_at[name].to(dtype) - parameter.to(dtype))
         for (name, parameter), change in zip(parameters.items(), self._means(changes), strict=True):
             velocity = self.velocity.setdefault(name, torch.zeros_like(change))
             parameter.copy_(self.met_at[name].to(change.dtype) - outer.step(change, velocity))
@@ -221,11 +225,10 @@ class _Engine(StrategyState):
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Over ranks, of tensors that are sent as one; in float32 at least."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(_wide(tensors[0].dtype))
+        flat = flatten_tensors(tensors).to(accumulation_dtype(tensors[0].dtype))
         if self.data.size > 1:
             mean(flat, self.data)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        return unflatten_tensors(flat, tensors)
 
     def _share_buffers(self) -> None:
         """What no mean can be taken of becomes the first rank's, where any rank has changed it."""
@@ -239,11 +242,7 @@ class _Engine(StrategyState):
         self.buffers = held(self.part.module)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _statistics(module: nn.Module) -> list[Tensor]:
     """Running means and variances."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for m in module.modules() if isinstance(m, NormBase)]
     return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]

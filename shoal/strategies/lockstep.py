@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.plan import DONE, Plan
+from shoal.torch_private.fsdp import post_forward, pre_forward
+from shoal.torch_private.pytree import tree_flatten, tree_unflatten
 
 TOKEN = "_shoal_token"
 """The keyword under which the token passes the engine's hooks; a module never sees it."""
@@ -207,13 +208,11 @@ class _Member:
                 "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
             )
         step.stood_in = True
-        engine: Any = self.module
-        state = engine._get_fsdp_state()
         with torch.set_grad_enabled(differentiated):
-            _, options = state._pre_forward(engine, (), {TOKEN: step.token} if differentiated else {})
+            options = pre_forward(self.module, {TOKEN: step.token} if differentiated else {})
             if differentiated:
                 step.token = self._passed(options[TOKEN])
-            state._post_forward(engine, (), step.token)
+            post_forward(self.module, step.token)
 
     def _passed(self, token: Tensor) -> Tensor:
         """[3] The token as it goes on; on its way back, just before the engine reduces, it fills in."""

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
@@ -39,6 +38,13 @@ from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.staged import Staged
 from shoal.strategies.units import drops, innermost, units
+from shoal.torch_private.module_state import (
+    BatchNormBase,
+    forward_pre_hooks,
+    has_backward_hooks,
+    has_forward_hooks,
+    has_pre_hooks_with_keywords,
+)
 
 LATE = "a pipeline adds up the gradients of its micro-batches."
 PER_RANK = 4
@@ -75,8 +81,8 @@ class Pipeline(PipelineOptions, Strategy):
                 "Prepare a loader: run.prepare(model, optimizer, loader)."
             )
         model = part.module
-        hooks = (model._forward_hooks, model._forward_pre_hooks_with_kwargs)
-        if self.ranks > 1 and any((*hooks, model._backward_hooks, model._backward_pre_hooks)):
+        seen = has_forward_hooks(model) or has_pre_hooks_with_keywords(model)
+        if self.ranks > 1 and (seen or has_backward_hooks(model)):
             raise StrategyRefused(
                 "pipeline: the model itself has hooks on its output, its gradients or its named arguments, and no rank "
                 "calls all of it. Put them on a module inside; hooks on positional inputs are called."
@@ -88,7 +94,7 @@ class Pipeline(PipelineOptions, Strategy):
 
     def _where(self, part: Part, mesh: Mesh, chosen: Table) -> tuple[Plan, FullModel, Traced]:
         assert part.sample is not None
-        inputs = seen_by(part.module, [*part.module._forward_pre_hooks.values()], part.sample.inputs)
+        inputs = seen_by(part.module, forward_pre_hooks(part.module), part.sample.inputs)
         whole = set(innermost(units(part.module)))
         graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
         halved = any(action.kind == "W" for row in chosen.rows for action in row)
@@ -194,7 +200,7 @@ def _said(model: nn.Module, chosen: Table, where: Plan, part: Part, free: bool) 
 
 def _differences(model: nn.Module, microbatches: int) -> list[str]:
     notes = []
-    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    norms = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
     if norms and microbatches > 1:
         notes.append(
             f"note: BatchNorm ({norms[0]} and {len(norms) - 1} more) normalises over one micro-batch at a time, so "

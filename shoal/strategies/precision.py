@@ -17,6 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
 from shoal.errors import TrainingDiverged
 from shoal.strategies.base import Batch, Outcome, Part, Strategy, gradient_norm
+from shoal.torch_private.kernels import foreach_mul_
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 2.0**-20
@@ -92,7 +93,7 @@ def unscale(part: Part, loss_scale: LossScale) -> bool:
     if not gradients and part.line is None:
         return True
     if gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients.values()], 1.0 / loss_scale.scale)
+        foreach_mul_([local(gradient) for gradient in gradients.values()], 1.0 / loss_scale.scale)
     finite = bool(torch.isfinite(gradient_norm(part, gradients)))
     if not finite:
         for gradient in gradients.values():

@@ -21,6 +21,7 @@ from shoal.comm.compress import Compression
 from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.strategies.whole_gradients import in_two_pieces
+from shoal.tensors import dense
 
 
 class Pushing:
@@ -104,7 +105,7 @@ class Pushing:
         for segment in self.client.parts[number].segments:
             gradient, window = self.flat.parameters[segment.name].grad, self.flat.gradient_windows[segment.name]
             if segment.start == 0:
-                window.zero_() if gradient is None else window.copy_(_dense(gradient))
+                window.zero_() if gradient is None else window.copy_(dense(gradient))
 
     def _message(self, number: int) -> Tensor:
         """What goes over the wire for a part's gradient, as it is laid."""
@@ -118,7 +119,3 @@ class Pushing:
             self.left_out[number] = torch.zeros_like(gradient)
         self.compression.encode(gradient, self.left_out.get(number), self._messages[number])
         return self._messages[number]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

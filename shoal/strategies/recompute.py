@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.mesh import Mesh
@@ -32,6 +30,9 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part, Strategy
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.units import innermost, units
+from shoal.tensors import MIB
+from shoal.torch_private.module_state import own_buffers
+from shoal.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 
 
 class Recompute(RecomputeOptions, Strategy):
@@ -46,7 +47,7 @@ class Recompute(RecomputeOptions, Strategy):
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in it. Name the class of "
                 "its blocks: recompute,unit=CLASS."
             )
-        budget = _Budget(len(chosen), int(self.budget_mb * 2**20)) if self.budget_mb else None
+        budget = _Budget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         for index, module in enumerate(chosen):
             module.forward = MethodType(_recomputed(module, index, budget), module)  # a copy's is bound to the copy
         return part
@@ -84,8 +85,8 @@ def _recomputed(module: nn.Module, index: int, budget: _Budget | None) -> Callab
 def _modes() -> list[TorchFunctionMode]:
     """What stands around functions of torch just now, and would not when they are computed again: dropout of slices,
     say, that is drawn for the whole. The device for new tensors is everywhere anyway."""
-    found: list[TorchFunctionMode] = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
-    return [mode for mode in found if not isinstance(mode, DeviceContext)]
+    found: list[TorchFunctionMode] = [] if torch.compiler.is_compiling() else function_modes()
+    return [mode for mode in found if not isinstance(mode, DeviceMode)]
 
 
 def _contexts(
@@ -132,15 +133,15 @@ class _Buffers:
 
         There may be several backward passes, or one in two halves, as in a zero-bubble pipeline.
         """
-        self.left = [(owner, key, owner._buffers[key]) for places, _ in self.found for owner, key in places]
+        self.left = [(owner, key, own_buffers(owner)[key]) for places, _ in self.found for owner, key in places]
         for places, copy in self.found:
             again = copy.clone()
             for owner, key in places:
-                owner._buffers[key] = again
+                own_buffers(owner)[key] = again
 
     def __exit__(self, *_: object) -> None:
         for owner, key, buffer in self.left:
-            owner._buffers[key] = buffer
+            own_buffers(owner)[key] = buffer
         self.left = []
 
     def _places(self) -> dict[Tensor, list[tuple[nn.Module, str]]]:
@@ -156,7 +157,7 @@ def _may_differ(places: list[tuple[nn.Module, str]], buffer: Tensor, copy: Tenso
     """Whether one of `places` may hold something else than `copy`, which `buffer` was. BatchNorm's kernels count no
     version of what they write, so only values tell; a GPU is not waited for. Of a slice this rank's own, for DTensor
     would ask all ranks of the world, of which others have other buffers."""
-    replaced = any(owner._buffers[key] is not buffer for owner, key in places)
+    replaced = any(own_buffers(owner)[key] is not buffer for owner, key in places)
     return replaced or buffer.device.type != "cpu" or not torch.equal(local(buffer), local(copy))
 
 
@@ -210,7 +211,7 @@ class _Budget:
 
 
 def _is_made_of_others(tensor: Any) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
+    return bool(is_made_of_tensors(tensor))
 
 
 def _parts(tensor: Any) -> list[Tensor]:

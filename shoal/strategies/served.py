@@ -25,8 +25,8 @@ from shoal.server.flat import Flat
 from shoal.server.fleet import Job
 from shoal.server.history import Event
 from shoal.server.key import read_key
-from shoal.server.layout import MIB, Shape, bytes_of_a_part, cut, place
 from shoal.server.layout import Part as Layout
+from shoal.server.layout import Shape, bytes_of_a_part, cut, place
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.report import report
 from shoal.server.said import Order
@@ -38,6 +38,7 @@ from shoal.strategies.options import ServerOptions
 from shoal.strategies.pushing import Pushing
 from shoal.strategies.state import StrategyState
 from shoal.strategies.units import units
+from shoal.tensors import MIB
 
 LEFT_OUT = "not_pushed."
 """How the names of what compression has left out begin. It is a share of a sum: ddp, which keeps shares of a mean, has

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from shoal.comm.axis import Axis
 from shoal.pipeline.constants import Constants
@@ -22,6 +21,9 @@ from shoal.pipeline.ties import Ties
 from shoal.pipeline.wire import Exchange, Wire, message_after, message_before
 from shoal.strategies.base import SLOTS, STOP, Batch, Forward, Loss, Outcome, objective
 from shoal.strategies.split import split
+from shoal.tensors import accumulation_dtype
+from shoal.torch_private.module_state import forward_pre_hooks
+from shoal.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 from shoal.trace.recorder import Recorder
 
 WEIGHED = SLOTS
@@ -52,11 +54,11 @@ class Staged:
     ) -> None:
         self.model, self.table, self.axis, self.stages = model, table, axis, stages
         self.ties, self.constants, self.wire = ties, constants, Wire(axis, recorder)
-        self.hooks = [*model._forward_pre_hooks.values()]
+        self.hooks = forward_pre_hooks(model)
         self.last = table.num_stages - 1
         self.statistics = DeferredStatistics([m for stage in stages.values() for m in stage.modules()])
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
-        self.dtype = torch.promote_types(floating[0] if floating else torch.float32, torch.float32)
+        self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
 
     def forward(self, batch: Batch) -> Outcome:
         """One stage; of the last one, the loss too."""

@@ -42,6 +42,7 @@ from shoal.strategies.sliced.apply import apply
 from shoal.strategies.sliced.asked import matching
 from shoal.strategies.sliced.plan import NO_PAIR, Plan, plan
 from shoal.strategies.sliced.sequence import all_whole
+from shoal.torch_private.module_state import is_compiled
 
 IN_STAGES = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with cuts=NAME, or leave cuts out; "
@@ -73,7 +74,7 @@ class TensorParallel(TensorOptions, Strategy):
         """
         if mesh.tensor.size == 1:
             return part
-        if getattr(part.module, "_compiled_call_impl", None) is not None:
+        if is_compiled(part.module):
             raise StrategyRefused(
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. Use compile=False "
                 "(model.compile=false)."

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shoal.errors import StrategyRefused, did_you_mean
+from shoal.torch_private.module_state import DropoutBase
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -56,7 +57,7 @@ def innermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def drops(module: nn.Module) -> bool:
     """Whether a module draws random masks in training."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutBase):
         return module.p > 0
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return module.dropout > 0

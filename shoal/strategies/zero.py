@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, close_before_leaving, ensure_group
@@ -38,6 +37,8 @@ from shoal.strategies.late_shards import LateShards
 from shoal.strategies.lockstep import Lockstep
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.units import innermost, units
+from shoal.torch_private.pytree import tree_map
+from shoal.torch_private.tensor_state import is_view
 
 
 class Zero1(ZeroOptions, Strategy):
@@ -220,7 +221,7 @@ class _Engine:
 
 def _no_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     """Outputs of their own: writing into a view would drop what gathers this unit again in the backward pass."""
-    return tree_map(lambda item: item.clone() if isinstance(item, Tensor) and item._is_view() else item, output)
+    return tree_map(lambda item: item.clone() if isinstance(item, Tensor) and is_view(item) else item, output)
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

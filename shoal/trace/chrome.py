@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.files import atomic_write
 from shoal.trace.account import Meetings, Spans, Wait, meetings, wait_of
 from shoal.trace.span import BLOCKED, EXCHANGE, KINDS, STEP, Span
 
@@ -56,12 +56,8 @@ def write(trace: Trace, directory: Path) -> Path:
     packed = len(data) >= PACK_FROM_BYTES
     name, other = (PACKED, NAME) if packed else (NAME, PACKED)
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".{name}.{os.getpid()}"
-    try:
-        partial.write_bytes(gzip.compress(data, 6) if packed else data)
-        partial.replace(directory / name)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_write(directory / name, many_writers=True) as file:
+        file.write(gzip.compress(data, 6) if packed else data)
     (directory / other).unlink(missing_ok=True)
     return directory / name
 

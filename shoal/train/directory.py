@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
+from shoal.files import atomic_write
 
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
@@ -58,7 +59,8 @@ def claim(job: Job) -> IO[str]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _locked(directory)
-        _write_atomically(directory / CONFIG, to_yaml(job))
+        with atomic_write(directory / CONFIG, survives="file") as file:
+            file.write(to_yaml(job).encode())
     except OSError as error:
         raise _unwritable(directory, error) from error
     return lock
@@ -145,12 +147,3 @@ def _locked(directory: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import local
+from shoal.torch_private.kernels import foreach_lerp_
 
 
 class Ema:
@@ -38,7 +39,7 @@ class Ema:
             return
         # What this rank holds of them: torch takes no lists of shards and wholes.
         average, weights = ([local(value) for value in held.values()] for held in (self._average, self._weights))
-        torch._foreach_lerp_(average, weights, 1 - decay)
+        foreach_lerp_(average, weights, 1 - decay)
 
     def broadcast(self, mesh: Mesh) -> None:
         """Every rank takes rank 0's average. Collective."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,13 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import CheckpointError, UsageError
+from shoal.files import atomic_write
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.checkpoint.durable import DurableFile, fsync_directory
 from shoal.train.checkpoint.pieces import Piece, Stored, stored
 from shoal.train.closing import warn
 from shoal.train.directory import job_of
 
-DTYPES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -99,17 +98,11 @@ def _names(there: Mapping[str, Any]) -> dict[str, str]:
 
 def _write(output: Path, tensors: Mapping[str, Stored], metadata: dict[str, str]) -> int:
     header, starts, end = _header(tensors, metadata)
-    partial = output.with_name(output.name + ".tmp")
-    try:
-        with io.BufferedWriter(DurableFile(partial), buffer_size=1 << 20) as stream:
-            stream.write(header)
-            for name, tensor in tensors.items():
-                for piece in tensor.pieces:
-                    _copy(piece, tensor, stream, starts[name])
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-    fsync_directory(output.absolute().parent)
+    with atomic_write(output, survives="rename", mode=0o644) as stream:
+        stream.write(header)
+        for name, tensor in tensors.items():
+            for piece in tensor.pieces:
+                _copy(piece, tensor, stream, starts[name])
     return end
 
 
@@ -139,6 +132,6 @@ def _copy(piece: Piece, tensor: Stored, stream: io.BufferedWriter[Any], start: i
 
 
 def _dtype(name: str, dtype: torch.dtype) -> str:
-    if dtype not in DTYPES:
+    if dtype not in SAFETENSORS_NAMES:
         raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
-    return DTYPES[dtype]
+    return SAFETENSORS_NAMES[dtype]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, ConfigError, RecordError, ShoalError, TidyingFailed
+from shoal.launch.rank import EXIT_RESTART
 from shoal.plot import plot
 from shoal.run import begin
 from shoal.strategies.base import SLOTS
@@ -37,9 +38,6 @@ from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.schedule import factor, set_learning_rate
 from shoal.train.stopwatch import Stopwatch
-
-RUN_ME_AGAIN = 75
-"""Exit status of a run that was told to stop and has saved: EX_TEMPFAIL of sysexits.h."""
 
 
 def train(job: Job) -> None:
@@ -331,7 +329,7 @@ class Training:
             self._save(self._is_best(), must=True)  # again, where the save after the evaluation has failed
         self.run.end_trace()
         self.log.note(f"stopped at step {self.step}, and saved; the same command goes on from there")
-        raise SystemExit(RUN_ME_AGAIN)
+        raise SystemExit(EXIT_RESTART)
 
     @contextmanager
     def _pause(self, doing: str) -> Iterator[None]:

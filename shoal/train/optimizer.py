@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.config.job import Optimizer as Config
 from shoal.errors import ConfigError, did_you_mean
+from shoal.torch_private.module_state import NormBase
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def scaled_rate(config: Config, batch_size: int) -> float:

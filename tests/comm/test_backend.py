@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.backend.call import DTYPES
 from shoal.comm.backend.group import ShoalGroup
+from shoal.tensors import DTYPES
 from shoal.testing import world
 
 PLANS = st.lists(st.tuples(st.sampled_from(sorted(agreeing.CALLS)), st.integers(0, 2**20)), min_size=6, max_size=14)

@@ -11,9 +11,10 @@ from meeting_here import Turns, drive, meet
 from torch import Tensor
 
 from shoal.comm.backend import collectives, exchange
-from shoal.comm.backend.call import DTYPES, KINDS, OPERATIONS, Call, read
+from shoal.comm.backend.call import KINDS, OPERATIONS, Call, read
 from shoal.comm.backend.exchange import SLOT_BYTES, Exchange, Steps
 from shoal.errors import CollectiveFailed
+from shoal.tensors import DTYPES
 
 SMALL_SLOT_BYTES = 1 << 10
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from shoal.errors import ServerLost
-from shoal.launch.rank import RUN_AGAIN
+from shoal.launch.rank import EXIT_RESTART
 
 
 def rank() -> int:
@@ -77,7 +77,7 @@ def stops_when_told(folder: str, how: str) -> None:
             return
         time.sleep(0.01)
     Path(folder, f"saved.{start}").touch()
-    sys.exit(RUN_AGAIN)
+    sys.exit(EXIT_RESTART)
 
 
 def saves_slowly(folder: str, how: str) -> None:
@@ -88,7 +88,7 @@ def saves_slowly(folder: str, how: str) -> None:
         time.sleep(0.01)
     Path(folder, f"told.{rank()}").touch()
     until(Path(folder, "saved"))
-    sys.exit(RUN_AGAIN)
+    sys.exit(EXIT_RESTART)
 
 
 def does_not_know_the_signal(folder: str, how: str) -> None:

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from shoal.errors import DataError
 from shoal.launch import environment
-from shoal.launch.rank import RUN_AGAIN
+from shoal.launch.rank import EXIT_RESTART
 
 
 def rank() -> int:
@@ -88,7 +88,7 @@ def saves_when_told(folder: str, parent: int) -> None:
     while not told:
         time.sleep(0.01)
     note(folder, "saved")
-    sys.exit(RUN_AGAIN)
+    sys.exit(EXIT_RESTART)
 
 
 def signals_its_parent(folder: str, parent: int, number: int) -> None:

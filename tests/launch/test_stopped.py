@@ -13,6 +13,7 @@ import pytest
 
 from shoal.launch import stopped
 from shoal.launch.stopped import STOPPED_LOOKS, Stopped
+from shoal.processes import process_state
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
 
@@ -32,7 +33,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def send(rank: Any, number: signal.Signals) -> None:
     rank.process.send_signal(number)
-    while stopped._is_stopped(rank.pid) != (number == signal.SIGSTOP):
+    while (process_state(rank.pid) == "T") != (number == signal.SIGSTOP):
         pass
 
 

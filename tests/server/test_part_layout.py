@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.server.layout import MIB, SMALL_PART_BYTES, Shape, bytes_of_a_part, cut, place
+from shoal.server.layout import SMALL_PART_BYTES, Shape, bytes_of_a_part, cut, place
+from shoal.tensors import MIB
 
 
 def cut_for(servers: int, one_machine: bool, *lengths: int, most_bytes: int = 4 * MIB) -> tuple[list[int], list[int]]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.errors import CheckpointError, LaunchError
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import Background, Checkpoints, tensor_files
-from shoal.train.loop import RUN_ME_AGAIN
 
 BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
 EVERY_STEP = {"checkpoint.every_steps": 1}
@@ -50,7 +50,7 @@ def test_a_stop_waits_for_the_save_that_is_under_way(tmp_path: Path) -> None:
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP))
     job = tiny(tmp_path / "run", GPT, BESIDE)
     with world.start(2, tiny_jobs.is_signalled, job, 5) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+        assert stopping.wait() == [EXIT_RESTART] * 2
     world.run(2, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 

@@ -10,9 +10,9 @@ from tiny_jobs import MLP, tiny
 
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import newest, read_info
-from shoal.train.loop import RUN_ME_AGAIN
 from shoal.train.task import Task
 
 EPOCHS = {"train.epochs": 6, "checkpoint.every_steps": 100, "checkpoint.keep": 1}  # of four steps each
@@ -86,7 +86,7 @@ def stops_where_it_cannot_save(job: Job) -> None:
 def test_what_a_stop_saves_at_the_second_try_is_the_best_one_still(tmp_path: Path, beside: bool) -> None:
     job = tiny(tmp_path / "run", MLP, EPOCHS, {"checkpoint.asynchronous": beside})
     with world.start(1, stops_where_it_cannot_save, job) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN]
+        assert stopping.wait() == [EXIT_RESTART]
     checkpoints = tmp_path / "run/checkpoints"
     assert (checkpoints / "best").read_text() == "step-00000012\n"
     assert read_info(checkpoints / "step-00000012")["best"]["top1"] == 70

@@ -8,9 +8,9 @@ import tiny_jobs
 import torch
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, metrics, tiny
 
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.loop import RUN_ME_AGAIN
 
 EARLY: dict[str, Any] = {
     **MLP,
@@ -50,6 +50,6 @@ def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path) -> 
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
     job = tiny(tmp_path / "run", settings)
     with world.start(2, tiny_jobs.is_signalled, job, 5) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+        assert stopping.wait() == [EXIT_RESTART] * 2
     world.run(2, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))

@@ -19,10 +19,10 @@ from tiny_jobs import CNN, DATA, GPT, MLP, tiny
 
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, RecordError, StrategyRefused, UsageError
+from shoal.launch.rank import EXIT_RESTART
 from shoal.run import begin
 from shoal.testing import world
 from shoal.train.checkpoint import newest, tensor_files
-from shoal.train.loop import RUN_ME_AGAIN
 from shoal.train.replay import replay
 
 STALE = "server=2,staleness=async,part_mb=0.0005"
@@ -89,7 +89,7 @@ def test_a_run_on_two_machines_is_done_again_on_one(tmp_path: Path) -> None:
 def test_a_run_that_was_resumed_is_done_again_from_there(tmp_path: Path) -> None:
     job = recorded(tmp_path, GPT)
     with world.start(3, tiny_jobs.is_signalled, job, 4) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 3
+        assert stopping.wait() == [EXIT_RESTART] * 3
     stopped = replay(tmp_path)
     assert (stopped.differing, stopped.first) == ([], 0)
     world.run(3, trains_unevenly, job)

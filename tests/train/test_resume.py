@@ -12,9 +12,9 @@ import torch
 from tiny_jobs import CNN, EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, differing, everything, metrics, tiny
 
 from shoal.errors import ConfigError
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints, newest
-from shoal.train.loop import RUN_ME_AGAIN
 
 DOUBLE_PRECISION = {"train.precision": "fp64"}
 DOUBLE = {**MLP, **DOUBLE_PRECISION}
@@ -25,7 +25,7 @@ MORE = ["ASGD", "Adadelta", "Adagrad", "Adamax", "RMSprop"]
 def stop(ranks: int, *arguments: Any) -> None:
     """A world whose ranks get a SIGTERM after a step: the next one is their last."""
     with world.start(ranks, tiny_jobs.is_signalled, *arguments) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * ranks
+        assert stopping.wait() == [EXIT_RESTART] * ranks
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -42,7 +42,7 @@ def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> Non
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", EVERYTHING))
     job = tiny(tmp_path / "run", EVERYTHING)
     for step in (2, 5, 8):
-        with pytest.raises(SystemExit, match=str(RUN_ME_AGAIN)):
+        with pytest.raises(SystemExit, match=str(EXIT_RESTART)):
             tiny_jobs.is_signalled(job, step)
     tiny_jobs.trains(job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
@@ -53,7 +53,7 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     settings = {**MLP, "optimizer.name": name, "optimizer.lr": 0.01, "train.epochs": 2}
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", settings))
     job = tiny(tmp_path / "run", settings)
-    with pytest.raises(SystemExit, match=str(RUN_ME_AGAIN)):
+    with pytest.raises(SystemExit, match=str(EXIT_RESTART)):
         tiny_jobs.is_signalled(job, 5)
     tiny_jobs.trains(job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
@@ -123,7 +123,7 @@ def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(tmp_path: Path,
             tiny(tmp_path / "run", DOUBLE, strategy=strategy, data__path=str(tmp_path / "seen")),
             stop_at - 1,
         ) as running:
-            expected = RUN_ME_AGAIN if stop_at < 12 else 0
+            expected = EXIT_RESTART if stop_at < 12 else 0
             assert running.wait() == [expected] * ranks, (strategy, ranks)
     # Each of the three epochs has seen every sample once, though each was shared out in two or three ways.
     seen = (tmp_path / "seen").read_text().split()

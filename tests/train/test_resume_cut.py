@@ -8,9 +8,9 @@ import tiny_jobs
 import torch
 from tiny_jobs import CNN, GPT, assert_equal_to_the_bit, everything, metrics, tiny
 
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.loop import RUN_ME_AGAIN
 
 LAYOUTS = [
     ("tensor=2,zero3", 4),
@@ -47,7 +47,7 @@ def test_a_run_goes_on_cut_in_any_way(tmp_path: Path, settings: dict[str, Any], 
         stop_at = 2 * (leg + 1) if leg + 1 < len(layouts) else 99
         job = tiny(tmp_path / "run", settings, strategy=strategy)
         with world.start(ranks, tiny_jobs.is_signalled, job, stop_at - 1) as running:
-            expected = RUN_ME_AGAIN if stop_at < steps else 0
+            expected = EXIT_RESTART if stop_at < steps else 0
             assert running.wait() == [expected] * ranks, (strategy, ranks)
             if expected == 0:
                 break
@@ -78,6 +78,6 @@ def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(
     world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
     job = tiny(tmp_path / "run", settings)
     with world.start(ranks, tiny_jobs.is_signalled, job, 5, 15, 1) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * ranks
+        assert stopping.wait() == [EXIT_RESTART] * ranks
     world.run(ranks, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))

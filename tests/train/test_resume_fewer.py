@@ -7,9 +7,9 @@ import pytest
 import tiny_jobs
 from tiny_jobs import CNN, GPT, assert_equal_to_the_bit, everything, tiny
 
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import newest
-from shoal.train.loop import RUN_ME_AGAIN
 
 STRATEGIES = [
     ("ddp,compress=topk=0.1,bucket_mb=0.001", CNN, 6),
@@ -32,7 +32,7 @@ def test_a_stopped_run_ends_bit_equal_at_the_same_number_of_ranks(
     world.run(3, tiny_jobs.trains, tiny(tmp_path / "whole", job, more, strategy=strategy))
     interrupted = tiny(tmp_path / "run", job, more, strategy=strategy)
     with world.start(3, tiny_jobs.is_signalled, interrupted, 5, signal.SIGTERM, 1) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 3
+        assert stopping.wait() == [EXIT_RESTART] * 3
     saved = newest(tmp_path / "run/checkpoints")
     assert saved is not None
     assert saved.name == f"step-{stops:08d}"
@@ -53,7 +53,7 @@ def test_on_another_number_of_ranks_it_goes_on_and_says_what_is_lost(
 ) -> None:
     job = tiny(tmp_path / "run", GPT, strategy=strategy)
     with world.start(2, tiny_jobs.is_signalled, job, 5) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+        assert stopping.wait() == [EXIT_RESTART] * 2
     capfd.readouterr()
     assert world.run(3, tiny_jobs.trains, job) == [12, 12, 12]
     assert words in capfd.readouterr().err
@@ -70,5 +70,5 @@ OTHERS = [
 @pytest.mark.parametrize(("before", "after"), OTHERS)
 def test_a_run_goes_on_under_another_strategy(tmp_path: Path, before: str, after: str) -> None:
     with world.start(2, tiny_jobs.is_signalled, tiny(tmp_path / "run", GPT, strategy=before), 5) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+        assert stopping.wait() == [EXIT_RESTART] * 2
     assert world.run(2, tiny_jobs.trains, tiny(tmp_path / "run", GPT, strategy=after)) == [12, 12]

@@ -14,9 +14,9 @@ from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.config import to_yaml
 from shoal.config.job import Job
+from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
 from shoal.train.checkpoint import newest, read_info
-from shoal.train.loop import RUN_ME_AGAIN
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 PATIENT = {**MLP, "data.name": "patient"}
@@ -44,7 +44,7 @@ def test_a_command_that_is_told_to_stop_saves_exits_with_75_and_goes_on_when_run
             _, said = running.communicate(timeout=60)
         finally:
             running.kill()
-    assert running.returncode == RUN_ME_AGAIN, said
+    assert running.returncode == EXIT_RESTART, said
     assert "stopped at step 3, and saved; the same command goes on from there" in said
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
@@ -64,7 +64,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 ) -> None:
     job = tiny(tmp_path / "run", PATIENT)
     with world.start(2, tiny_jobs.is_signalled, job, after, signal.SIGTERM, rank) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 2
+        assert stopping.wait() == [EXIT_RESTART] * 2
     saved = newest(tmp_path / "run/checkpoints")
     assert saved is not None
     assert saved.name == f"step-{stopped:08d}"
@@ -77,7 +77,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, staleness: str) -> None:
     job = tiny(tmp_path / "run", MLP, strategy=f"server=2,staleness={staleness}", train__ema=0.9, train__epochs=9)
     with world.start(3, tiny_jobs.is_signalled, job, 5, signal.SIGTERM, 1) as stopping:
-        assert stopping.wait() == [RUN_ME_AGAIN] * 3
+        assert stopping.wait() == [EXIT_RESTART] * 3
     saved = newest(tmp_path / "run/checkpoints")
     assert saved is not None
     assert 6 <= int(saved.name.removeprefix("step-")) < 36
@@ -128,7 +128,7 @@ def cannot_mark(job: Job, step: int) -> None:
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
     ("step", "batch_size", "code"),
-    [(1, 30, RUN_ME_AGAIN), (1, 8, RUN_ME_AGAIN), (12, 8, 0)],
+    [(1, 30, EXIT_RESTART), (1, 8, EXIT_RESTART), (12, 8, 0)],
     ids=["a stop at the end of an epoch", "a stop in its middle", "the end"],
 )
 def test_a_save_that_could_not_be_marked_is_a_save_all_the_same(

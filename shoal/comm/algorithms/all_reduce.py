@@ -15,6 +15,7 @@ from shoal.comm.algorithms.table import MEASURED, Row, described, fastest, parse
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.ordered import ordered_mean
 from shoal.errors import CollectiveFailed, PeerLost
+from shoal.torch_private.c10d import default_store
 
 FLAT = {"ring": ring.all_reduce, "tree": tree.all_reduce, "halving-doubling": halving_doubling.all_reduce}
 """Algorithms that take a tensor and pairs of ranks, and know of no hosts."""
@@ -120,7 +121,7 @@ class NamedAllReduce:
         mine = error if isinstance(error, CollectiveFailed) else CollectiveFailed(f"all-reduce {self.name}: {error}")
         assert self._group is not None
         with suppress(RuntimeError):  # the store may have died with its rank
-            store, key = dist.distributed_c10d._get_default_store(), f"shoal/lost/{self._group.group_name}"
+            store, key = default_store(), f"shoal/lost/{self._group.group_name}"
             first = store.compare_set(key, "", f"{type(mine).__name__} {mine}").decode()
             kind, _, text = first.partition(" ")
             return (PeerLost if kind == "PeerLost" else CollectiveFailed)(text)

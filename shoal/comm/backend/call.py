@@ -10,18 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.tensors import DTYPE_NUMBERS, DTYPES
+
 KINDS = (
     *("barrier", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter"),
     "all_to_all",
 )
 OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
-    *(torch.int32, torch.int64, torch.complex64, torch.complex128, torch.complex32, torch.uint16, torch.uint32),
-    *(torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-)
 MOST_RANKS = 1 << 10
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Call(NamedTuple):
@@ -44,7 +40,7 @@ class Call(NamedTuple):
     @property
     def word(self) -> int:
         """This call as a number below 2**63."""
-        kind, operation, dtype = KINDS.index(self.kind), OPERATIONS.index(self.operation), _DTYPE_NUMBERS[self.dtype]
+        kind, operation, dtype = KINDS.index(self.kind), OPERATIONS.index(self.operation), DTYPE_NUMBERS[self.dtype]
         return kind | operation << 5 | dtype << 9 | self.root << 15 | (self.length & (1 << 38) - 1) << 25
 
     def describe(self) -> str:

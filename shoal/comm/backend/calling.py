@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ReduceOp, Work
+from torch.distributed.distributed_c10d import ReduceOp, Work
 
-from shoal.comm.backend.call import DTYPES, Call
+from shoal.comm.backend.call import Call
 from shoal.comm.backend.exchange import Exchange, Steps
 from shoal.comm.backend.flat import is_own, pairs
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.order import Order
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.watched import watch_steps, watch_work
+from shoal.tensors import DTYPES
+from shoal.torch_private.c10d import backend_for
 from shoal.trace.recorder import Flight, Recorder
 
 logger = logging.getLogger("shoal.comm")
@@ -39,7 +40,6 @@ OPERATIONS = {  # by their numbers, which are found in half the time
 }
 MOST_KNOWN = 4096  # calls that a group keeps in mind
 Base: Any = dist.ProcessGroup  # its stubs know each call in several forms, of which torch.distributed uses one
-Options: Any = c10d  # and leave out the options
 
 
 class Quick(NamedTuple):
@@ -132,7 +132,7 @@ class Calling(Base):
         if self._order is not None:
             logger.debug("%s: Gloo does %s of %s", self, name, tensors[0].dtype if tensors else "nothing")
         # Asked for by name: the base class would ask this one again.
-        backend = self._get_backend(tensors[0].device if tensors else torch.device("cpu"))
+        backend = backend_for(self, tensors[0].device if tensors else torch.device("cpu"))
         call: Callable[[], Work] = partial(getattr(backend, name), *args)
         if self.recorder is None:
             return call()

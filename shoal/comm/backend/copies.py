@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend import collectives, direct
-from shoal.comm.backend.calling import Calling, Options
+from shoal.comm.backend.calling import Calling
 from shoal.comm.backend.flat import flattened, pairs, rows_of, split_for
+from shoal.torch_private.c10d import ALL_GATHER_FLAT, Options
 
 
 class Copies(Calling):
@@ -37,7 +38,7 @@ class Copies(Calling):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         opts = opts or Options.AllgatherOptions()
         rows = rows_of(output, self.size())
-        return self._all_gather([rows], [tensor], [output], opts, "_allgather_base", [(output, tensor, opts)])
+        return self._all_gather([rows], [tensor], [output], opts, ALL_GATHER_FLAT, [(output, tensor, opts)])
 
     _allgather_base = all_gather_single
 
@@ -45,7 +46,7 @@ class Copies(Calling):
         opts = opts or Options.AllgatherOptions()
         rows = [rows_of(output, self.size()) for output in outputs]
         return self._all_gather(
-            rows, inputs, outputs, opts, "_allgather_base", [(o, i, opts) for o, i in pairs(outputs, inputs)]
+            rows, inputs, outputs, opts, ALL_GATHER_FLAT, [(o, i, opts) for o, i in pairs(outputs, inputs)]
         )
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced

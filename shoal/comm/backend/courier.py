@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend.bell import ASLEEP, AWAKE, CALLERS, ROOM, SLICES, THREAD, WHO, Bell
 from shoal.comm.backend.peers import Peers

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.torch_private.tensor_state import is_zerotensor
+
 
 def flattened(tensor: Tensor) -> Tensor:
     """The numbers of `tensor` in a row, as memory has them: its own where they lie so, else a copy.
@@ -35,7 +37,7 @@ def lies_in_a_row(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+        and not (tensor.is_neg() or tensor.is_conj() or is_zerotensor(tensor))
     )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from shoal.comm.backend import collectives
 from shoal.comm.backend.bell import Bell
 from shoal.comm.backend.call import MOST_RANKS, Call
-from shoal.comm.backend.calling import Options
 from shoal.comm.backend.copies import Copies
 from shoal.comm.backend.courier import Courier
 from shoal.comm.backend.directory import Directory
@@ -33,6 +32,7 @@ from shoal.comm.backend.reductions import Reductions
 from shoal.comm.backend.room import Rooms
 from shoal.comm.backend.waiting import SPIN_S, Waiting
 from shoal.comm.memory import Memory
+from shoal.torch_private.c10d import Options, add_backend
 from shoal.trace.recorder import Recorder
 
 logger = logging.getLogger("shoal.comm")
@@ -68,8 +68,7 @@ class ShoalGroup(Reductions, Copies, Messages):
         self._label = label
         # torch finds this very object again when it asks for a buffer
         self._gloo = GlooWithRoom(PrefixStore("gloo", store), rank, size, timeout=timeout)
-        self._register_backend(torch.device("cpu"), GLOO, self._gloo)
-        self._set_default_backend(GLOO)
+        add_backend(self, torch.device("cpu"), GLOO, self._gloo)
         self._ranks = list(ranks) or list(range(size))
         self._known, self._quick = {}, {}
         self._order: Order | None = None

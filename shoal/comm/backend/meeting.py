@@ -16,15 +16,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.backend import express
 from shoal.comm.backend.exchange import SIZE_BYTES
 from shoal.comm.backend.room import Room, make_room
 from shoal.comm.memory import Attached, Memory, attach
+from shoal.processes import boot_id
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,10 @@ def host() -> str:
     """Which host this is: the same text for processes that can reach each other's memory."""
     if name := os.environ.get("SHOAL_HOST"):
         return name
-    boot = namespace = ""
+    namespace = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {boot} {namespace}"
+    return f"{socket.gethostname()} {boot_id()} {namespace}"
 
 
 def _own_memory() -> tuple[Memory | None, str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend.calling import Calling
 from shoal.comm.backend.courier import Courier
 from shoal.comm.backend.pending import Receiving, Sending
 from shoal.comm.backend.watched import watch_work
 from shoal.errors import UsageError
+from shoal.torch_private.c10d import backend_for
 
 
 class Messages(Calling):
@@ -36,7 +37,7 @@ class Messages(Calling):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         if self._courier is None or not tensors[0].is_cpu:
-            backend = self._get_backend(tensors[0].device)
+            backend = backend_for(self, tensors[0].device)
             return backend.recv_anysource(tensors, tag)  # type: ignore[no-any-return]
         if len(self._here) < self.size():
             raise UsageError(

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.comm.memory import NO_RESERVE
+from shoal.torch_private.tensor_state import shared_memory_of
 
 SHARED = "/dev/shm"
 LEFT_BYTES = 1 << 30
@@ -71,7 +72,7 @@ class Moved:
         if number is None:
             return
         try:
-            descriptor, size_bytes = storage._share_fd_cpu_()
+            descriptor, size_bytes = shared_memory_of(storage)
             inode = os.fstat(descriptor).st_ino
         except (OSError, RuntimeError):
             self._failed = True

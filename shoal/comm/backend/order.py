@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend.call import Call
 from shoal.comm.backend.exchange import Steps
@@ -29,7 +29,7 @@ from shoal.errors import CollectiveFailed, PeerLost
 PATIENCE_S = 1e-3
 GRACE_S = 5.0
 NO_LIMIT = timedelta(0)
-Future: Any = torch._C.Future  # which Gloo gives too; the class above it, torch.futures', takes longer to make
+Future: Any = torch.Future  # which Gloo gives too; the class above it, torch.futures', takes longer to make
 
 
 class Job:

@@ -7,7 +7,8 @@ import os
 import select
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+
+from shoal.processes import process_state
 
 
 class Peers:
@@ -33,9 +34,8 @@ class Peers:
 
     def state(self, rank: int) -> str:
         """What a process that does not come is doing, as the end of a sentence."""
-        try:
-            letter = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
+        letter = process_state(self.pids[rank])
+        if letter is None:
             return "has ended"
         return {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended"}.get(letter, "is alive")
 

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.call import DTYPES
 from shoal.errors import UsageError
+from shoal.tensors import DTYPES
 from shoal.trace.recorder import Flight
 
 NO_LIMIT = timedelta(0)

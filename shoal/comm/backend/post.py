@@ -17,13 +17,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from shoal.comm.backend.bell import ROOM, SLICES, Bell
-from shoal.comm.backend.call import DTYPES
 from shoal.comm.backend.channel import SLICE_BYTES, Channel, Head
 from shoal.comm.backend.directory import Directory
 from shoal.comm.backend.pending import Kept, Pending, Receiving, Sending
 from shoal.errors import CollectiveFailed, PeerLost
-
-NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+from shoal.tensors import DTYPE_NUMBERS, DTYPES
 
 
 class Line:
@@ -152,7 +150,7 @@ class Post:
             sending = line.leaving[0]
             while sending.end is None:
                 length = min(SLICE_BYTES, sending.size_bytes - sending.at)
-                head = Head(length, sending.tag, NUMBERS[sending.dtype], sending.size_bytes, sending.at == 0)
+                head = Head(length, sending.tag, DTYPE_NUMBERS[sending.dtype], sending.size_bytes, sending.at == 0)
                 if not channel.put(head, sending.data[sending.at : sending.at + length]):
                     break
                 sending.at += length
@@ -227,7 +225,7 @@ class Post:
         receiving = kept.receiving
         assert receiving is not None
         if kept.size_bytes != receiving.size_bytes or kept.dtype != receiving.dtype:
-            self._refuse(line, receiving, kept.size_bytes, NUMBERS[kept.dtype])
+            self._refuse(line, receiving, kept.size_bytes, DTYPE_NUMBERS[kept.dtype])
             return
         line.kept.remove(kept)
         receiving.data.copy_(kept.data)

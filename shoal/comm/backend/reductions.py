@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend import collectives, direct, hosts
-from shoal.comm.backend.calling import MOST_KNOWN, OPERATIONS, Calling, Options, Quick
+from shoal.comm.backend.calling import MOST_KNOWN, OPERATIONS, Calling, Quick
 from shoal.comm.backend.exchange import Steps
 from shoal.comm.backend.express import CODES
 from shoal.comm.backend.flat import flattened, lies_in_a_row, pairs, rows_of
 from shoal.comm.backend.moved import reduced_by_ddp
+from shoal.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
 
 
 class Reductions(Calling):
@@ -92,7 +93,7 @@ class Reductions(Calling):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         opts = opts or Options.ReduceScatterOptions()
         return self._reduce_scatter(
-            [output], [rows_of(tensor, self.size())], opts, "_reduce_scatter_base", [(output, tensor, opts)]
+            [output], [rows_of(tensor, self.size())], opts, REDUCE_SCATTER_FLAT, [(output, tensor, opts)]
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -101,7 +102,7 @@ class Reductions(Calling):
         opts = opts or Options.ReduceScatterOptions()
         rows = [rows_of(tensor, self.size()) for tensor in inputs]
         return self._reduce_scatter(
-            outputs, rows, opts, "_reduce_scatter_base", [(o, i, opts) for o, i in pairs(outputs, inputs)]
+            outputs, rows, opts, REDUCE_SCATTER_FLAT, [(o, i, opts) for o, i in pairs(outputs, inputs)]
         )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from shoal.comm.backend.exchange import Steps
+from shoal.torch_private.c10d import source_rank
 from shoal.trace.recorder import Flight, Recorder
 
 NO_LIMIT = timedelta(0)
@@ -84,7 +85,7 @@ class Watched(Work):
         return int(self._work.source_rank())
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return source_rank(self._work)
 
 
 def _landing(flight: Flight, steps: Steps) -> Steps:

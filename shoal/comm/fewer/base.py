@@ -80,11 +80,6 @@ class Memory:
         self.kept = {n.removeprefix(self.prefix): v.clone() for n, v in found.items() if n.startswith(self.prefix)}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is added up in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def plain_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:
     """What one rank sends for the mean of `count` numbers, as they are: by `ordered_mean`, or a ring."""
     return 2 * (ranks - 1) * -(-count // ranks) * dtype.itemsize

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.compress import Compression
-from shoal.comm.fewer.base import Member, Memory, wide
+from shoal.comm.fewer.base import Member, Memory
 from shoal.comm.rows import all_gather
+from shoal.tensors import accumulation_dtype
 
 
 class Gathered:
@@ -41,7 +42,7 @@ class Gathered:
             self.compression.encode(gradient, self._draft(member.name, gradient), out)
         arrived = torch.empty(ranks * len(message), dtype=torch.uint8, device=flat.device)
         all_gather(arrived, message, group)
-        total = torch.zeros(len(flat), dtype=wide(flat.dtype), device=flat.device)
+        total = torch.zeros(len(flat), dtype=accumulation_dtype(flat.dtype), device=flat.device)
         for one in arrived.view(ranks, -1):
             for part, piece in zip(total.split(counts), one.split(sizes_bytes), strict=True):
                 part += self.compression.decode(piece, len(part), flat.dtype)
@@ -68,6 +69,6 @@ class Gathered:
         """A copy of what waits: the step may come to nothing."""
         known = self.memory.kept.get(name)
         if known is None:
-            known = torch.zeros(len(gradient), dtype=wide(gradient.dtype), device=gradient.device)
+            known = torch.zeros(len(gradient), dtype=accumulation_dtype(gradient.dtype), device=gradient.device)
         self.memory.drafts[name] = known.to(gradient.device, copy=True)
         return self.memory.drafts[name]

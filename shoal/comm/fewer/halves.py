@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.compress import Compression
-from shoal.comm.fewer.base import Member, wide
+from shoal.comm.fewer.base import Member
 from shoal.comm.rows import all_gather, all_to_all
+from shoal.tensors import accumulation_dtype
 
 
 class Halves:
@@ -44,7 +45,7 @@ class Halves:
             self.compression.encode(part, None, out)
         arrived = torch.empty_like(leaving)
         all_to_all(arrived, leaving, group)  # [1]
-        total = torch.zeros(count, dtype=wide(dtype), device=flat.device)
+        total = torch.zeros(count, dtype=accumulation_dtype(dtype), device=flat.device)
         for message in arrived:  # [2]
             total += self.compression.decode(message, count, dtype)
         message = torch.empty(size_bytes, dtype=torch.uint8, device=flat.device)

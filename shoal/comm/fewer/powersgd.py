@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.fewer.base import Member, Memory, plain_bytes, wide
+from shoal.comm.fewer.base import Member, Memory, plain_bytes
 from shoal.comm.ordered import ordered_mean
+from shoal.tensors import accumulation_dtype, flatten_tensors, unflatten_tensors
 
 
 @dataclass
@@ -61,7 +62,9 @@ class PowerSgd:
         both = list(zip(members, pieces, strict=True))
         plain = [piece for member, piece in both if not self._gets_smaller(member.shape)]
         thin = [self._begin(member, piece) for member, piece in both if self._gets_smaller(member.shape)]
-        means = _means([*(matrix.p for matrix in thin), *(piece.to(wide(flat.dtype)) for piece in plain)], group)  # [1]
+        dtype = accumulation_dtype(flat.dtype)
+        sent = [*(matrix.p for matrix in thin), *(piece.to(dtype) for piece in plain)]
+        means = _means(sent, group)  # [1]
         for matrix, p in zip(thin, means[: len(thin)], strict=True):
             matrix.p = torch.linalg.qr(p).Q if bool(p.isfinite().all()) else p  # LAPACK takes no NaN
         for piece, mean in zip(plain, means[len(thin) :], strict=True):
@@ -72,7 +75,7 @@ class PowerSgd:
         self.finite = self.finite and bool(flat.isfinite().all())
 
     def _begin(self, member: Member, piece: Tensor) -> _Thin:
-        arrives, dtype = piece.view(member.shape[0], -1), wide(piece.dtype)
+        arrives, dtype = piece.view(member.shape[0], -1), accumulation_dtype(piece.dtype)
         waits, guess = self.memory.kept.get(member.name), self.guesses.kept.get(member.name)
         whole = arrives.to(dtype, copy=True)
         if waits is not None:
@@ -108,7 +111,7 @@ class PowerSgd:
         columns = sum(member.count // member.shape[0] for member in thin)
         plain = sum(member.count for member in members) - sum(member.count for member in thin)
         counts = (self.rank * rows + plain, self.rank * columns)
-        return sum(plain_bytes(count, wide(dtype), ranks) for count in counts)
+        return sum(plain_bytes(count, accumulation_dtype(dtype), ranks) for count in counts)
 
     def _gets_smaller(self, shape: torch.Size) -> bool:
         if len(shape) < 2 or shape.numel() == 0:
@@ -121,6 +124,4 @@ def _means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[T
     """Means over ranks, sent as one. Collective, unless there are none."""
     if not tensors:
         return []
-    flat = ordered_mean(torch.cat([tensor.flatten() for tensor in tensors]), group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    return unflatten_tensors(ordered_mean(flatten_tensors(tensors), group), tensors)

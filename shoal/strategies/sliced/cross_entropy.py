@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.torch_private.kernels import assert_async
 
 
 def cross_entropy(own: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: Axis) -> Tensor:
@@ -33,7 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         words = own.shape[1]
         counts = target != ignore_index
         known = ~counts | ((target >= 0) & (target < words * axis.size))
-        torch._assert_async(known.all(), f"a target is none of {words * axis.size} words")
+        assert_async(known.all(), f"a target is none of {words * axis.size} words")
         largest = axis.largest(own.max(dim=1).values)
         shifted = own - largest.unsqueeze(1)
         place = target - axis.rank * words

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import slice_of
+from shoal.torch_private.kernels import safe_softmax
 
 HEADS_DIM = -3
 
@@ -55,7 +56,7 @@ class WholeDraws(TorchFunctionMode):
         if attn_mask is not None:
             allowed = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
-        weights = torch._safe_softmax(scores, -1)  # a row with all keys hidden is 0
+        weights = safe_softmax(scores, -1)  # a row with all keys hidden is 0
         attended: Tensor = weights * dropout_factors(weights, dropout_p, self.axis) @ value
         return attended
 

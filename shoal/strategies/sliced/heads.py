@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import join
@@ -30,6 +29,8 @@ from shoal.strategies.sliced.hooks import hooked_inside
 from shoal.strategies.sliced.on_demand import OnDemand
 from shoal.strategies.sliced.pairs import Modules, width_in, width_out
 from shoal.strategies.sliced.region import Region
+from shoal.torch_private.module_state import own_parameters
+from shoal.torch_private.pytree import tree_leaves, tree_map_only
 
 NAMES = (
     (("query", "key", "value"), "output"),  # ours
@@ -202,14 +203,15 @@ class HeadsRegion(Region):
             return super().__call__(*inputs, **options)
 
     def _whole(self, *inputs: Any, **options: Any) -> Any:
-        kinds, own = [type(layer) for layer in self.layers], [dict(layer._parameters) for layer in self.layers]
+        kinds, own = [type(layer) for layer in self.layers], [dict(own_parameters(layer)) for layer in self.layers]
         device = self.axis.device
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for layer in self.layers:
                 layer.__class__ = layer.sliced_from
-                for key, parameter in layer._parameters.items():
+                held = own_parameters(layer)
+                for key, parameter in held.items():
                     with torch.inference_mode(False):  # the ranks' messages are received outside of it
-                        layer._parameters[key] = None if parameter is None else nn.Parameter(whole(parameter), False)
+                        held[key] = None if parameter is None else nn.Parameter(whole(parameter), False)
             self._count(self.axis.size, 1)
             self.depth += 1
             try:
@@ -219,7 +221,7 @@ class HeadsRegion(Region):
                 self._count(1, self.axis.size)
                 for layer, kind, parameters in zip(self.layers, kinds, own, strict=True):
                     layer.__class__ = kind
-                    layer._parameters.update(parameters)
+                    own_parameters(layer).update(parameters)
 
     def _count(self, times: int, divided_by: int) -> None:
         for module, key in self.counted:

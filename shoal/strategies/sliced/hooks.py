@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
+
+from shoal.torch_private.module_state import forward_pre_hooks, has_backward_hooks, has_forward_hooks
+from shoal.torch_private.tensor_state import has_hooks
 
 
 def hooked(module: nn.Module) -> bool:
     """Whether hooks see, or change, what goes in or out of a module, forward or backward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return has_forward_hooks(module) or bool(forward_pre_hooks(module)) or has_backward_hooks(module)
 
 
 def hooked_inside(module: nn.Module) -> str | None:
@@ -46,8 +48,4 @@ def _containers(node: fx.Node) -> set[str]:
 def hooked_parameter(module: nn.Module) -> str | None:
     """The name of a parameter with hooks of its own: a slice is another parameter, of which they would not know."""
     own = module.named_parameters(recurse=False)
-    return next((name for name, p in own if p._backward_hooks or _after_accumulation(p)), None)
-
-
-def _after_accumulation(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return next((name for name, p in own if has_hooks(p)), None)

@@ -21,6 +21,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.exchange import slice_of
 from shoal.strategies.sliced.cross_entropy import cross_entropy
 from shoal.strategies.sliced.on_demand import OnDemand
+from shoal.torch_private.tensor_state import READ_BASE
 
 
 class Logits(OnDemand):
@@ -127,7 +128,7 @@ Logits.known = {
     Tensor.contiguous: _on_own(Tensor.contiguous),
     Tensor.clone: _on_own(Tensor.clone),
     Tensor.requires_grad.__get__: lambda x: x.own.requires_grad,  # type: ignore[attr-defined]
-    Tensor._base.__get__: lambda x: None,  # type: ignore[union-attr]
+    READ_BASE: lambda x: None,
     Tensor.grad_fn.__get__: lambda x: x.own.grad_fn,  # type: ignore[union-attr]
     Tensor.register_hook: _register_hook,
 }

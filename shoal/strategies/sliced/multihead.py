@@ -14,6 +14,7 @@ from shoal.strategies.sliced.draws import dropout_factors
 from shoal.strategies.sliced.fused import regrouped
 from shoal.strategies.sliced.linear import added, summed
 from shoal.strategies.sliced.region import Region, here
+from shoal.torch_private.kernels import safe_softmax
 
 NESTED = (
     "tensor: in evaluation nn.TransformerEncoder hands padded sequences to its layers as nested tensors, which layers "
@@ -129,7 +130,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, safe: bool = False) -> Te
     """Args: safe: a row with all keys hidden is 0, as where torch leaves it to SDPA, and not NaN."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     scores = scores if mask is None else scores + mask
-    return torch._safe_softmax(scores, -1) if safe else scores.softmax(-1)
+    return safe_softmax(scores, -1) if safe else scores.softmax(-1)
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

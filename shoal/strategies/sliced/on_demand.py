@@ -16,11 +16,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import join, joined, slice_of
 from shoal.errors import StrategyRefused
+from shoal.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.torch_private.subclasses import DisableTorchFunctionSubclass, make_wrapper_subclass
+from shoal.torch_private.tensor_state import IS_VIEW, schema_of, version
 
 WRITTEN = (
     "tensor: {what} writes into a tensor that lies in slices, and others have views of it that would not follow. Write "
@@ -47,7 +49,7 @@ class Memory:
 
     def refuse_what_others_miss(self, of: OnDemand, what: str) -> None:
         """Raises StrategyRefused: a write that not all tensors of this memory would see."""
-        written = [whole for whole, version in self.handed_out if whole._version != version]
+        written = [whole for whole, known in self.handed_out if version(whole) != known]
         others = any(member() is not None and member() is not of for member in self.members)
         if written and (others or any(whole is not of._whole for whole in written)):
             raise StrategyRefused(WRITTEN.format(what=what))
@@ -92,13 +94,13 @@ class OnDemand(Tensor):
             # With its graph even where nobody wants one now: who looks next may. And with a count of what is written.
             with torch.inference_mode(False), torch.set_grad_enabled(self.own.requires_grad):
                 self._whole = joined(self.own, self.axis, self.along)
-            self._gathered_version = self._whole._version
+            self._gathered_version = version(self._whole)
         return self._whole
 
     @property
     def written(self) -> bool:
         """Whether the whole is no longer what the slices are."""
-        return self._whole is not None and self._whole._version != self._gathered_version
+        return self._whole is not None and version(self._whole) != self._gathered_version
 
     @classmethod
     def __torch_function__(
@@ -106,7 +108,7 @@ class OnDemand(Tensor):
     ) -> Any:
         options = kwargs or {}
         if func in DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **options)
         items = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, OnDemand)]
         for item in items:
@@ -124,13 +126,13 @@ class OnDemand(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:  # below the level where it would be noticed
+        if schema_of(func).is_mutable:  # below the level where it would be noticed
             raise StrategyRefused(WRITTEN.format(what=func))
         return func(*_wholes(args), **_wholes(kwargs or {}))
 
     def _follow(self) -> None:
         """Where a Function of somebody's own, a checkpoint say, gave this wrapper: the slices come from it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             cut_off = self.requires_grad and not self.own.requires_grad
         if not cut_off:
             return
@@ -163,7 +165,7 @@ class _Wrapped(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, kind: type[OnDemand], axis: Axis, along: int) -> Any:
         ctx.axis, ctx.along = axis, along
         shape = (*own.shape[:along], own.shape[along] * axis.size, *own.shape[along + 1 :])
-        return Tensor._make_wrapper_subclass(kind, shape, dtype=own.dtype, device=own.device)
+        return make_wrapper_subclass(kind, shape, dtype=own.dtype, device=own.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -186,6 +188,6 @@ class _Own(torch.autograd.Function):
 DESCRIBING = {
     *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.ndimension, Tensor.is_floating_point, Tensor.__len__),
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")),
-    *(Tensor.is_complex, Tensor.element_size, Tensor._is_view, Tensor.__hash__),
+    *(Tensor.is_complex, Tensor.element_size, IS_VIEW, Tensor.__hash__),
 }
 """What asks a tensor about itself, and nothing about its numbers."""

@@ -19,6 +19,7 @@ from shoal.strategies.sliced.graph import graphs
 from shoal.strategies.sliced.heads import Heads, attentions
 from shoal.strategies.sliced.hooks import hooked
 from shoal.strategies.sliced.pairs import CONVOLUTIONS, Modules, Pair, pairs
+from shoal.torch_private.module_state import has_one_width
 
 HEAD_NAMES = ("head", "lm_head", "output", "decoder", "fc_out", "classifier", "proj_out", "embed_out", "to_logits")
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -124,7 +125,7 @@ def region_of(pair: Pair) -> str:
 def _is_multihead(module: nn.Module, name: str, modules: Modules) -> bool:
     if type(module) is not nn.MultiheadAttention or module not in modules.left or "forward" in vars(module):
         return False
-    same = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    same = has_one_width(module) and module.bias_k is None and not module.add_zero_attn
     if module.num_heads % modules.degree:
         modules.reasons[name] = f"its {module.num_heads} heads are no multiple of {modules.degree}"
     elif not same:

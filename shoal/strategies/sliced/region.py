@@ -16,6 +16,8 @@ from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
 from shoal.strategies.sliced.entered import Entered, enter
+from shoal.torch_private.module_state import own_buffers
+from shoal.torch_private.tensor_state import in_backward_pass, version
 
 
 class Region:
@@ -39,7 +41,7 @@ class Region:
 
     def entered(self, x: Tensor) -> Entered:
         """`x` for a column layer. Layers with one input share it: their gradients need one sum."""
-        if not self.depth and _in_backward():  # a checkpoint computes the layer again, and nothing else
+        if not self.depth and in_backward_pass():  # a checkpoint computes the layer again, and nothing else
             return enter(x, self.axis)
         if not self.depth:
             raise UsageError(
@@ -49,7 +51,7 @@ class Region:
             )
         if x.is_inference():  # nobody counts what is written into it, and there is no backward pass
             return enter(x, self.axis)
-        state = (x._version, torch.is_grad_enabled())
+        state = (version(x), torch.is_grad_enabled())
         for source, seen, made in self.copies:
             if source is x and seen == state:
                 return made
@@ -57,10 +59,6 @@ class Region:
         # A region may be large, and what was gathered for one of its pairs is not to live until its end.
         self.copies = [*self.copies[-1:], (x, state, made)]
         return made
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def here(tensor: Tensor | None) -> Any:
@@ -76,7 +74,7 @@ def cut_parameter(module: nn.Module, key: str, dim: int, mesh: Mesh, made: dict[
     whole = getattr(module, key)
     if whole is None:
         return
-    if key in module._buffers:
+    if key in own_buffers(module):
         setattr(module, key, sliced(whole, dim, mesh))
         return
     if id(whole) not in made:

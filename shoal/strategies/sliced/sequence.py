@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import join, slice_of
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.token_functions import DESCRIBING, IN_PLACE, PASSED, SPECIAL
+from shoal.torch_private.pytree import tree_leaves, tree_map, tree_map_only
+from shoal.torch_private.subclasses import DisableTorchFunctionSubclass, make_wrapper_subclass
+from shoal.torch_private.tensor_state import base, version
 
 
 class SequenceSlices(Tensor):
@@ -48,9 +50,7 @@ class SequenceSlices(Tensor):
         strides, step = [0] * len(shape), 1
         for dim in reversed(order):
             strides[dim], step = step, step * max(shape[dim], 1)
-        made = Tensor._make_wrapper_subclass(
-            SequenceSlices, shape, strides=tuple(strides), dtype=own.dtype, device=own.device
-        )
+        made = make_wrapper_subclass(SequenceSlices, shape, strides=tuple(strides), dtype=own.dtype, device=own.device)
         made.own, made.axis, made.along, made.order = own.detach(), axis, along, order
         found: SequenceSlices = made
         return found
@@ -87,7 +87,7 @@ class SequenceSlices(Tensor):
     ) -> Any:
         options = kwargs or {}
         if func in DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **options)
         for item in tree_leaves((args, options)):
             if isinstance(item, SequenceSlices):
@@ -100,7 +100,7 @@ class SequenceSlices(Tensor):
             return _on_wholes(func, args, options)
         if torch.is_grad_enabled():
             args, options = tree_map_only(Tensor, _with_whole_gradient, (args, options))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **options)
 
     @classmethod
@@ -111,7 +111,7 @@ class SequenceSlices(Tensor):
 
     def _refuse_what_was_written(self) -> None:
         """Of wholes that were gathered, those that somebody has views of: the views are not of this tensor."""
-        if any(whole._version != version for whole, version in self._handed_out):
+        if any(version(whole) != known for whole, known in self._handed_out):
             raise StrategyRefused(_written("a view of it"))
 
 
@@ -131,21 +131,21 @@ def _on_wholes(func: Any, args: Any, options: Any) -> Any:
 
     def whole(item: SequenceSlices) -> Tensor:
         found: Tensor = whole_of(item)  # each time anew: one that was gathered without gradients has none to pass on
-        taken.append((item, found, found._version))
+        taken.append((item, found, version(found)))
         return found
 
     args, options = tree_map_only(SequenceSlices, whole, (args, options))
     result = func(*args, **options)
-    for item, found, version in taken:
-        if found._version != version:
+    for item, found, known in taken:
+        if version(found) != known:
             raise StrategyRefused(_written(getattr(func, "__name__", str(func))))
         if any(isinstance(leaf, Tensor) and _shares(leaf, found) for leaf in tree_leaves(result)):
-            item._handed_out += ((found, version),)
+            item._handed_out += ((found, known),)
     return result
 
 
 def _shares(view: Tensor, whole: Tensor) -> bool:
-    return view is whole or view._base is whole
+    return view is whole or base(view) is whole
 
 
 def _written(what: str) -> str:

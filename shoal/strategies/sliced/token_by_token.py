@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import slice_of
 from shoal.errors import StrategyRefused
 from shoal.strategies.sliced.sequence import SequenceSlices
+from shoal.tensors import flatten_tensors, unflatten_tensors
+from shoal.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.torch_private.tensor_state import ATEN_TO_COPY, ATEN_UNSAFE_VIEW, schema_of
 
 aten = torch.ops.aten
 
@@ -44,9 +46,10 @@ def _on_wholes(func: Any, args: Any, options: Any) -> Any:
 
 def _written_to(func: Any, args: Any, options: Any) -> list[Any]:
     """The arguments that an operator writes into."""
-    if not func._schema.is_mutable:
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return []
-    arguments = [*enumerate(func._schema.arguments)]
+    arguments = [*enumerate(schema.arguments)]
     written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [args[place] if place < len(args) else options.get(name) for place, name in written]
 
@@ -195,9 +198,8 @@ def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
     of_x, *others = func(own[0], own[1], normalized, own[2], own[3], weight, bias, wanted)
     present = [found for found in others if found is not None]
     if present:  # in one message
-        sums = x.axis.sum(torch.cat([found.flatten() for found in present])).split([f.numel() for f in present])
-        summed = iter(sums)
-        others = [found if found is None else next(summed).view(found.shape).to(found.dtype) for found in others]
+        summed = iter(unflatten_tensors(x.axis.sum(flatten_tensors(present)), present))
+        others = [found if found is None else next(summed).to(found.dtype) for found in others]
     found_x = None if of_x is None else SequenceSlices.of(of_x, x.axis, x.along, x.shape[x.along])
     return found_x, *others
 
@@ -208,9 +210,9 @@ def _normalizes_tokens(x: Any, normalized: Any, parameters: Any) -> bool:
 
 
 RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default), _same),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, ATEN_TO_COPY), _same),
     **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default), _same),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    **dict.fromkeys((aten.view.default, ATEN_UNSAFE_VIEW, aten.reshape.default), _view),
     aten.transpose.int: _transpose,
     aten.expand.default: _expand,
     aten.sum.dim_IntList: _sum,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.exchange import slice_of
+from shoal.torch_private.tensor_state import IS_VIEW, READ_BASE, READ_VERSION
 
 
 def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -59,12 +60,13 @@ SPECIAL: dict[Any, Any] = {
 }
 DESCRIBING = {
     *_named("dim size stride numel ndimension is_floating_point is_complex is_contiguous element_size storage_offset"),
-    *_named("register_hook retain_grad requires_grad_ get_device __len__ _is_view __hash__"),
+    *_named("register_hook retain_grad requires_grad_ get_device __len__ __hash__"),
+    *(IS_VIEW, READ_VERSION, READ_BASE),
     *(
         getattr(Tensor, name).__get__
         for name in (
             *("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad_fn", "grad"),
-            *("_version", "_base", "data", "is_sparse", "is_nested", "is_quantized", "is_meta", "output_nr"),
+            *("data", "is_sparse", "is_nested", "is_quantized", "is_meta", "output_nr"),
         )
     ),
 }

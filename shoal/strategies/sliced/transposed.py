@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from shoal.strategies.sliced.fused import regrouped
 from shoal.strategies.sliced.linear import added, summed
 from shoal.strategies.sliced.region import Region, here
+from shoal.torch_private.module_state import own_parameters
 
 
 def is_transposed(module: Any) -> bool:
     """Whether it computes x @ weight + bias, as the class of that name in Hugging Face's library does."""
-    if type(module).__name__ != "Conv1D" or set(module._parameters) != {"weight", "bias"}:
+    if type(module).__name__ != "Conv1D" or set(own_parameters(module)) != {"weight", "bias"}:
         return False
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight, bias = own_parameters(module)["weight"], own_parameters(module)["bias"]
     if not (isinstance(weight, Tensor) and isinstance(bias, Tensor) and weight.dim() == 2):
         return False
     return bool(weight.shape[1] == len(bias) == getattr(module, "nf", None))

@@ -15,6 +15,7 @@ from shoal.comm.exchange import total
 from shoal.strategies.sliced.entered import enter, scattered
 from shoal.strategies.sliced.logits import Logits
 from shoal.strategies.sliced.region import here
+from shoal.torch_private.kernels import assert_async
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -27,7 +28,7 @@ class VocabularyEmbedding(nn.Embedding):
         words = self.num_embeddings // self.axis.size
         first = self.axis.rank * words
         known = (input >= 0) & (input < self.num_embeddings)
-        torch._assert_async(known.all(), f"index out of range in an embedding of {self.num_embeddings} rows")
+        assert_async(known.all(), f"index out of range in an embedding of {self.num_embeddings} rows")
         ours = (input >= first) & (input < first + words)
         rows = torch.where(ours, input - first, 0)
         padding = None if self.padding_idx is None else self.padding_idx - first

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.files import atomic_write
+
 
 class DurableFile(io.FileIO):
     """A new file that is on the disk once it is closed."""
@@ -57,19 +59,8 @@ def write_durably(path: Path, text: str) -> None:
 
 def replace_durably(path: Path, text: str) -> None:
     """Give `path` a new text at one instant: a reader, or a crash, sees the old one or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    write_durably(aside, text)
-    os.replace(aside, path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make what was created, renamed or removed in `path` last."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with atomic_write(path, survives="rename", mode=0o644) as file:
+        file.write(text.encode())
 
 
 def why_untrusted(path: Path) -> str | None:

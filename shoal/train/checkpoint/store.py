@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import CheckpointError, TidyingFailed, UsageError
+from shoal.files import fsync_directory
 from shoal.train.checkpoint import exact_json, manifest, tensor_files
 from shoal.train.checkpoint.agreement import Votes, rank, world_size
-from shoal.train.checkpoint.durable import fsync_directory, replace_durably
+from shoal.train.checkpoint.durable import replace_durably
 from shoal.train.checkpoint.manifest import Manifest, StoredFile, name_of, step_of
 from shoal.train.checkpoint.search import newest_good, pointed_at, saved_names, this_one
 

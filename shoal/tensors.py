@@ -1,0 +1,48 @@
+"""What several parts of Shoal need to know of tensors: their types, and lists of them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MIB = 2**20
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128, torch.complex32),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""Types that ranks of one run name to each other by their place here. Nothing is saved by it."""
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which numbers of `dtype` are summed: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient with all its zeros: itself, unless it is sparse as that of an embedding."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of one tensor after the other, (total,), in new memory.
+
+    Args: tensors: at least one, of any shapes; the result has the type to which all promote.
+    """
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def unflatten_tensors(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of `flat` in the shapes of `like`, one after the other.
+
+    Args: flat: (total,) or longer; what is left over is padding.
+    """
+    sizes = [tensor.numel() for tensor in like]
+    pieces = flat[: sum(sizes)].split(sizes)
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

@@ -1,0 +1,35 @@
+"""Making tensor subclasses, and what stands around functions of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext as _DeviceContext
+
+# Why: the only way to make a tensor with a shape and no memory of its own, which torch's own
+# DTensor takes. Without: no tensor could have the shape of the whole and hold a slice. Checked:
+# 2.13.
+make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
+
+# Why: a __torch_function__ that lets torch's own function run must not be called by it again; the
+# documented way, `super().__torch_function__`, makes each result an instance of the subclass.
+# Without: endless recursion. Checked: 2.13.
+DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
+
+# Why: what stands around a function now does not when autograd computes it again, and there is no
+# public list. Without: dropout of slices would be drawn by other rules in a recomputed unit. An
+# alias, for torch.compile knows it. Checked: 2.13.
+function_modes = _get_current_function_mode_stack
+
+# Why: the mode of `torch.device(...)` as a context is everywhere anyway, and its class has no
+# public name. Without: it would be entered twice. Checked: 2.13.
+DeviceMode = _DeviceContext
+
+# Why: a tensor that is made of others, a DTensor say, is told by no public name. Without: its
+# memory would be counted as none, and an optimizer's state of it would be taken for whole. An
+# alias, for torch.compile knows it. Checked: 2.13.
+is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
