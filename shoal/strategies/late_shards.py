@@ -30,6 +30,7 @@ from shoal.comm.norm import local
 from shoal.comm.ordered import mean
 from shoal.comm.rows import all_gather, all_to_all
 from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 from shoal.tensors import dense, flatten_tensors, unflatten_tensors
 from shoal.torch_private.fsdp import StridedShard
 
@@ -54,10 +55,10 @@ class LateShards:
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """All passes. Collective."""
-        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+        loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.last:
             return loss
-        return Loss(self.data.sum(loss.totals) / self.data.size, loss.weighed)
+        return mean_result(self.data.sum(loss.totals), self.data.size, loss.weighed)
 
     def reduce(self) -> None:
         """Each rank gets the mean gradient of its rows. Collective."""

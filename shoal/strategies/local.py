@@ -29,16 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.buckets import buckets
+from shoal.comm.buckets import apply_flattened, buckets
 from shoal.comm.fewer import plain_bytes
 from shoal.comm.mesh import Mesh
 from shoal.comm.ordered import mean
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Part, Strategy
-from shoal.strategies.buffers import changeable, changed, held
+from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
+from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
-from shoal.tensors import MIB, accumulation_dtype, flatten_tensors, unflatten_tensors
+from shoal.tensors import MIB, accumulation_dtype
 from shoal.torch_private.module_state import NormBase
 
 BUCKET_BYTES = 25 * MIB
@@ -136,7 +137,7 @@ class _Engine(StrategyState):
         self.moved = self.apart = self.begun = False
         self.met_at: dict[str, Tensor] = {}  # only for an outer optimizer: the weights of the last meeting
         self.velocity: dict[str, Tensor] = {}
-        self.buffers = held(part.module)
+        self.buffers = snapshot(part.module)
 
     def run(self, forward: Forward, batch: Batch) -> Loss:
         """One micro-batch. In the step before a meeting the totals are of all ranks; in others they are this rank's."""
@@ -144,11 +145,11 @@ class _Engine(StrategyState):
             # Not only at the end of a meeting, for what is loaded or set until the next step counts as well.
             self.met_at = {name: parameter.detach().clone() for name, parameter in self.part.owned.items()}
         self.begun = True
-        loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+        loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.last:
             return loss
         if (self.steps + 1) % self.every == 0:
-            return Loss(self.data.sum(loss.totals) / self.data.size, loss.weighed)
+            return mean_result(self.data.sum(loss.totals), self.data.size, loss.weighed)
         totals = loss.totals.clone()
         totals[STOP] = 0  # nobody stops before all know of it
         return Loss(totals, loss.weighed)
@@ -225,21 +226,23 @@ class _Engine(StrategyState):
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Over ranks, of tensors that are sent as one; in float32 at least."""
-        flat = flatten_tensors(tensors).to(accumulation_dtype(tensors[0].dtype))
-        if self.data.size > 1:
-            mean(flat, self.data)
-        return unflatten_tensors(flat, tensors)
+        return apply_flattened(self._mean_of_flat, tensors)
+
+    def _mean_of_flat(self, flat: Tensor) -> Tensor:
+        flat = flat.to(accumulation_dtype(flat.dtype))
+        return mean(flat, self.data) if self.data.size > 1 else flat
 
     def _share_buffers(self) -> None:
         """What no mean can be taken of becomes the first rank's, where any rank has changed it."""
-        changes = changed(self.part.module, self.buffers)
+        changes = changed_since(self.part.module, self.buffers)
         if not changes or self.data.size == 1:
             return
         flags = torch.tensor([*changes.values()], dtype=torch.int64, device=self.data.device)
-        for buffer, ranks in zip(changeable(self.part.module).values(), self.data.sum(flags).tolist(), strict=True):
+        buffers = mutable_buffers(self.part.module).values()
+        for buffer, ranks in zip(buffers, self.data.sum(flags).tolist(), strict=True):
             if ranks:
                 self.data.broadcast_tensor(buffer)
-        self.buffers = held(self.part.module)
+        self.buffers = snapshot(self.part.module)
 
 
 def _statistics(module: nn.Module) -> list[Tensor]:

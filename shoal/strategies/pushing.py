@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.comm.compress import Compression
 from shoal.server.client import Client
 from shoal.server.flat import Flat
-from shoal.strategies.whole_gradients import in_two_pieces
+from shoal.strategies.grad_checks import accumulated_twice_error
 from shoal.tensors import dense
 
 
@@ -78,7 +78,7 @@ class Pushing:
         for number in self.parts_of[name]:
             self._missing[number] -= 1
             if self._missing[number] < 0:
-                raise in_two_pieces(name)
+                raise accumulated_twice_error(name)
             if self._missing[number] == 0:
                 self._push(number)
 

@@ -34,6 +34,7 @@ from shoal.server.staff import Staff
 from shoal.server.tls import refuse_bad
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
+from shoal.strategies.mean_scaling import scaled_for_mean
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.pushing import Pushing
 from shoal.strategies.state import StrategyState
@@ -95,9 +96,9 @@ class Engine(StrategyState):
                 "To add up several batches use accumulate."
             )
         # Alone, a worker's push is the mean over its own share.
-        scale = 1.0 if self.together else float(self.mesh.size)
+        num_ranks = 1 if self.together else self.mesh.size
         self.pushing.begin(batch.last)
-        loss = self.part.run(forward, batch._replace(scale=batch.scale * scale))
+        loss = self.part.run(forward, scaled_for_mean(batch, num_ranks))
         if not batch.last:
             return loss
         self.pushing.finish()

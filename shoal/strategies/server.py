@@ -23,7 +23,7 @@ import torch
 from shoal.comm.mesh import Mesh, close_before_leaving
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import Part, Strategy
-from shoal.strategies.complex_numbers import refuse_complex
+from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.served import Engine
 
@@ -48,7 +48,7 @@ class Server(ServerOptions, Strategy):
                 "strategy server owns whole parameters; beside tensor and pipeline no rank has them. Use ddp or zero1."
             )
         if self.compress != "none":
-            refuse_complex(part.owned, self.compress)
+            check_real_parameters(part.owned, self.compress)
         double = [name for name, parameter in part.owned.items() if parameter.dtype == torch.complex128]
         if double:
             raise StrategyRefused(

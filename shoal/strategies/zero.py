@@ -35,6 +35,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part, Strategy
 from shoal.strategies.late_shards import LateShards
 from shoal.strategies.lockstep import Lockstep
+from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.units import innermost, units
 from shoal.torch_private.pytree import tree_map
@@ -167,13 +168,13 @@ class _Engine:
             self.lockstep.reduces = batch.last or self.stage > 1
         module.set_reshard_after_backward(batch.last or self.stage == 3)
         with self._naming_sharded_weights():
-            loss = self.part.run(forward, batch._replace(scale=batch.scale * self.data.size))
+            loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.last:
             return loss
         assert self.totals is not None
         if self.summed is not None:
             self.summed.wait()
-        return Loss(self.totals / self.data.size, loss.weighed)
+        return mean_result(self.totals, self.data.size, loss.weighed)
 
     @contextmanager
     def _naming_sharded_weights(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal.strategies.averaged import Averaged
 
 from shoal.strategies import STRATEGIES, options
 from shoal.strategies.accumulate import Accumulate
-from shoal.strategies.averaged import Averaged
 from shoal.strategies.base import Strategy
 from shoal.strategies.compile import Compile
 from shoal.strategies.local import _Engine as LocalSteps

@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.buckets import apply_flattened
 from shoal.comm.fewer.base import Member, Memory, plain_bytes
 from shoal.comm.ordered import ordered_mean
-from shoal.tensors import accumulation_dtype, flatten_tensors, unflatten_tensors
+from shoal.tensors import accumulation_dtype
 
 
 @dataclass
@@ -124,4 +125,4 @@ def _means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[T
     """Means over ranks, sent as one. Collective, unless there are none."""
     if not tensors:
         return []
-    return unflatten_tensors(ordered_mean(flatten_tensors(tensors), group), tensors)
+    return apply_flattened(lambda flat: ordered_mean(flat, group), tensors)

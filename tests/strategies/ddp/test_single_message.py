@@ -15,7 +15,9 @@ from shoal.comm.ordered import ordered_mean
 from shoal.proof import prove
 from shoal.proof.zoo import EXPERIMENTS
 from shoal.strategies.base import COUNT, LOSS_SUM, Batch, whole
-from shoal.strategies.one_message import OneMessage
+from shoal.strategies.ddp.gradient_reducer import GradientReducer
+from shoal.strategies.ddp.reduce_functions import RankOrderMean
+from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.testing import world
 
 SMALL_BUCKETS = "ddp,bucket_mb=0.001"
@@ -56,10 +58,13 @@ def _steps_by_hand(kind: str) -> None:
         dist.all_reduce(used)
         expected[name] = average if used else None
     part = whole(model)
-    engine = OneMessage(part, Axis(dist.get_rank(), ranks, torch.device("cpu")))
+    axis = Axis(dist.get_rank(), ranks, torch.device("cpu"))
+    reduce = RankOrderMean(axis)
+    reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
     for _ in range(2):
         model.zero_grad()
-        totals, _ = engine.run(part.forward, Batch(F.cross_entropy, (x,), y, 6, 6 * ranks))
+        batch = Batch(F.cross_entropy, (x,), y, 6, 6 * ranks)
+        totals, _ = reducer.forward_backward(reducer.forward, batch)
     losses = [torch.zeros(()) for _ in range(ranks)]
     dist.all_gather(losses, loss.detach())
     assert totals[LOSS_SUM].item() == pytest.approx(6 * torch.stack(losses).sum().item(), rel=1e-6)

@@ -1,0 +1,108 @@
+"""A bucket: parameters of one type, whose gradients travel in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.buckets import buckets
+from shoal.comm.fewer import Member
+from shoal.comm.norm import local
+from shoal.strategies.ddp.bucket_worker import BucketWorker, PendingMean
+from shoal.tensors import MIB
+
+
+class GradientBucket:
+    """Copies gradients into a message, and their means back.
+
+    Args:
+        parameters: of one dtype; of a DTensor its slice on this rank counts.
+        members: their names and shapes on this rank.
+
+    Attributes: num_missing: parameters whose gradient is still to come in this backward pass.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], members: Sequence[Member]) -> None:
+        self.parameters = parameters
+        self.members = members
+        self.num_missing = len(parameters)
+        self._message: Tensor | None = None
+        self._pending: PendingMean | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def num_elements(self) -> int:
+        """What this rank sends as it is."""
+        return sum(member.count for member in self.members)
+
+    def start_mean(self, worker: BucketWorker) -> None:
+        """Copy the gradients, zeros for missing ones, and start their mean. Collective."""
+        self._message = self._packed()
+        self._pending = worker.start_mean(self._message, self.members)
+
+    def finish_mean(self, used: Sequence[bool]) -> None:
+        """Wait, and put means in the place of gradients.
+
+        Args: used: for each parameter if any rank had a gradient; where none had, none stays.
+        """
+        assert self._pending is not None
+        assert self._message is not None
+        self._pending.wait()
+        means = self._message.split([member.count for member in self.members])
+        for parameter, mean, by_any_rank in zip(self.parameters, means, used, strict=True):
+            if not by_any_rank:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = _as_gradient(parameter, mean.view_as(local(parameter)).clone())
+            else:
+                local(parameter.grad).copy_(mean.view_as(local(parameter)))
+        self._message = None
+        self._pending = None
+
+    def clear(self) -> None:
+        """Let go of what a step that was broken off has sent."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._message = None
+        self._pending = None
+
+    def _packed(self) -> Tensor:
+        return torch.cat([_dense_or_zeros(parameter) for parameter in self.parameters])
+
+
+def bucketize_backward(
+    parameters: Mapping[str, nn.Parameter],
+    bucket_mb: float,
+) -> list[GradientBucket]:
+    """Return buckets in the reverse order of parameters, which is about that of their gradients.
+
+    Args: bucket_mb: size of a bucket in MiB; a larger parameter has one of its own.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    backward_order = reversed([*parameters.values()])
+    return [
+        GradientBucket(group, [Member(names[id(p)], local(p).shape) for p in group])
+        for group in buckets(backward_order, int(bucket_mb * MIB))
+    ]
+
+
+def _dense_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank sends for a parameter, (numel,), and make a sparse gradient dense."""
+    if parameter.grad is None:
+        return torch.zeros_like(local(parameter).reshape(-1))
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return local(parameter.grad).reshape(-1)
+
+
+def _as_gradient(parameter: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return values
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(values, mesh, placements, run_check=False)

@@ -1,0 +1,123 @@
+"""Buckets of our own, for gradients that DistributedDataParallel does not take.
+
+They are those of slices, of a pipeline's stages, and those that travel in fewer bytes.
+
+      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in the reverse of their order; a bucket
+               └ bucket 1 ┐ └ bucket 2 ┐         is sent once its gradients are there and those
+                                     totals      before it are under way
+
+      f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   a pipeline's gradients are complete only after the
+                                     totals      last of many passes: all buckets are sent then
+
+Totals travel last, with the flags: which gradients each rank had. They are never compressed. Each
+rank of a tensor group sends its slices along a data axis of its own. A parameter that no rank has
+used keeps `.grad = None`. Buckets follow from the model alone, so a resumed run sends the messages
+of the undisturbed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.comm.axis import Axis
+from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
+from shoal.strategies.ddp.bucket_worker import BucketWorker
+from shoal.strategies.ddp.buffer_sync import BufferSync
+from shoal.strategies.ddp.gradient_bucket import GradientBucket
+from shoal.strategies.ddp.gradient_reducer import GradientLayout
+from shoal.strategies.grad_checks import AccumulatedOnceCheck
+
+
+class OverlappedBuckets(GradientLayout):
+    """Buckets that are reduced while the backward pass goes on.
+
+    Args:
+        axis: the ranks that share their buffers.
+        buckets: of all parameters, in the order in which they are sent.
+        worker: averages over the same ranks.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        axis: Axis,
+        buckets: Sequence[GradientBucket],
+        worker: BucketWorker,
+    ) -> None:
+        super().__init__(part)
+        self.buckets = buckets
+        self._worker = worker
+        self._buffers = BufferSync(part.module, axis)
+        self._is_last_batch = False
+        self._next = 0  # the bucket to be sent next
+        # A pipeline's are sent after all passes, in however many parts they were accumulated.
+        overlaps = not part.passes.complete_after_run
+        self._check = AccumulatedOnceCheck(part.owned if overlaps else {})
+        for bucket in self.buckets if overlaps else ():
+            for parameter in bucket.parameters:
+                hook = partial(self._on_grad_ready, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def start_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.clear()
+        self._worker.reduce.finish_step(())
+        self._buffers.broadcast()
+
+    def run(self, forward: Forward, batch: Batch) -> Loss:
+        """Run one micro-batch, or all that a pipeline makes of it."""
+        self._is_last_batch = batch.last
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.num_missing = len(bucket.parameters)
+        with self._check.during():
+            return self.part.run(forward, batch)
+
+    def finish_step(self, totals: Tensor) -> Tensor:
+        flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
+        flags.append(self._buffers.changed())
+        while self._next < len(self.buckets):
+            self._send_next()
+        flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
+        message = torch.cat((totals.double(), flags_sent))
+        self._worker.start_mean(message).wait()
+        *used, changed = (message[SLOTS:] > 0).tolist()
+        self._finish_buckets(used)
+        self._buffers.record_change(changed)
+        return message[:SLOTS].to(totals.dtype)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _on_grad_ready(self, bucket: GradientBucket, _: Tensor) -> None:
+        bucket.num_missing -= 1
+        while self._is_last_batch and self._next_is_complete():
+            self._send_next()
+
+    def _next_is_complete(self) -> bool:
+        return self._next < len(self.buckets) and self.buckets[self._next].num_missing <= 0
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        bucket.start_mean(self._worker)
+
+    def _finish_buckets(self, used: list[bool]) -> None:
+        """Put means in the place of gradients.
+
+        Args: used: for each parameter, in the order of buckets, if any rank had a gradient.
+        """
+        names: list[str] = []
+        start = 0
+        for bucket in self.buckets:
+            end = start + len(bucket.parameters)
+            bucket_used = used[start:end]
+            bucket.finish_mean(bucket_used)
+            pairs = zip(bucket.members, bucket_used, strict=True)
+            names += [member.name for member, by_any_rank in pairs if by_any_rank]
+            start = end
+        self._worker.reduce.finish_step(names)

@@ -1,0 +1,160 @@
+"""Reduce functions: how gradients become their means over the ranks of the data axis.
+
+      RankOrderMean    exact; on the CPU every number is summed in the order of ranks,
+                       wherever in a message it lies
+      NamedMean        exact; summed in the order of an algorithm that has a name
+      CompressedMean   rounded, or late, in fewer bytes
+
+A layout says when they are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.algorithms.all_reduce import NamedAllReduce
+from shoal.comm.axis import Axis
+from shoal.comm.beside import reduce_beside
+from shoal.comm.fewer import Member, Reduction
+from shoal.comm.ordered import mean, needs_order, ordered_mean, use_ordered_mean
+from shoal.strategies.state import STATELESS, StrategyState
+
+WORLD_CHANGED_MESSAGE = (
+    "compress: the number of ranks has changed, and what messages had left out was each rank's "
+    "own: it is lost, and the memories begin at zero"
+)
+
+
+class ReduceFunction(ABC):
+    """Means over ranks. Every rank calls it for the same messages in the same order.
+
+    Attributes:
+        blocks: only `mean` gives these numbers, and it waits for other ranks: a layout that
+            overlaps it with the backward pass needs a thread. Where False, the backend's own
+            asynchronous all-reduce gives them too.
+        summary_lines: for the beginning of a run.
+        kept: what is kept from step to step, for checkpoints.
+    """
+
+    blocks: bool
+    summary_lines: tuple[str, ...] = ()
+    kept: StrategyState = STATELESS
+
+    @abstractmethod
+    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+        """Put the mean over ranks in the place of `message`. Collective.
+
+        Args: members: whose gradients the message holds, one after the other; empty for a message
+            of anything else.
+        """
+
+    def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
+        """Let torch's engine reduce its buckets so. Collective over the world.
+
+        Args: errors: of buckets are added here; to be looked at after each backward pass.
+        """
+        reduce_beside(ddp, self.mean, errors)
+
+    def finish_step(self, names: Collection[str]) -> None:
+        """End a step in which parameters of these names got a mean.
+
+        No names: drop what a step that was broken off has left.
+        """
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of process groups."""
+
+
+class RankOrderMean(ReduceFunction):
+    """The exact mean. On the CPU a sum over ranks is in the order of ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.blocks = needs_order(axis)
+
+    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+        mean(message, self.axis)
+
+    def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
+        if self.blocks:  # else the engine's own all-reduce gives these numbers, without a hook
+            use_ordered_mean(ddp, self.axis, errors)
+
+    def close(self) -> None:
+        self.axis = replace(self.axis, group=None)
+
+
+class NamedMean(ReduceFunction):
+    """The exact mean by a named algorithm, or by the fastest for each size.
+
+    Every rank of the world makes it together.
+
+    Args: name, table: as for `NamedAllReduce`.
+    """
+
+    blocks = True
+
+    def __init__(self, name: str, axis: Axis, table: str) -> None:
+        self.algorithm = NamedAllReduce(name, axis, table)
+        self.summary_lines = self.algorithm.said()
+
+    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+        self.algorithm.mean(message)
+
+    def close(self) -> None:
+        self.algorithm.close()
+
+
+class CompressedMean(ReduceFunction):
+    """The mean of gradients that travel in fewer bytes. What is no gradient is averaged exactly.
+
+    Args: summary: how many bytes that saves.
+    """
+
+    blocks = True
+
+    def __init__(self, compression: Reduction, axis: Axis, summary: str) -> None:
+        self.compression = compression
+        self.summary_lines = (summary,)
+        self.kept = ErrorFeedbackState(compression) if compression.keeps_error else STATELESS
+        self._group: dist.ProcessGroup | None = axis.group
+
+    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+        if members:
+            self.compression.mean(message, members, self._group)
+        else:
+            ordered_mean(message, self._group)
+
+    def finish_step(self, names: Collection[str]) -> None:
+        self.compression.keep(names)
+
+    def close(self) -> None:
+        self._group = None
+
+
+class ErrorFeedbackState(StrategyState):
+    """What messages have left out so far, each rank its own, for checkpoints."""
+
+    def __init__(self, compression: Reduction) -> None:
+        self.compression = compression
+
+    def agree(self) -> bool:
+        """Return False: ranks are never apart."""
+        return False
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def private(self) -> dict[str, Tensor]:
+        return self.compression.private()
+
+    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+        self.compression.load(private)
+        return [] if private else [WORLD_CHANGED_MESSAGE]
