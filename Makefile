@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
-
-
+.DEFAULT_GOAL := help
+.PHONY: help dist
 .PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling measure-allreduce bench-connections clean
 
-demo: $(VENV)/.demo
+help:  ## List the targets.
+	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-22s%s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.demo  ## Train a real model on two processes, in about a minute; the same command again resumes.
 	$(BIN)/shoal train digits -n 2 --out runs/digits
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint  ## Run the everyday tests and `make lint`: what continuous integration runs.
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.test  ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
 
 # Each fault of the parameter servers 300 times: hours. Fewer: make test-faults TRIALS=20
@@ -22,17 +26,17 @@ TRIALS ?= 300
 FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_network.py \
   tests/strategies/test_server_workers.py tests/strategies/test_server_strangers.py tests/strategies/test_server_elastic.py
 
-test-faults: $(VENV)/.test
+test-faults: $(VENV)/.test  ## Kill, stop and cut off parameter servers and workers, TRIALS times each (default: 300).
 	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
 
 # A rank that dies or stops in the middle of a collective, 300 times, and of a compiled all-reduce, 60 times.
-test-collectives: $(VENV)/.test
+test-collectives: $(VENV)/.test  ## Kill or stop a rank in the middle of a collective, 300 times.
 	$(BIN)/python -m pytest tests/comm/test_backend_faults.py tests/comm/test_express.py
 
-test-gpu: $(VENV)/.test
+test-gpu: $(VENV)/.test  ## Run the tests that need CUDA devices.
 	$(BIN)/python -m pytest -m gpu
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test  ## Check style, types and the directions of imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -60,84 +64,87 @@ $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	$(BENCH)/bin/python -m pip install -q -c constraints.txt -e . -r benchmarks/requirements.txt
 	@touch $@
 
-verified: $(VENV)/.demo
+verified: $(VENV)/.demo  ## Write docs/verified.md anew: every strategy against one device, on every model.
 	$(BIN)/python -m shoal.proof.matrix docs/verified.md
 
-bench-overhead: $(BENCH)/.done
+bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
 	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
 	$(BENCH)/bin/python -m benchmarks.overhead.report
 
-bench-launch: $(BENCH)/.done
+bench-launch: $(BENCH)/.done  ## Measure the time until training starts, against torchrun, accelerate launch and mpirun.
 	$(BENCH)/bin/python -m benchmarks.launch.measure
 	$(BENCH)/bin/python -m benchmarks.launch.report
 
-bench-memory: $(BENCH)/.done
+bench-memory: $(BENCH)/.done  ## Measure what each rank holds, tensor by tensor.
 	$(BENCH)/bin/python -m benchmarks.memory.measure
 	$(BENCH)/bin/python -m benchmarks.memory.report
 
-bench-zero: $(BENCH)/.done
+bench-zero: $(BENCH)/.done  ## Measure sharded steps against a hand-written fully_shard.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
 	$(BENCH)/bin/python -m benchmarks.zero.report
 
-bench-tensor: $(BENCH)/.done
+bench-tensor: $(BENCH)/.done  ## Measure tensor-parallel steps against a hand-written parallelize_module.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.tensor.measure
 	$(BENCH)/bin/python -m benchmarks.tensor.report
 
-bench-sequence: $(BENCH)/.done
+bench-sequence: $(BENCH)/.done  ## Measure the memory of activations under sequence parallelism.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.sequence.measure
 	$(BENCH)/bin/python -m benchmarks.sequence.report
 
-bench-pipeline: $(BENCH)/.done
+bench-pipeline: $(BENCH)/.done  ## Measure how long the ranks of a pipeline are idle.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.pipeline.measure
 	$(BENCH)/bin/python -m benchmarks.pipeline.report
 
-bench-checkpoint: $(BENCH)/.done
+bench-checkpoint: $(BENCH)/.done  ## Measure how long a save stops training.
 	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
 	$(BENCH)/bin/python -m benchmarks.checkpoint.report
 
-bench-restart: $(BENCH)/.done
+bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL.
 	$(BENCH)/bin/python -m benchmarks.restart.measure
 	$(BENCH)/bin/python -m benchmarks.restart.report
 
-bench-server: $(BENCH)/.done
+bench-server: $(BENCH)/.done  ## Measure push and pull of parameter servers against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
 	$(BENCH)/bin/python -m benchmarks.server.report
 
-bench-collectives: $(BENCH)/.done
+bench-collectives: $(BENCH)/.done  ## Measure all-reduces on one machine against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
 	$(BENCH)/bin/python -m benchmarks.collectives.report
 
-bench-trace: $(BENCH)/.done
+bench-trace: $(BENCH)/.done  ## Measure what a trace costs.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.trace.measure
 	$(BENCH)/bin/python -m benchmarks.trace.report
 
-bench-convergence: $(BENCH)/.done
+bench-convergence: $(BENCH)/.done  ## Compare the accuracy of stale parameter servers with that of ddp.
 	$(BENCH)/bin/python -m benchmarks.convergence.measure
 	$(BENCH)/bin/python -m benchmarks.convergence.report
 
 # As root: it makes network namespaces, and removes them.
-bench-servers-needed: $(BENCH)/.done
+bench-servers-needed: $(BENCH)/.done  ## Find how many parameter servers a step needs. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.servers-needed.measure
 	$(BENCH)/bin/python -m benchmarks.servers-needed.report
 
 # As root, for the same reason.
-bench-connections: $(BENCH)/.done
+bench-connections: $(BENCH)/.done  ## Measure servers over several connections. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.connections.measure
 	$(BENCH)/bin/python -m benchmarks.connections.report
 
-bench-scaling: $(BENCH)/.done
+bench-scaling: $(BENCH)/.done  ## Compare servers with a ring on several hosts. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.measure
 	$(BENCH)/bin/python -m benchmarks.scaling.report
 
 # The table of `--allreduce auto`, as root.
-measure-allreduce: $(BENCH)/.done
+measure-allreduce: $(BENCH)/.done  ## Write the table of `--allreduce auto` anew. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.table
 
 # As root too.
-bench-slow-links: $(BENCH)/.done
+bench-slow-links: $(BENCH)/.done  ## Measure what compression is worth on slow links. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.slow-links.measure
 	$(BENCH)/bin/python -m benchmarks.slow-links.report
 
-clean:
-	rm -rf $(VENV) build *.egg-info
+dist: $(VENV)/.test  ## Build the source distribution and the wheel into dist/, without the network.
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
+
+clean:  ## Remove everything that these targets have built, the virtual environments included.
+	rm -rf $(VENV) build dist *.egg-info

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config import read
 from shoal.errors import ConfigError
 from shoal.train.metrics_file import NAME, read_metrics
 
@@ -26,11 +27,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A run by the name it has among others; `curves` by kind (train, validation) and name of the quantity."""
+    """A run by the name it has among others.
+
+    Args:
+        name: as short as tells it from the others.
+        curves: by kind (train, validation) and name of the quantity.
+        unreadable_lines: of its metrics.jsonl.
+        soft_targets: what makes its training loss another quantity than its validation loss; empty for nothing.
+    """
 
     name: str
     curves: dict[tuple[str, str], Curve]
     unreadable_lines: int
+    soft_targets: str = ""
 
     @property
     def tells_epochs(self) -> bool:
@@ -88,7 +97,15 @@ def _read(directory: Path, name: str) -> Run:
         for kind in ("train", "validation")
         for quantity, curve in _curves([record for record in records if record["kind"] == kind])
     }
-    return Run(name, curves, unreadable_lines)
+    return Run(name, curves, unreadable_lines, _soft_targets(directory))
+
+
+def _soft_targets(directory: Path) -> str:
+    """Read it from the run's configuration; empty where that is missing or from another version."""
+    try:
+        return read(str(directory / "config.yaml")).job.train.soft_targets
+    except ConfigError:
+        return ""
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:

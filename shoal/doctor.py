@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
@@ -15,6 +15,22 @@ TORCHVISION_BEHIND = 15  # torchvision 0.26 belongs to torch 2.11, 0.27 to 2.12,
 LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
 FEW_OPEN_FILES = 1024
 WIDTH = 96
+AVERAGES = ("all_reduce", "broadcast", "all_to_all")
+SHARDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+COLLECTIVES: Mapping[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": AVERAGES,
+    "zero1": SHARDS,
+    "zero2": SHARDS,
+    "zero3": SHARDS,
+    "tensor": SHARDS,
+    "pipeline": ("all_reduce", "broadcast", "send_receive"),
+    "server": ("all_reduce", "broadcast"),
+    "local": AVERAGES,
+    "diloco": AVERAGES,
+    "recompute": (),
+}
+"""The collectives that each strategy needs between its ranks, by the names in `facts.EXPECTED`."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +131,42 @@ def _machine_problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
 def _strategies(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Verdict]:
     if found["software"]["torch"] is None:
         missing = Verdict(False, 'torch; pip install "torch>=2.11,<2.14"')
-        return {"single": missing, "ddp": missing}
-    communication, ddp = found["communication"], Verdict(True)
+        return dict.fromkeys(COLLECTIVES, missing)
+    ddp = _ddp(found["communication"])
+    verdicts = {"single": Verdict(True), "ddp": ddp}
+    for name, needed in COLLECTIVES.items():
+        if name not in verdicts:
+            verdicts[name] = _distributed(name, needed, ddp, found["communication"])
+    return verdicts
+
+
+def _ddp(communication: Mapping[str, Any]) -> Verdict:
     if "gloo" not in communication["backends"]:
-        ddp = Verdict(False, "the gloo backend; this build of torch has none, take pytorch.org's")
-    elif communication["all_reduce_error"]:
+        return Verdict(False, "the gloo backend; this build of torch has none, take pytorch.org's")
+    if communication["all_reduce_error"]:
         last_line = communication["all_reduce_error"].splitlines()[-1]
-        ddp = Verdict(False, f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)")
-    return {"single": Verdict(True), "ddp": ddp}
+        return Verdict(False, f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)")
+    return _tried(COLLECTIVES["ddp"], communication)
+
+
+def _distributed(name: str, needed: Sequence[str], ddp: Verdict, communication: Mapping[str, Any]) -> Verdict:
+    """Judge a strategy other than ddp by what its ranks need. One rank is enough where nothing is needed."""
+    if not needed:
+        return Verdict(True)
+    if not ddp.ready:
+        return Verdict(False, "what ddp lacks")
+    if name == "server" and communication["loopback_error"]:
+        return Verdict(False, f"a port on 127.0.0.1: {communication['loopback_error']}")
+    return _tried(needed, communication)
+
+
+def _tried(needed: Sequence[str], communication: Mapping[str, Any]) -> Verdict:
+    """Judge by the collectives that two ranks have tried here."""
+    failed = [name for name in needed if name in communication["collective_errors"]]
+    if not failed:
+        return Verdict(True)
+    error = communication["collective_errors"][failed[0]]
+    return Verdict(False, f"{failed[0]} between two ranks: {error}; take pytorch.org's build of torch")
 
 
 def _features(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Verdict]:
@@ -173,7 +217,7 @@ def _word(verdict: Verdict) -> str:
 
 
 def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    told_below = ("_error", "conflict")  # by the verdicts and the problems
+    told_below = ("_error", "_errors", "conflict")  # by the verdicts and the problems
     silent = ("_limit", "_limit_bytes", "_build", "_s")  # nothing to tell where there is none
     rows = []
     for key, value in found.items():

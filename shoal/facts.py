@@ -6,6 +6,7 @@ torch is imported inside functions only, and whatever cannot be found out is Non
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -14,13 +15,27 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shoal import __version__
 from shoal.errors import ShoalError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Facts = dict[str, Any]
-ALL_REDUCE_LIMIT_S = 90
+COLLECTIVES_LIMIT_S = 90
+EXPECTED = {
+    "all_reduce": ([3.0, 3.0], [3.0, 3.0]),
+    "broadcast": ([1.0, 1.0], [1.0, 1.0]),
+    "all_gather": ([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0]),
+    "reduce_scatter": ([3.0], [3.0]),
+    "all_to_all": ([1.0, 2.0], [1.0, 2.0]),
+    "send_receive": ([2.0, 2.0], [1.0, 1.0]),
+}
+"""The results on rank 0 and on rank 1, where rank 0 begins with [1, 1] and rank 1 with [2, 2]."""
 
 
 def gather() -> dict[str, Facts]:
@@ -36,9 +51,10 @@ def gather() -> dict[str, Facts]:
 
 def software() -> Facts:
     """Versions; of packages that are not installed, None."""
-    packages = ("shoal", "torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
+    packages = ("torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
     return {
         "python": platform.python_version(),
+        "shoal": __version__,
         **{package: _version(package) for package in packages},
         "torchvision_error": _torchvision_error(),
         "compiler": shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++"),
@@ -84,7 +100,7 @@ def communication() -> Facts:
         "backends": _backends(),
         "compiled_all_reduce": _compiled(),
         "loopback_error": _loopback_error(),
-        **_all_reduce(),
+        **_collectives(),
     }
 
 
@@ -118,31 +134,102 @@ def cgroup_limits(
     return min((quota / period for quota, period in cores), default=None), min(sizes, default=None)
 
 
-def all_reduce_of_two() -> None:
-    """What each of the two ranks of the check runs."""
-    import torch
+def check_collectives() -> int:
+    """Start two ranks that try every collective. Main thread only.
+
+    Returns:
+        The exit code of the ranks, as of `shoal.launch.local.run`.
+    """
+    from shoal.launch import local
+
+    return local.run(try_collectives, (), 2, output="all", preload=())
+
+
+def try_collectives() -> None:
+    """Try every collective that strategies need, and print {collective: error}. Both of two ranks call this."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method="env://")
-    total = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(total)
-    if total.item() != 3.0:
-        raise SystemExit(f"an all-reduce of 1 and 2 gave {total.item()}")
+    errors = {}
+    for name, attempt in _attempts().items():
+        try:
+            received = attempt().tolist()
+        except RuntimeError as error:
+            errors[name] = str(error).strip().splitlines()[0]
+            continue
+        expected = EXPECTED[name][dist.get_rank()]
+        if received != expected:
+            errors[name] = f"rank {dist.get_rank()} got {received} instead of {expected}"
+    print(json.dumps(errors), flush=True)
 
 
-def _all_reduce() -> Facts:
-    program = "from shoal.launch import local; from shoal.facts import all_reduce_of_two as two; "
-    command = [sys.executable, "-c", program + "raise SystemExit(local.run(two, (), 2, preload=()))"]
+def _attempts() -> dict[str, Callable[[], Tensor]]:
+    """Return a function for each key of EXPECTED: it runs the collective and returns this rank's result."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def own() -> Tensor:
+        return torch.full((2,), rank + 1.0)
+
+    def all_reduce() -> Tensor:
+        total = own()
+        dist.all_reduce(total)
+        return total
+
+    def broadcast() -> Tensor:
+        values = own()
+        dist.broadcast(values, src=0)
+        return values
+
+    def all_gather() -> Tensor:
+        gathered = torch.empty(4)
+        dist.all_gather_into_tensor(gathered, own())
+        return gathered
+
+    def reduce_scatter() -> Tensor:
+        shard = torch.empty(1)
+        dist.reduce_scatter_tensor(shard, own())
+        return shard
+
+    def all_to_all() -> Tensor:
+        received = torch.empty(2)
+        dist.all_to_all_single(received, own())
+        return received
+
+    def send_receive() -> Tensor:
+        received = torch.empty(2)
+        sending = dist.isend(own(), 1 - rank)
+        dist.recv(received, 1 - rank)
+        if sending is not None:
+            sending.wait()
+        return received
+
+    attempts = (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, send_receive)
+    return {attempt.__name__: attempt for attempt in attempts}
+
+
+def _collectives() -> Facts:
+    program = f"from {__name__} import check_collectives; raise SystemExit(check_collectives())"
+    command = [sys.executable, "-c", program]
+    errors: dict[str, str] = {}
     begin = time.monotonic()
     try:
         # A process of its own: whatever goes wrong in it, even a hang, is a finding and not our end.
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ALL_REDUCE_LIMIT_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=COLLECTIVES_LIMIT_S, check=False
         )
-        error = None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+        if done.returncode == 0:
+            for line in done.stdout.splitlines():  # of both ranks, each with the rank in front
+                errors |= json.loads(line[line.index("{") :])
+            error = errors.get("all_reduce")
+        else:
+            error = done.stderr.strip() or f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
-        error = f"no result after {ALL_REDUCE_LIMIT_S} s"
-    return {"all_reduce_error": error, "all_reduce_s": None if error else round(time.monotonic() - begin, 1)}
+        error = f"no result after {COLLECTIVES_LIMIT_S} s"
+    seconds = None if error else round(time.monotonic() - begin, 1)
+    return {"all_reduce_error": error, "all_reduce_s": seconds, "collective_errors": errors}
 
 
 def _version(package: str) -> str | None:

@@ -98,6 +98,8 @@ def _draw(runs: Sequence[Run]) -> Figure:
         for place, run in enumerate(runs):
             _draw_run(axes, name, run, _look(place, len(runs)), in_epochs)
         axes.set_title(PANELS[name])
+        if name == "loss":
+            axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
         _scale(axes, name)
         if index >= len(names) - 2:
             axes.set_xlabel("epoch" if in_epochs else "step")
@@ -140,9 +142,14 @@ def _draw_run(axes: Axes, name: str, run: Run, look: dict[str, dict[str, Any]], 
             axes.plot(x, _running_mean(curve), **style)
 
 
+def _smoothing_width(curve: Curve) -> int:
+    """Return how many points a running mean is over: a fortieth of all; 1 leaves the curve as it is."""
+    return max(1, len(curve.values) // 40)
+
+
 def _running_mean(curve: Curve) -> Floats:
-    """Over a fortieth of the points, centred; fewer at the ends."""
-    width = max(1, len(curve.values) // 40)
+    """Average over the points around each, centred; fewer at the ends."""
+    width = _smoothing_width(curve)
     weights = np.ones(width)
     total = np.convolve(curve.values, weights, mode="same")
     return np.asarray(total / np.convolve(np.ones_like(curve.values), weights, mode="same"))
@@ -164,16 +171,34 @@ def _scale(axes: Axes, name: str) -> None:
     axes.margins(x=0.02)
 
 
+def _training_label(runs: Sequence[Run]) -> str:
+    """Name the training curve; say so where it is not what was measured."""
+    curves = [curve for run in runs if (curve := run.curves.get(("train", "loss"))) is not None]
+    smoothed = any(_smoothing_width(curve) > 1 for curve in curves)
+    return "training (running mean; pale: as measured)" if smoothed else "training"
+
+
+def _soft_targets(runs: Sequence[Run]) -> str:
+    """Say beside the title of the losses why training and validation cannot be compared."""
+    distinct = {run.soft_targets for run in runs}
+    if distinct == {""}:
+        return ""
+    if len(distinct) == 1:
+        return f"training with {distinct.pop()}"
+    return "training: the runs have different targets"
+
+
 def _legend(figure: Figure, runs: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
 
     looks = [_look(place, len(runs)) for place in range(len(runs))]
+    training = _training_label(runs)
     if len(runs) == 1:
-        styles, labels, title = list(looks[0].values()), ["training", "validation"], runs[0].name
+        styles, labels, title = list(looks[0].values()), [training, "validation"], runs[0].name
     else:
         neutral = [style | {"color": "#555555", "linestyle": "-"} for style in looks[-1].values()]
         styles = [*(look["validation"] for look in looks), *neutral]
-        labels, title = [*(run.name for run in runs), "training", "validation"], None
+        labels, title = [*(run.name for run in runs), training, "validation"], None
     lines = [Line2D([], [], **style, markersize=style["linewidth"] + 2) for style in styles]
     columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 8)))
     heading = {"size": 14, "weight": "bold"}

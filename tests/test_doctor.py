@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import doctor, facts
+from shoal.strategies import STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +24,15 @@ def altered(report, section, **changes):
 
 def test_this_machine_can_train_with_ddp(report):
     assert report.facts["communication"]["all_reduce_error"] is None
-    assert report.strategies == {"single": doctor.Verdict(True), "ddp": doctor.Verdict(True)}
+    assert report.strategies["ddp"] == doctor.Verdict(True)
     assert report.exit_code == 0
+
+
+def test_every_strategy_is_looked_at_and_two_ranks_have_tried_what_it_needs(report):
+    assert report.strategies.keys() == STRATEGIES.keys()
+    assert all(verdict.ready for verdict in report.strategies.values())
+    assert report.facts["communication"]["collective_errors"] == {}
+    assert {name for needed in doctor.COLLECTIVES.values() for name in needed} == facts.EXPECTED.keys()
 
 
 def test_the_json_says_all_that_the_report_says(report):
@@ -47,6 +55,43 @@ def test_ranks_that_cannot_talk_make_ddp_unusable_and_the_exit_code_1(report):
     assert "RuntimeError: no route to host" in ill.strategies["ddp"].remark
     assert ill.strategies["single"].ready
     assert ill.exit_code == 1
+
+
+def test_a_collective_that_fails_is_missing_for_the_strategies_that_need_it_and_no_others(report):
+    errors = {"reduce_scatter": "not implemented", "send_receive": "broken pipe"}
+    ill = altered(report, "communication", collective_errors=errors)
+    missing = {name for name, verdict in ill.strategies.items() if not verdict.ready}
+    assert missing == {"zero1", "zero2", "zero3", "tensor", "pipeline"}
+    assert "reduce_scatter between two ranks: not implemented" in ill.strategies["zero3"].remark
+    assert "send_receive between two ranks: broken pipe" in ill.strategies["pipeline"].remark
+    assert ill.exit_code == 0
+
+
+def test_without_ports_on_this_machine_there_are_no_parameter_servers(report):
+    ill = altered(report, "communication", loopback_error="Permission denied")
+    missing = {name for name, verdict in ill.strategies.items() if not verdict.ready}
+    assert missing == {"server"}
+    assert "a port on 127.0.0.1: Permission denied" in ill.strategies["server"].remark
+
+
+def test_where_ddp_lacks_something_so_does_every_strategy_of_several_ranks(report):
+    ill = altered(report, "communication", backends=[])
+    ready = {name for name, verdict in ill.strategies.items() if verdict.ready}
+    assert ready == {"single", "recompute"}
+    assert ill.strategies["zero1"].remark == "what ddp lacks"
+
+
+def test_a_wrong_result_of_either_rank_is_an_error_of_that_collective(monkeypatch, tmp_path):
+    program = (
+        "from shoal import facts\n"
+        "facts.EXPECTED |= {'broadcast': ([1.0, 1.0], [2.0, 2.0]), 'all_gather': ([0.0], [0.0])}\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(facts.__file__).parents[1]}")
+    found = facts.communication()
+    assert found["all_reduce_error"] is None
+    assert found["collective_errors"].keys() == {"broadcast", "all_gather"}
+    assert "rank 1 got [1.0, 1.0] instead of [2.0, 2.0]" in found["collective_errors"]["broadcast"]
 
 
 def test_a_torch_without_gloo_makes_ddp_unusable(report):

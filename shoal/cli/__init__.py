@@ -1,4 +1,5 @@
-"""The command line. A verb is a file: HELP, `arguments` for its parser, and `run`, which gives the exit status.
+"""The command line. A verb is a file: HELP, EXAMPLES, `arguments` for its parser, and `run`, which
+gives the exit status.
 
 torch is imported inside `run`, so that --help answers at once.
 """

@@ -8,10 +8,15 @@ import sys
 from shoal.cli import job
 
 HELP = "print an experiment's settings"
+EXAMPLES = """\
+  shoal config digits                           every setting as YAML, to begin a file of your own
+  shoal config my.yaml --explain                with the meaning and the origin of every value
+  shoal config my.yaml --optimizer.lr 0.1       what a command line makes of it
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser)
+    job.arguments(parser, shown=("strategy", "out"))
     parser.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 
 HELP = "look at this machine: versions, devices, backends, and what is missing for which strategy"
+EXAMPLES = """\
+  shoal doctor
+  shoal doctor --json                           all facts, for a bug report or a script
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 from shoal.cli import ranks
 
 HELP = "evaluate a run on every validation sample"
+EXAMPLES = """\
+  shoal eval runs/digits                        the newest checkpoint
+  shoal eval runs/digits -n 4 --checkpoint best --json
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,10 @@ import argparse
 from pathlib import Path
 
 HELP = "write a run's whole model to one safetensors file, whatever strategy has trained it"
+EXAMPLES = """\
+  shoal export runs/digits                           the newest checkpoint, as model.safetensors
+  shoal export runs/digits --checkpoint best -o best.safetensors
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 from shoal.cli import train
 
 HELP = "train an experiment from the weights in a file: .safetensors, or a state dict of torch's"
+EXAMPLES = """\
+  shoal import model.safetensors digits -n 2             train on from a file of weights
+  shoal import resnet18.pt my.yaml --train.epochs 5      a state dict of torch
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

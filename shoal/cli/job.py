@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config.dialect import write
+from shoal.config.fields import all_settings
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -15,9 +18,19 @@ if TYPE_CHECKING:
 
 WITHOUT_DASHES = re.compile(r"[a-z_]+(\.\w+)*")
 """A setting's name as other programs take it, `train.epochs=3`."""
+SETTINGS = """\
+Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
+`shoal config NAME --explain` lists them all with their meaning, value and origin."""
+METAVARS = {"strategy": "LINE", "out": "DIR"}
+"""Settings that a verb's help may name, and the word that stands for their value there."""
 
 
-def arguments(parser: argparse.ArgumentParser, processes: str = "processes on this machine (default: 1)") -> None:
+def arguments(
+    parser: argparse.ArgumentParser,
+    processes: str = "processes on this machine (default: 1)",
+    shown: Sequence[str] = ("strategy",),
+) -> None:
+    """Add the arguments that describe an experiment; the help names the settings in `shown`."""
     parser.add_argument("-n", "--processes", type=int, help=processes)
     parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file")
     allreduce_argument(parser)
@@ -25,6 +38,11 @@ def arguments(parser: argparse.ArgumentParser, processes: str = "processes on th
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="FILE", help="register models, data"
     )
+    group = parser.add_argument_group("settings", SETTINGS)
+    for name in shown:
+        setting = all_settings()[name]
+        default = "" if setting.default is None else f" (default: {write(setting.default)})"
+        group.add_argument(f"--{name}", metavar=METAVARS[name], help=setting.help + default)
 
 
 def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -37,6 +55,7 @@ def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
 def split(words: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
     """Take `--dotted.name value` and `--dotted.name=value` out of the words; the parser sees the rest."""
     own = {name for action in parser._actions for name in action.option_strings}
+    own -= {f"--{name}" for name in METAVARS}  # the parser has them for its help alone
     rest, settings, waiting = [], [], list(words)
     while waiting:
         word = waiting.pop(0)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
+EXAMPLES = """\
+  shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
+  shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

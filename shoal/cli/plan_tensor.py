@@ -7,6 +7,10 @@ import argparse
 from shoal.cli import job
 
 HELP = "list which module of a model tensor=T cuts how, and what stays whole"
+EXAMPLES = """\
+  shoal plan-tensor stdlib_gpt -t 4
+  shoal plan-tensor my.yaml --strategy tensor=2,sequence=true
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

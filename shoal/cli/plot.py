@@ -6,6 +6,10 @@ import argparse
 from pathlib import Path
 
 HELP = "draw the curves of one run, or of several in comparison"
+EXAMPLES = """\
+  shoal plot runs/digits                        into curves.png
+  shoal plot runs/ddp runs/zero3 -o both.svg    two runs in comparison
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from shoal import __version__
 from shoal.cli import (
     config,
     doctor,
@@ -29,9 +30,9 @@ from shoal.cli import (
 )
 from shoal.errors import ConfigError, EnvironmentConflict, ShoalError, UsageError, did_you_mean
 
-EPILOG = """\
-Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
-`shoal config NAME --explain` lists them all with their meaning, value and origin.
+EPILOG = f"""\
+{job.SETTINGS}
+`shoal VERB --help` has the options of a verb, and examples.
 
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own
@@ -42,9 +43,10 @@ Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epo
 
 
 class Verb(Protocol):
-    """What the module of a verb has; MORE, for the end of its description, may be there too."""
+    """The module of a verb: HELP is one line, EXAMPLES ends what `shoal VERB --help` prints."""
 
     HELP: str
+    EXAMPLES: str
 
     def arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -114,12 +116,13 @@ def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     layout = argparse.RawDescriptionHelpFormatter
     what = "Train one PyTorch model on many devices, by any strategy, with the numbers of one device."
     parser = Parser(prog="shoal", description=what, epilog=EPILOG, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     added = parser.add_subparsers(dest="verb", metavar="VERB")
     of_verbs: dict[str, argparse.ArgumentParser] = {}
     for name, verb in VERBS.items():
-        description = verb.HELP + getattr(verb, "MORE", "")
+        epilog = f"examples:\n{verb.EXAMPLES}"
         of_verbs[name] = added.add_parser(
-            name, help=verb.HELP, description=description, epilog=EPILOG, formatter_class=layout
+            name, help=verb.HELP, description=verb.HELP, epilog=epilog, formatter_class=layout
         )
         verb.arguments(of_verbs[name])
     return parser, of_verbs

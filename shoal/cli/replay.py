@@ -7,6 +7,10 @@ import json
 from pathlib import Path
 
 HELP = "do a recorded run of parameter servers again in one process, and compare bit for bit"
+EXAMPLES = """\
+  shoal train digits -n 2 --strategy server=2,staleness=async --record
+  shoal replay runs/digits                      take the same steps again, and compare all bits
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

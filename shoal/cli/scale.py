@@ -8,6 +8,10 @@ from pathlib import Path
 from shoal.errors import LaunchError
 
 HELP = "change the number of processes of a run while it trains, under any strategy"
+EXAMPLES = """\
+  shoal train digits -n 2                       in one terminal
+  shoal scale runs/digits 4                     in another: four processes from now on
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

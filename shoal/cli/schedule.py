@@ -6,6 +6,10 @@ import argparse
 from pathlib import Path
 
 HELP = "draw a schedule of a pipeline: what each rank computes when, and how long it is idle"
+EXAMPLES = """\
+  shoal schedule 1f1b -p 4 -m 8
+  shoal schedule zero-bubble -p 4 -m 8 -o zero-bubble.png
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,11 @@ from pathlib import Path
 from shoal.errors import UsageError
 
 HELP = "list a running job's parameter servers, add one, or remove one, while it trains"
+EXAMPLES = """\
+  shoal servers runs/digits                     which server owns what
+  shoal servers runs/digits add                 one more, while it trains
+  shoal servers runs/digits remove 1            its parameters move to the others first
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,12 @@ import json
 from pathlib import Path
 
 HELP = "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
-MORE = "\n\nhttps://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself"
+EXAMPLES = """\
+  shoal train digits -n 2 --trace               or: shoal launch -n 2 --trace train.py
+  shoal trace runs/digits -o trace.png
+
+https://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,16 @@ if TYPE_CHECKING:
     from shoal.launch.place import Place
 
 HELP = "train an experiment, on one process or many; the same command again resumes it"
+EXAMPLES = """\
+  shoal train digits -n 2                       a built-in experiment on two processes
+  shoal train my.yaml --train.batch_size 512    a file of your own, with another setting
+  shoal train digits -n 4 --strategy zero3      parameters in shards
+  shoal train digits -n 2 --trace               see where a step's time goes: shoal trace runs/digits
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser)
+    job.arguments(parser, shown=("strategy", "out"))
     tracing.argument(parser)
     parser.add_argument(
         "--record", action="store_true", help="with stale parameter servers: keep the order of pushes, for shoal replay"

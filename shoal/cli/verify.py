@@ -11,7 +11,12 @@ from shoal.cli import job
 from shoal.errors import ShoalError
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
-MORE = "\n\nexit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed process"
+EXAMPLES = """\
+  shoal verify digits --strategy zero3 -n 2
+  shoal verify my.yaml --strategy tensor=2,pipeline=2 -n 4
+
+exit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed process
+"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

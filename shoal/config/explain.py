@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 
 from shoal.config.dialect import write
 from shoal.config.fields import all_sections, all_settings, leaves, value_of
@@ -13,6 +14,8 @@ from shoal.config.read import Settings
 HELP_COLUMN = 36
 # One long list must not push every origin off the screen.
 WIDEST_VALUE = 24
+# Of an explanation, in columns.
+WIDTH = 100
 
 
 def to_yaml(job: Job) -> str:
@@ -21,7 +24,7 @@ def to_yaml(job: Job) -> str:
 
 
 def explain(settings: Settings) -> str:
-    """Every dotted name, its value, where that came from and, on the line below, what it means."""
+    """Every dotted name, its value, where that came from and, below, what it means."""
     rows = [(name, write(value), settings.origins[name]) for name, value in leaves(settings.job).items()]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = min(WIDEST_VALUE, max(len(value) for _, value, _ in rows))
@@ -29,7 +32,8 @@ def explain(settings: Settings) -> str:
     for name, value, origin in rows:
         lines.append(f"{name:{name_width}}  {value:{value_width}}  {origin}")
         if name in all_settings():
-            lines.append(f"    {all_settings()[name].help}")
+            help = wrap(all_settings()[name].help, WIDTH - 4, break_on_hyphens=False)
+            lines += [f"    {line}" for line in help]
     return "\n".join(lines) + "\n"
 
 

@@ -101,6 +101,15 @@ class Train:
     cudnn_benchmark: bool = setting(False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)")
     warm_start: WarmStart = field(default_factory=WarmStart)
 
+    @property
+    def soft_targets(self) -> str:
+        """Name what makes the training loss another quantity than the validation loss; empty for nothing.
+
+        Each of these spreads a sample's target over several classes, in training alone.
+        """
+        used = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
+        return ", ".join(f"{name} {value:g}" for name, value in used.items() if value)
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -173,8 +182,12 @@ class Job:
 
     name: str = setting("job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY)
     seed: int = setting(0, "from which every random number follows", NOT_NEGATIVE)
-    strategy: str = setting("ddp", "how ranks train one model: single, ddp, zero1, zero2, zero3, recompute")
-    out: str | None = setting(None, "run directory")
+    strategy: str = setting(
+        "ddp",
+        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, server=N, local=H, "
+        "diloco=H, recompute=K; with commas between them several at once",
+    )
+    out: str | None = setting(None, "run directory; runs/NAME if not given")
     imports: tuple[str, ...] = setting(
         (), "Python files with dicts `models` (called with num_classes and input_shape by keyword) and `data`"
     )

@@ -302,10 +302,12 @@ class Training:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         rate = optimizers.scaled_rate(self.job.optimizer, self.job.train.batch_size)
         samples = f"{len(built.source.train):,} samples, {len(built.source.validation):,} to validate"  # type: ignore[arg-type]
+        soft_targets = self.job.train.soft_targets
         return [
             f"{self.job.model.name}, {parameters:,} parameters, on {self.job.data.name}: {samples}",
             f"{self.job.strategy}, {self.run.device.type}, {self.job.train.precision}; {self.job.optimizer.name}, "
             f"learning rate {rate:g}; {self.total_steps:,} steps in {self.directory}",
+            *([f"training loss with {soft_targets}, validation loss without"] if soft_targets else []),
         ]
 
     def _steps_of_epochs(self) -> list[int]:

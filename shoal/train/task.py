@@ -62,10 +62,15 @@ class Task:
         }
         return found | ({"perplexity": _exponential(loss)} if self.kind == "language" else {})
 
-    def score(self, report: Mapping[str, float]) -> float:
-        """What makes one evaluation better than another: accuracy, or for text a lower loss; any is better than NaN."""
-        score = report["top1"] if self.kind == "classification" else -report["loss"]
-        return -math.inf if math.isnan(score) else score
+    def score(self, report: Mapping[str, float]) -> tuple[float, ...]:
+        """Rank an evaluation: the greater tuple is the better one, and any number is better than NaN.
+
+        Texts are ranked by their loss. Images are ranked by their accuracy; few validation samples often give equal
+        accuracies, and of these the lower loss is the better one.
+        """
+        ranked_by_loss = self.kind == "language"
+        scores = (-report["loss"],) if ranked_by_loss else (report["top1"], -report["loss"])
+        return tuple(-math.inf if math.isnan(score) else score for score in scores)
 
     def training_report(self, loss: float, hits: float, predictions: float) -> dict[str, float]:
         """What is logged about training: `loss`, and `top1` or `perplexity`."""
