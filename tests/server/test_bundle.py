@@ -20,6 +20,7 @@ from shoal.errors import ConnectionLost, WireError
 from shoal.server import channel as channels_
 from shoal.server import dial as dials
 from shoal.server import door as doors
+from shoal.server import transport_settings as settings
 from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.dial import dial
@@ -33,6 +34,7 @@ from shoal.server.messages import Op
 from shoal.server.peer import Peer
 from shoal.server.pieces import LEAST_BYTES, MOST_BYTES, piece_bytes
 from shoal.server.stream import NOT_SENT_BYTES
+from shoal.server.transport_settings import Transport
 
 LIMIT_BYTES = 8 * MIB
 
@@ -269,7 +271,7 @@ def test_several_connections_run_ahead_of_the_link_no_further_than_one():
 def opened() -> Iterator[tuple[Door, tuple[str, int], queue.SimpleQueue[tuple[Any, int]]]]:
     came: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
     listener = socket.create_server(("127.0.0.1", 0))
-    door = Door(listener, "a server", Key(KEY), "digits", limit_bytes=LIMIT_BYTES)
+    door = Door(listener, "a server", Transport(Key(KEY), "digits", limit_bytes=LIMIT_BYTES), 2)
     thread = threading.Thread(target=door.admit, args=(lambda channel, number: came.put((channel, number)),))
     thread.start()
     try:
@@ -281,7 +283,9 @@ def opened() -> Iterator[tuple[Door, tuple[str, int], queue.SimpleQueue[tuple[An
 
 def test_a_door_lets_in_several_connections_as_one_peer():
     with opened() as (door, address, came):
-        ours = [dial(address, Key(KEY), "digits", number, limit_bytes=LIMIT_BYTES, connections=3) for number in (5, 6)]
+        ours = [
+            dial(address, Key(KEY), "digits/2", number, limit_bytes=LIMIT_BYTES, connections=3) for number in (5, 6)
+        ]
         theirs = {number: channel for channel, number in (came.get(), came.get())}
         for bundle, number in zip(ours, (5, 6), strict=True):
             with beside(bundle.send, Header(op=1, worker=number), bytes(MIB)):
@@ -300,10 +304,10 @@ def test_between_machines_payloads_have_the_best_mac_that_both_ends_know(monkeyp
         return macs(kind, key)
 
     monkeypatch.setattr(channels_, "macs", seen)
-    monkeypatch.setattr(doors, "is_loopback", lambda _: stays_here)
+    monkeypatch.setattr(settings, "is_loopback", lambda _: stays_here)
     monkeypatch.setattr(dials, "is_loopback", lambda _: stays_here)
     with opened() as (_door, address, came):
-        ours = dial(address, Key(KEY), "digits", 5, limit_bytes=LIMIT_BYTES)
+        ours = dial(address, Key(KEY), "digits/2", 5, limit_bytes=LIMIT_BYTES)
         theirs, _number = came.get()
         with contextlib.closing(ours), contextlib.closing(theirs), beside(ours.send, Header(op=1), b"gradient"):
             assert theirs.receive(new_memory)[1] == b"gradient"
@@ -315,7 +319,7 @@ def test_connections_that_never_become_complete_are_closed_and_counted(monkeypat
     with opened() as (door, address, came), contextlib.ExitStack() as open_:
         for talk, index, count in ((b"a", 0, 3), (b"a", 2, 3), (b"b", 1, 3), (b"a", 1, 4)):
             sock = open_.enter_context(socket.create_connection(address))
-            connect(sock, KEY, "digits", 5, strand=Strand(talk * 16, index, count))
+            connect(sock, KEY, "digits/2", 5, strand=Strand(talk * 16, index, count))
         while door.refused < 3:
             threading.Event().wait(0.01)
         assert came.empty()
@@ -340,7 +344,7 @@ def test_a_connection_that_comes_twice_is_refused():
 def test_more_connections_than_there_can_be_are_refused(strand):
     with opened() as (door, address, came):
         with socket.create_connection(address) as sock:
-            connect(sock, KEY, "digits", 5, strand=strand)
+            connect(sock, KEY, "digits/2", 5, strand=strand)
             while not door.refused:
                 threading.Event().wait(0.01)
         assert came.empty()
