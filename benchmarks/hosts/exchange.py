@@ -54,14 +54,12 @@ class Work:
         size_mib, part_mib: of the parameters, and of a part or bucket of them.
         steps: that are timed; one more comes before.
         compute_s: that a step's forward and backward pass take.
-        connections: between a worker and a server.
     """
 
     size_mib: int
     part_mib: float
     steps: int
     compute_s: float = 0.0
-    connections: int = 1
 
     @property
     def numbers(self) -> int:
@@ -80,7 +78,7 @@ def new_job(work: Work, key_file: Path, workers: int, servers: int) -> Job:
     """What servers and workers of one measurement have to know."""
     parts, recipe = work.parts, recipe_of(work.model()[1])
     settings = ShardSettings(tuple(parts), Recipe(*recipe), workers, staleness=0, lease_s=LEASE_S)
-    transport = Transport(read_key(key_file), key_file.parent.name, connections=work.connections)
+    transport = Transport(read_key(key_file), key_file.parent.name)
     return Job(transport, key_file.parent, settings, tuple(place(parts, servers)), servers)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Arbiter, View
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
@@ -77,7 +76,7 @@ class Arbitration:
         for peer in peers:
             peer.close(flush=True)
 
-    def _attend(self, channel: Channel | Bundle, number: int) -> None:
+    def _attend(self, channel: Channel, number: int) -> None:
         peer = Peer(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer

@@ -18,10 +18,7 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WireError
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
-from shoal.server.gathering import Gathering
-from shoal.server.handshake import HANDSHAKE_S
 from shoal.server.transport_settings import Transport
 
 HANDSHAKES = 64
@@ -46,11 +43,10 @@ class Door:
         self._transport, self._own_name = transport, own_name
         self._lock = threading.Lock()
         self._waiting: dict[int, socket.socket] = {}
-        self._gathering = Gathering(HANDSHAKE_S)
         self._closed = False
         self.refused = 0
 
-    def admit(self, attend: Callable[[Channel | Bundle, int], None]) -> None:
+    def admit(self, attend: Callable[[Channel, int], None]) -> None:
         """Until the door is closed, call `attend(channel, number)` for each peer, in a thread of its own."""
         visit = 0
         while not self._closed:
@@ -88,9 +84,9 @@ class Door:
                 with self._waiting.pop(next(iter(self._waiting))) as oldest:
                     oldest.shutdown(socket.SHUT_RDWR)
 
-    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel | Bundle, int], None]) -> None:
+    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel, int], None]) -> None:
         try:
-            channel, session, number = self._transport.accept(connection, self._own_name)
+            channel, number = self._transport.accept(connection, self._own_name)
         except WireError as error:
             connection.close()
             self.refuse(error)
@@ -100,13 +96,4 @@ class Door:
                 handle = self._waiting.pop(visit, None)
             if handle is not None:
                 handle.close()
-        if session.strand.total == 1:
-            attend(channel, number)
-            return
-        try:
-            channels = self._gathering.join(channel, number, session.strand)
-        except WireError as error:
-            self.refuse(error)
-            return
-        if channels is not None:
-            attend(Bundle(channels, self._transport.limit_bytes), number)
+        attend(channel, number)

@@ -27,7 +27,6 @@ import torch
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Address, View
 from shoal.server.audience import Audience
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
@@ -119,7 +118,7 @@ class Server:
 
     # One connection
 
-    def _attend(self, channel: Channel | Bundle, number: int) -> None:
+    def _attend(self, channel: Channel, number: int) -> None:
         """From its handshake to its end."""
         peer = Peer(channel, f"peer {number}")
         with self.lock:

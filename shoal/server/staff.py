@@ -43,11 +43,8 @@ class Staff:
         relayed: the workers of each machine talk to a relay.
     """
 
-    def __init__(
-        self, mesh: Mesh, aggregates: bool, shares: bool, certificate: Path | None = None, connections: int = 1
-    ) -> None:
-        self.mesh, self.aggregates, self.shares = mesh, aggregates, shares
-        self.certificate, self.connections = certificate, connections
+    def __init__(self, mesh: Mesh, aggregates: bool, shares: bool, certificate: Path | None = None) -> None:
+        self.mesh, self.aggregates, self.shares, self.certificate = mesh, aggregates, shares, certificate
         self.fleets: list[Fleet] = []
         self.relayed = False
         self.folder: Path | None = None
@@ -77,7 +74,7 @@ class Staff:
         name, file = mesh.broadcast_text(told).split(" ")
         machines = [rank for rank, starts in enumerate(mesh.gather_text("x" * self.starts)) if starts]
         self.relayed = self.aggregates and 1 < len(machines) < mesh.size
-        transport = Transport(read_key(Path(file)), name, connections=self.connections)
+        transport = Transport(read_key(Path(file)), name)
         job = make(transport, Path(file).parent, len(machines) if self.relayed else mesh.size)
         host = self._host()
         judge = Judge(mesh.nursery, job, host) if mesh.rank == 0 and mesh.nursery is not None else None
@@ -112,7 +109,7 @@ class Staff:
         mine = max(number for number, rank in enumerate(machines) if rank <= mesh.rank)
         workers = (machines[mine + 1] if mine + 1 < len(machines) else mesh.size) - machines[mine]
         here = Job(
-            replace(job.transport, job=f"{job.transport.job}.{mine}", connections=1),
+            replace(job.transport, job=f"{job.transport.job}.{mine}"),
             job.folder,
             replace(job.settings, workers=workers),
             owners=(0,) * len(job.settings.parts),

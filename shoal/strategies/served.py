@@ -65,7 +65,7 @@ class Engine:
         self.pushed = False
         self.apart = False
         aggregates = options.aggregate and self.together and self.compression is None
-        self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls), options.connections)
+        self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls))
         self.client: Client
         self.flat: Flat
         self.pushing: Pushing

@@ -48,7 +48,6 @@ class Replace(torch.optim.Optimizer):
 
 class Pusher(Worker):
     shares: ClassVar[bool] = True
-    connections: ClassVar[int] = 1
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -71,7 +70,7 @@ class Pusher(Worker):
             self.parts,
             (host, port),
             self.flat,
-            transport=Transport(read_key(Path(file)), job, connections=self.connections),
+            transport=Transport(read_key(Path(file)), job),
             shares=self.shares,
         )
         self.pieces = gradient.split([part.length for part in self.parts])
@@ -109,7 +108,7 @@ class Pusher(Worker):
             recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
             owners, key_file = tuple(place(self.parts, self.place.servers)), new_key_file(folder)
             settings = ShardSettings(tuple(self.parts), recipe, self.place.workers, staleness=0, lease_s=10.0)
-            transport = Transport(read_key(key_file), str(self.times), connections=self.connections)
+            transport = Transport(read_key(key_file), str(self.times))
             job = Job(transport, folder, settings, owners, self.place.servers)
             self.nursery = Nursery()
             judge = Judge(self.nursery, job, "127.0.0.1")
