@@ -31,7 +31,6 @@ from shoal.server.report import report
 from shoal.server.said import Order
 from shoal.server.shard_settings import ShardSettings
 from shoal.server.staff import Staff
-from shoal.server.tls import refuse_bad
 from shoal.server.transport_settings import Transport
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
@@ -51,7 +50,7 @@ LOST = (
 class Engine:
     """One worker's side of a run with parameter servers: it takes the steps, and is the run's `Remote`.
 
-    Raises: ConfigError: compress of an unknown kind; no such certificate.
+    Raises: ConfigError: compress of an unknown kind.
     """
 
     def __init__(self, options: ServerOptions, part: Part, mesh: Mesh) -> None:
@@ -65,7 +64,7 @@ class Engine:
         self.pushed = False
         self.apart = False
         aggregates = options.aggregate and self.together and self.compression is None
-        self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls))
+        self.staff = Staff(mesh, aggregates, options.shared_memory)
         self.client: Client
         self.flat: Flat
         self.pushing: Pushing
@@ -267,11 +266,3 @@ class Engine:
     def _refuse_stale(self, call: str) -> None:
         if not self.together:
             raise UsageError(f"{call}: with staleness={self.options.staleness} no step is shared by all workers.")
-
-
-def _certificate(tls: str) -> Path | None:
-    """What connections are encrypted with. Raises ConfigError."""
-    if tls == "none":
-        return None
-    refuse_bad(Path(tls))
-    return Path(tls).resolve()
