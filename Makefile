@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling measure-allreduce bench-connections clean
+.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling measure-allreduce clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -124,11 +124,6 @@ bench-convergence: $(BENCH)/.done  ## Compare the accuracy of stale parameter se
 bench-servers-needed: $(BENCH)/.done  ## Find how many parameter servers a step needs. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.servers-needed.measure
 	$(BENCH)/bin/python -m benchmarks.servers-needed.report
-
-# As root, for the same reason.
-bench-connections: $(BENCH)/.done  ## Measure servers over several connections. As root.
-	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.connections.measure
-	$(BENCH)/bin/python -m benchmarks.connections.report
 
 bench-scaling: $(BENCH)/.done  ## Compare servers with a ring on several hosts. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.measure

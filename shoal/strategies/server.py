@@ -39,7 +39,7 @@ class Server(ServerOptions, Strategy):
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data; compress of complex
                 numbers; complex128.
-            ConfigError: no such certificate.
+            ConfigError: compress of an unknown kind.
         """
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")
@@ -69,4 +69,6 @@ class Server(ServerOptions, Strategy):
             notes.append(f"staleness={self.staleness}: gradients are of weights that lack {behind} of others' steps.")
         if self.compress != "none":
             notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
+        if self.connections > 1:
+            notes.append(f"connections={self.connections}: has no effect; one connection to each server is used.")
         return notes
