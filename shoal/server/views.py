@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,7 @@ from shoal.server.key import Key
 from shoal.server.messages import PLACEMENT_BYTES, Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
+from shoal.server.retry import retry_until
 
 AGAIN_S = 0.05
 
@@ -92,14 +93,14 @@ class Views:
             self._peer.close(flush=True)
 
     def _follow(self) -> None:
-        while not self._closed:
+        def attempt() -> None:
             try:
                 self._listen(self._meet())
             except ConnectionRefusedError:
                 self.over.set()
-                time.sleep(AGAIN_S)
-            except (OSError, WireError):
-                time.sleep(AGAIN_S)
+
+        broken = (OSError, WireError)
+        retry_until(math.inf, attempt, every_s=AGAIN_S, retried=broken, stopped=lambda: self._closed)
 
     def _meet(self) -> Peer:
         name = f"{self._job}/{ARBITER}"
