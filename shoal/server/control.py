@@ -20,6 +20,7 @@ from shoal.server.arbitrate import ARBITER
 from shoal.server.key import KEY_FILE, read_key
 from shoal.server.messages import FIRST_USER, Op
 from shoal.server.peer import Peer
+from shoal.server.retry import retry_until
 from shoal.server.transport_settings import Transport
 
 TOLD, POINTER = "servers.json", "servers"
@@ -105,15 +106,15 @@ class Control:
             ) from error
 
     def _settle(self, is_there: Any) -> None:
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
+        def settled() -> bool | None:
             servers = self.servers()
-            if is_there(servers) and not any(server["moving"] for server in servers):
-                return
-            time.sleep(AGAIN_S)
-        raise ServerLost(
-            f"the parts are still on their way after {SETTLE_S:g} s. See `shoal servers RUN list`; training goes on."
-        )
+            return (is_there(servers) and not any(server["moving"] for server in servers)) or None
+
+        if retry_until(time.monotonic() + SETTLE_S, settled, every_s=AGAIN_S) is None:
+            raise ServerLost(
+                f"the parts are still on their way after {SETTLE_S:g} s. See `shoal servers RUN list`; "
+                "training goes on."
+            )
 
 
 def command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:

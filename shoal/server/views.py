@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from shoal.server.frame import Header
 from shoal.server.messages import Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
+from shoal.server.retry import retry_until
 from shoal.server.transport_settings import Transport
 
 AGAIN_S = 0.05
@@ -90,14 +91,14 @@ class Views:
             self._peer.close(flush=True)
 
     def _follow(self) -> None:
-        while not self._closed:
+        def attempt() -> None:
             try:
                 self._listen(self._meet())
             except ConnectionRefusedError:
                 self.over.set()
-                time.sleep(AGAIN_S)
-            except (OSError, WireError):
-                time.sleep(AGAIN_S)
+
+        broken = (OSError, WireError)
+        retry_until(math.inf, attempt, every_s=AGAIN_S, retried=broken, stopped=lambda: self._closed)
 
     def _meet(self) -> Peer:
         return Peer(self._transport.connect(self._address, ARBITER, self._number), "arbiter")
