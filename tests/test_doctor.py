@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal import doctor, facts
 from shoal.strategies import STRATEGIES
 
@@ -83,11 +84,11 @@ def test_where_ddp_lacks_something_so_does_every_strategy_of_several_ranks(repor
 
 def test_a_wrong_result_of_either_rank_is_an_error_of_that_collective(monkeypatch, tmp_path):
     program = (
-        "from shoal import facts\n"
+        f"import {facts.__name__} as facts\n"
         "facts.EXPECTED |= {'broadcast': ([1.0, 1.0], [2.0, 2.0]), 'all_gather': ([0.0], [0.0])}\n"
     )
     (tmp_path / "sitecustomize.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(facts.__file__).parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(shoal.__file__).parents[1]}")
     found = facts.communication()
     assert found["all_reduce_error"] is None
     assert found["collective_errors"].keys() == {"broadcast", "all_gather"}
