@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.exchange import copy, scatter
-from shoal.strategies.sliced.sequence import SequenceSlices
+from shoal.strategies.sliced.sequence import GatherForward, SequenceSlices, gathered_gradient
 
 
 class Entered(NamedTuple):
@@ -76,12 +76,7 @@ class Again:
         return whole
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: SequenceSlices) -> Tensor:
-        ctx.axis, ctx.along, ctx.order = x.axis, x.along, x.order
-        return x.gathered()
-
+class _Gathered(GatherForward):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         own = scatter(gradient, ctx.axis, ctx.along)
@@ -95,7 +90,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.gathered() if isinstance(gradient, SequenceSlices) else gradient, None, None
+        return gathered_gradient(gradient), None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -163,12 +163,21 @@ def _with_whole_gradient(x: Tensor) -> Tensor:
     return found
 
 
-class _Whole(torch.autograd.Function):
+def gathered_gradient(gradient: Tensor) -> Tensor:
+    """A gradient as a whole, gathered where it lies in slices. Collective."""
+    return gradient.gathered() if isinstance(gradient, SequenceSlices) else gradient
+
+
+class GatherForward(torch.autograd.Function):
+    """Gathers slices in the forward pass. What derives from it says what a rank's gradient is."""
+
     @staticmethod
     def forward(ctx: Any, x: SequenceSlices) -> Tensor:
         ctx.axis, ctx.along, ctx.order = x.axis, x.along, x.order
         return x.gathered()
 
+
+class _Whole(GatherForward):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         own = slice_of(gradient, ctx.axis, ctx.along)
@@ -182,4 +191,4 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.gathered() if isinstance(gradient, SequenceSlices) else gradient
+        return gathered_gradient(gradient)
