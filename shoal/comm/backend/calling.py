@@ -43,7 +43,7 @@ Options: Any = c10d  # and leave out the options
 
 
 class Quick(NamedTuple):
-    """An all-reduce that was made before, and is so small that each microsecond of Python counts."""
+    """An all-reduce that was made before: its compiled steps. Each microsecond of Python counts."""
 
     call: tuple[Call, int]
     steps: Callable[[Tensor], Steps]

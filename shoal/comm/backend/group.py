@@ -22,7 +22,6 @@ from shoal.comm.backend.directory import Directory
 from shoal.comm.backend.exchange import Exchange
 from shoal.comm.backend.express import MOST_RANKS as MOST_EXPRESS
 from shoal.comm.backend.express import Express
-from shoal.comm.backend.gloo import GlooWithRoom
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.meeting import Meeting, meet
 from shoal.comm.backend.messages import Messages
@@ -30,7 +29,6 @@ from shoal.comm.backend.order import Order
 from shoal.comm.backend.peers import Peers
 from shoal.comm.backend.post import Post
 from shoal.comm.backend.reductions import Reductions
-from shoal.comm.backend.room import Rooms
 from shoal.comm.backend.waiting import SPIN_S, Waiting
 from shoal.comm.memory import Memory
 from shoal.trace.recorder import Recorder
@@ -66,9 +64,8 @@ class ShoalGroup(Reductions, Copies, Messages):
         super().__init__(rank, size)
         self.recorder: Recorder | None = None
         self._label = label
-        # torch finds this very object again when it asks for a buffer
-        self._gloo = GlooWithRoom(PrefixStore("gloo", store), rank, size, timeout=timeout)
-        self._register_backend(torch.device("cpu"), GLOO, self._gloo)
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+        self._register_backend(torch.device("cpu"), GLOO, gloo)
         self._set_default_backend(GLOO)
         self._ranks = list(ranks) or list(range(size))
         self._known, self._quick = {}, {}
@@ -90,12 +87,8 @@ class ShoalGroup(Reductions, Copies, Messages):
             return
         assert meeting.memory is not None
         reached = {here.index(rank): memory for rank, memory in meeting.reached.items()}
-        rooms = None
-        if meeting.room is not None and len(meeting.hosts) == 1:
-            rooms = Rooms(meeting.room, meeting.rooms, meeting.pids)
-            self._gloo.room = meeting.room
         names = [self._ranks[rank] for rank in here]
-        self._exchange = Exchange(here.index(self.rank()), meeting.memory, reached, names, rooms)
+        self._exchange = Exchange(here.index(self.rank()), meeting.memory, reached, names)
         if meeting.compiled and len(here) <= MOST_EXPRESS:
             self._exchange.express = Express(self._exchange, yields=spin_s == 0)
         if len(meeting.hosts) > 1:

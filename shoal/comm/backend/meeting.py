@@ -2,7 +2,7 @@
 
       [1] every rank notes in the group's store: which host it is on, and where its memory is
       [2] it opens the memory of all others on its host
-      [3] it notes whether it could; only if all could, the host's memory is used, and likewise its rooms
+      [3] it notes whether it could; only if all could, the host's memory is used
 
 A host is a machine since its last start, seen from one process namespace: containers that do not see each other's
 processes are several hosts. SHOAL_HOST names another one, which is how several hosts are tried out on one machine.
@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.backend import express
 from shoal.comm.backend.exchange import SIZE_BYTES
-from shoal.comm.backend.room import Room, make_room
 from shoal.comm.memory import Attached, Memory, attach
 
 
@@ -36,8 +35,6 @@ class Meeting:
         memory: this rank's own; None where some host's ranks cannot reach each other.
         reached: the memory of the other ranks on this host.
         pids: processes of those ranks.
-        room: this rank's own, for tensors; None where some rank has none, or cannot reach another's.
-        rooms: the memory of the other ranks' rooms on this host.
         compiled: all ranks have what express.py needs.
         reason: why there is no memory.
     """
@@ -46,8 +43,6 @@ class Meeting:
     memory: Memory | None
     reached: dict[int, Attached]
     pids: dict[int, int]
-    room: Room | None
-    rooms: dict[int, Attached]
     compiled: bool
     reason: str = ""
 
@@ -55,41 +50,33 @@ class Meeting:
 def meet(store: Store, rank: int, size: int) -> Meeting:
     """Meet all ranks of a group. Collective."""
     memory, problem = _own_memory()
-    room = make_room(size)
-    room_memory = room.memory if room is not None else None
     mine = {"host": host(), "pid": os.getpid(), "memory": _description(memory), "problem": problem}
     mine["compiled"] = express.version()
-    store.set(f"here/{rank}", json.dumps({**mine, "room": _description(room_memory)}))  # [1]
+    store.set(f"here/{rank}", json.dumps(mine))  # [1]
     found = [json.loads(store.get(f"here/{other}")) for other in range(size)]
     neighbours = [other for other in range(size) if other != rank and found[other]["host"] == mine["host"]]
-    reached = _reach(found, neighbours, "memory")  # [2]
-    rooms = _reach(found, neighbours, "room", with_head=False)
+    reached = _reach(found, neighbours)  # [2]
     if not problem and len(reached) < len(neighbours):
         missing = min(set(neighbours) - set(reached))
         problem = f"rank {rank} cannot open the memory of rank {missing} (/proc/{found[missing]['pid']}/fd)"
-    store.set(f"reached/{rank}", json.dumps([problem, room is not None and len(rooms) == len(neighbours)]))  # [3]
-    said = [json.loads(store.get(f"reached/{other}")) for other in range(size)]
-    for own in (memory, room_memory):
-        if own is not None:
-            own.close()  # everybody who wanted it has opened it
+    store.set(f"reached/{rank}", problem)  # [3]
+    said = [store.get(f"reached/{other}").decode() for other in range(size)]
+    if memory is not None:
+        memory.close()  # everybody who wanted it has opened it
     names = [each["host"] for each in found]
     hosts = tuple(tuple(r for r in range(size) if names[r] == name) for name in dict.fromkeys(names))
     pids = {other: found[other]["pid"] for other in neighbours}
-    reason = next((text for text, _ in said if text), "")
+    reason = next(filter(None, said), "")
     compiled = all(each["compiled"] == express.VERSION for each in found)
-    if not all(has_rooms for _, has_rooms in said):
-        room, rooms = None, {}
-    return Meeting(hosts, None if reason else memory, reached, pids, room, rooms, compiled, reason)
+    return Meeting(hosts, None if reason else memory, reached, pids, compiled, reason)
 
 
 def _description(memory: Memory | None) -> dict[str, Any]:
     return memory.description if memory is not None else {}
 
 
-def _reach(
-    found: Sequence[Mapping[str, Any]], ranks: Sequence[int], what: str, with_head: bool = True
-) -> dict[int, Attached]:
-    return {rank: memory for rank in ranks if (memory := attach(found[rank][what], with_head)) is not None}
+def _reach(found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[int, Attached]:
+    return {rank: memory for rank in ranks if (memory := attach(found[rank]["memory"])) is not None}
 
 
 def host() -> str:
