@@ -56,6 +56,8 @@ LATE = (
     "zero2 or zero3, which free each unit's."
 )
 
+AUTO = "all-reduce: auto, which is the backend's own; no table of measured times is read"
+
 
 class Ddp(DdpOptions):
     """Distributed data parallel."""
@@ -66,6 +68,9 @@ class Ddp(DdpOptions):
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or pipeline, or of complex
             numbers; allreduce beside these, or of sparse gradients.
         """
+        if self.allreduce == "auto":
+            part = replace(part, said=(*part.said, AUTO))
+            return replace(self, allreduce="backend", table="").cut(part, mesh)
         reduction = parse(self.compress)
         sliced = any(isinstance(parameter, DTensor) for parameter in part.owned.values())
         ours, sparse = part.many_passes or sliced, _sparse(part.module)
@@ -148,7 +153,7 @@ class _Engine:
         self.look, self.whole_gradients = _Look(self.riding), WholeGradients(part.owned)
         self.ddp: DistributedDataParallel | None = None
         self.failures: list[Exception] = []
-        self.named = None if options.allreduce == "backend" else NamedAllReduce(options.allreduce, data, options.table)
+        self.named = None if options.allreduce == "backend" else NamedAllReduce(options.allreduce, data)
         self.said = () if self.named is None else self.named.said()
 
     def forward(self, batch: Batch) -> Outcome:
