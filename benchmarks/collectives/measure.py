@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import shoal  # noqa: F401 - the backend
-from benchmarks.collectives import points, steps
+from benchmarks.collectives import steps
 from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are
 from benchmarks.page import circumstances
 
@@ -110,7 +110,7 @@ def measure(part: Path, crew: str, rounds: int, largest_bytes: int) -> None:
         times_s[str(size_bytes)] = {name: _slowest(times) for name, times in own.items()}
     found: dict[str, Any] = {"missing": missing, crew: times_s}
     if crew == "times_s":
-        found |= {"step_s": steps.measure(rounds), "point_s": points.measure(rounds)}
+        found |= {"step_s": steps.measure(rounds)}
     if dist.get_rank() == 0:
         part.write_text(json.dumps(found))
     dist.barrier()

@@ -137,7 +137,7 @@ class Calling(Base):
         if self.recorder is None:
             return call()
         flight = self._departs(self.recorder, name, sum(tensor.nbytes for tensor in tensors), args)
-        return watch_work(self.recorder, flight, call, tells=name not in ("send", "recv"))
+        return watch_work(self.recorder, flight, call, tells=True)
 
     def _leave_each(self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]) -> Work:
         *before, last = calls

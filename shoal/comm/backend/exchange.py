@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.call import MOST_RANKS, Call, read
+from shoal.comm.backend.call import Call, read
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
 from shoal.errors import CollectiveFailed
@@ -38,9 +38,7 @@ RING = 2 * SLOTS  # of calls: more than any rank can be ahead of another
 PHASE, CALLS, FAILED, SLEEPS, RING_AT = 0, 1, 2, 3, 8
 WORDS_BYTES, TEXT_BYTES = 512, 3072
 SLOTS_AT = 4096 - TOKEN_BYTES
-ENDS_AT = SLOTS_AT + SLOTS * SLOT_BYTES  # where directory.py says how messages from this rank are found
-END_BYTES = 128
-SIZE_BYTES = ENDS_AT + MOST_RANKS * END_BYTES
+SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
 LAYOUTS = 1024
 
 

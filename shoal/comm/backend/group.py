@@ -13,12 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from shoal.comm.backend import collectives
-from shoal.comm.backend.bell import Bell
 from shoal.comm.backend.call import MOST_RANKS, Call
 from shoal.comm.backend.calling import Options
 from shoal.comm.backend.copies import Copies
-from shoal.comm.backend.courier import Courier
-from shoal.comm.backend.directory import Directory
 from shoal.comm.backend.exchange import Exchange
 from shoal.comm.backend.express import MOST_RANKS as MOST_EXPRESS
 from shoal.comm.backend.express import Express
@@ -27,10 +24,8 @@ from shoal.comm.backend.meeting import Meeting, meet
 from shoal.comm.backend.messages import Messages
 from shoal.comm.backend.order import Order
 from shoal.comm.backend.peers import Peers
-from shoal.comm.backend.post import Post
 from shoal.comm.backend.reductions import Reductions
 from shoal.comm.backend.waiting import SPIN_S, Waiting
-from shoal.comm.memory import Memory
 from shoal.trace.recorder import Recorder
 
 logger = logging.getLogger("shoal.comm")
@@ -72,7 +67,7 @@ class ShoalGroup(Reductions, Copies, Messages):
         self._order: Order | None = None
         self._peers: Peers | None = None
         self._between: BetweenHosts | None = None
-        self._courier: Courier | None = None
+        self._timeout_s = timeout.total_seconds()
         self._here: Sequence[int] = ()
         if meets:
             self._settle(store, meet(PrefixStore("meeting", store), rank, size), timeout)
@@ -80,8 +75,9 @@ class ShoalGroup(Reductions, Copies, Messages):
     def _settle(self, store: Store, meeting: Meeting, timeout: timedelta) -> None:
         here = next(ranks for ranks in meeting.hosts if self.rank() in ranks)
         spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
-        if meeting.memory is not None and len(here) > 1 and self.size() <= MOST_RANKS:
-            self._settle_messages(here, meeting.memory, meeting, timeout.total_seconds(), spin_s)
+        if meeting.memory is not None and len(here) > 1:
+            self._here = here
+            self._peers = Peers({here.index(rank): pid for rank, pid in meeting.pids.items()})
         if reason := _why_not(meeting, self.size()):
             logger.log(logging.WARNING if meeting.reason else logging.DEBUG, "%s: Gloo does all: %s", self, reason)
             return
@@ -95,19 +91,6 @@ class ShoalGroup(Reductions, Copies, Messages):
             self._between = BetweenHosts(store, meeting.hosts, self.rank(), timeout)
         assert self._peers is not None
         self._order = Order(Waiting(self._exchange, self._peers, timeout.total_seconds(), spin_s), f"{self._ranks}")
-
-    def _settle_messages(
-        self, here: Sequence[int], memory: Memory, meeting: Meeting, timeout_s: float, spin_s: float
-    ) -> None:
-        """Those between ranks of one host, however many there are on others."""
-        self._here = here
-        pids = {here.index(rank): pid for rank, pid in meeting.pids.items()}
-        reached = {here.index(rank): attached for rank, attached in meeting.reached.items()}
-        self._peers = Peers(pids)
-        rank = here.index(self.rank())
-        bell = Bell(rank, memory, reached)
-        post = Post(rank, [self._ranks[other] for other in here], Directory(rank, memory, reached, pids, bell), bell)
-        self._courier = Courier(post, bell, self._peers, timeout_s, spin_s, here)
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"
@@ -136,8 +119,6 @@ class ShoalGroup(Reductions, Copies, Messages):
         """Finish what was begun, and leave."""
         if self._order is not None:
             self._order.close()
-        if self._courier is not None:
-            self._courier.close()
         if self._peers is not None:
             self._peers.close()
         super().shutdown()

@@ -95,8 +95,8 @@ class Handle(Work):
         return future
 
 
-class _Complete(Handle):
-    """A call that was complete when it returned."""
+class CompletedWork(Handle):
+    """A call or a message that was complete when it returned."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
         Work.__init__(self)
@@ -135,7 +135,7 @@ class Order:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.error: BaseException | None = None
-        self._done = _Complete(())
+        self._done = CompletedWork(())
 
     def call(self, call: Call, word: int, start: Callable[[], Steps], results: Sequence[Tensor], at_once: bool) -> Work:
         """Make a call, after all that were made before it.
@@ -166,7 +166,7 @@ class Order:
                     job.steps, job.pending = steps, (condition, phase)
                     break
             else:
-                return _Complete(results)
+                return CompletedWork(results)
         except BaseException as error:
             self._give_up(error)
             raise
