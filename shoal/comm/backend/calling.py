@@ -18,10 +18,11 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ReduceOp, Work
 
 from shoal.comm.backend.call import DTYPES, Call
-from shoal.comm.backend.exchange import Exchange, Steps
+from shoal.comm.backend.exchange import PhaseBoard, Steps
+from shoal.comm.backend.express import Express
 from shoal.comm.backend.flat import is_own, pairs
 from shoal.comm.backend.hosts import BetweenHosts
-from shoal.comm.backend.order import Order
+from shoal.comm.backend.order import CallQueue
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.watched import watch_steps, watch_work
 from shoal.trace.recorder import Flight, Recorder
@@ -57,9 +58,10 @@ class Calling(Base):
     _ranks: list[int]
     _known: dict[tuple[Any, ...], tuple[Call, int]]
     _quick: dict[tuple[torch.dtype, int, int], Quick]
-    _order: Order | None
-    _exchange: Exchange
+    _order: CallQueue | None
+    _exchange: PhaseBoard
     _between: BetweenHosts | None
+    _express: Express | None
 
     def _does(self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False) -> bool:
         return (
@@ -179,7 +181,7 @@ def _back(flats: Sequence[Tensor], tensors: Sequence[Tensor], start: Callable[[]
             tensor.data.copy_(flat.view(tensor.shape))
 
 
-def _one_after_the_other(exchange: Exchange, calls: Sequence[tuple[tuple[Call, int], Callable[[], Steps]]]) -> Steps:
+def _one_after_the_other(exchange: PhaseBoard, calls: Sequence[tuple[tuple[Call, int], Callable[[], Steps]]]) -> Steps:
     for call, start in calls:
         exchange.begin(*call)
         yield from start()

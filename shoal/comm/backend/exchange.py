@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from shoal.comm.backend.call import Call, read
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
 from shoal.errors import CollectiveFailed
-
-if TYPE_CHECKING:
-    from shoal.comm.backend.express import Express
 
 Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]  # of a call: what must be true before each
 LAG = 3
@@ -69,7 +66,7 @@ class Layout:
         return [[[whole[a:b] for a, b in self.bounds] for whole in ranks] for ranks in self.whole]
 
 
-class Exchange:
+class PhaseBoard:
     """One rank's end of the meeting.
 
     Args:
@@ -81,10 +78,7 @@ class Exchange:
     Attributes:
         phase: the last that this rank has published.
         call: the one that it is in, and its `word`.
-        express: makes all-reduces, where all ranks have it compiled; set by whoever makes the exchange.
     """
-
-    express: Express | None = None
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from shoal.comm.backend.exchange import (
     SLOT_BYTES,
     SLOTS,
     SLOTS_AT,
-    Exchange,
+    PhaseBoard,
     Steps,
 )
 
@@ -62,7 +62,7 @@ class Express:
     Args: yields: the processor is given to others while a rank waits, for there are more ranks than processors.
     """
 
-    def __init__(self, exchange: Exchange, yields: bool = True) -> None:
+    def __init__(self, exchange: PhaseBoard, yields: bool = True) -> None:
         words = [memory.head_address(0) for memory in exchange.memories]
         numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
         where = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, AHEAD

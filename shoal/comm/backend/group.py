@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,16 +16,17 @@ from shoal.comm.backend import collectives
 from shoal.comm.backend.call import MOST_RANKS, Call
 from shoal.comm.backend.calling import Options
 from shoal.comm.backend.copies import Copies
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import PhaseBoard
 from shoal.comm.backend.express import MOST_RANKS as MOST_EXPRESS
 from shoal.comm.backend.express import Express
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.meeting import Meeting, meet
 from shoal.comm.backend.messages import Messages
-from shoal.comm.backend.order import Order
+from shoal.comm.backend.order import CallQueue
 from shoal.comm.backend.peers import Peers
 from shoal.comm.backend.reductions import Reductions
 from shoal.comm.backend.waiting import SPIN_S, Waiting
+from shoal.comm.memory import Attached, Memory
 from shoal.trace.recorder import Recorder
 
 logger = logging.getLogger("shoal.comm")
@@ -64,33 +65,41 @@ class ShoalGroup(Reductions, Copies, Messages):
         self._set_default_backend(GLOO)
         self._ranks = list(ranks) or list(range(size))
         self._known, self._quick = {}, {}
-        self._order: Order | None = None
+        self._order: CallQueue | None = None
         self._peers: Peers | None = None
         self._between: BetweenHosts | None = None
+        self._express: Express | None = None
         self._timeout_s = timeout.total_seconds()
         self._here: Sequence[int] = ()
         if meets:
             self._settle(store, meet(PrefixStore("meeting", store), rank, size), timeout)
 
     def _settle(self, store: Store, meeting: Meeting, timeout: timedelta) -> None:
+        """Use shared memory for collectives where the ranks of each host can reach each other's."""
         here = next(ranks for ranks in meeting.hosts if self.rank() in ranks)
-        spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
-        if meeting.memory is not None and len(here) > 1:
+        if meeting.memory is not None:
             self._here = here
             self._peers = Peers({here.index(rank): pid for rank, pid in meeting.pids.items()})
         if reason := _why_not(meeting, self.size()):
-            logger.log(logging.WARNING if meeting.reason else logging.DEBUG, "%s: Gloo does all: %s", self, reason)
+            level = logging.WARNING if meeting.reason else logging.DEBUG
+            logger.log(level, "%s: Gloo does all: %s", self, reason)
             return
         assert meeting.memory is not None
-        reached = {here.index(rank): memory for rank, memory in meeting.reached.items()}
-        names = [self._ranks[rank] for rank in here]
-        self._exchange = Exchange(here.index(self.rank()), meeting.memory, reached, names)
+        assert self._peers is not None
+        self._exchange = self._join_board(here, meeting.memory, meeting.reached)
+        spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
         if meeting.compiled and len(here) <= MOST_EXPRESS:
-            self._exchange.express = Express(self._exchange, yields=spin_s == 0)
+            self._express = Express(self._exchange, yields=spin_s == 0)
         if len(meeting.hosts) > 1:
             self._between = BetweenHosts(store, meeting.hosts, self.rank(), timeout)
-        assert self._peers is not None
-        self._order = Order(Waiting(self._exchange, self._peers, timeout.total_seconds(), spin_s), f"{self._ranks}")
+        waiting = Waiting(self._exchange, self._peers, timeout.total_seconds(), spin_s)
+        self._order = CallQueue(waiting, f"{self._ranks}")
+
+    def _join_board(self, here: Sequence[int], memory: Memory, reached: Mapping[int, Attached]) -> PhaseBoard:
+        """Make this rank's end of the board of its host. Ranks of the group become ranks of the host."""
+        others = {here.index(rank): attached for rank, attached in reached.items()}
+        names = [self._ranks[rank] for rank in here]
+        return PhaseBoard(here.index(self.rank()), memory, others, names)
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"

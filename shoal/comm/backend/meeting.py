@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
@@ -47,36 +47,70 @@ class Meeting:
     reason: str = ""
 
 
+class _RankInfo(NamedTuple):
+    """One rank's entry in the group's store.
+
+    Args:
+        memory: the description of its memory; empty where it has none.
+        compiled: the version of its compiled steps; 0 for none.
+    """
+
+    host: str
+    pid: int
+    memory: Mapping[str, Any]
+    compiled: int
+
+
 def meet(store: Store, rank: int, size: int) -> Meeting:
     """Meet all ranks of a group. Collective."""
     memory, problem = _own_memory()
-    mine = {"host": host(), "pid": os.getpid(), "memory": _description(memory), "problem": problem}
-    mine["compiled"] = express.version()
-    store.set(f"here/{rank}", json.dumps(mine))  # [1]
-    found = [json.loads(store.get(f"here/{other}")) for other in range(size)]
-    neighbours = [other for other in range(size) if other != rank and found[other]["host"] == mine["host"]]
-    reached = _reach(found, neighbours)  # [2]
-    if not problem and len(reached) < len(neighbours):
-        missing = min(set(neighbours) - set(reached))
-        problem = f"rank {rank} cannot open the memory of rank {missing} (/proc/{found[missing]['pid']}/fd)"
-    store.set(f"reached/{rank}", problem)  # [3]
-    said = [store.get(f"reached/{other}").decode() for other in range(size)]
+    description = memory.description if memory is not None else {}
+    own = _RankInfo(host(), os.getpid(), description, express.version())
+    ranks = [_RankInfo(*fields) for fields in _all_gather(store, "here", rank, size, own)]  # [1]
+    neighbours = [other for other in range(size) if other != rank and ranks[other].host == own.host]
+    reached = _reach(ranks, neighbours)  # [2]
+    problem = problem or _out_of_reach(rank, ranks, neighbours, reached)
+    problems = _all_gather(store, "reached", rank, size, problem)  # [3]
     if memory is not None:
-        memory.close()  # everybody who wanted it has opened it
-    names = [each["host"] for each in found]
-    hosts = tuple(tuple(r for r in range(size) if names[r] == name) for name in dict.fromkeys(names))
-    pids = {other: found[other]["pid"] for other in neighbours}
-    reason = next(filter(None, said), "")
-    compiled = all(each["compiled"] == express.VERSION for each in found)
-    return Meeting(hosts, None if reason else memory, reached, pids, compiled, reason)
+        memory.close()  # every rank that wanted it has opened it
+    reason = next(filter(None, problems), "")
+    return Meeting(
+        hosts=_by_host(ranks),
+        memory=None if reason else memory,
+        reached=reached,
+        pids={other: ranks[other].pid for other in neighbours},
+        compiled=all(each.compiled == express.VERSION for each in ranks),
+        reason=reason,
+    )
 
 
-def _description(memory: Memory | None) -> dict[str, Any]:
-    return memory.description if memory is not None else {}
+def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Every rank's value, as JSON has it, in the order of ranks. Collective."""
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
 
 
-def _reach(found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[int, Attached]:
-    return {rank: memory for rank in ranks if (memory := attach(found[rank]["memory"])) is not None}
+def _reach(ranks: Sequence[_RankInfo], neighbours: Sequence[int]) -> dict[int, Attached]:
+    """The memory of those neighbours whose memory can be opened."""
+    attached = {other: attach(ranks[other].memory) for other in neighbours}
+    return {other: memory for other, memory in attached.items() if memory is not None}
+
+
+def _out_of_reach(
+    rank: int, ranks: Sequence[_RankInfo], neighbours: Sequence[int], reached: Mapping[int, Attached]
+) -> str:
+    """A sentence about the first neighbour whose memory cannot be opened; empty for none."""
+    missing = next((other for other in neighbours if other not in reached), None)
+    if missing is None:
+        return ""
+    where = f"/proc/{ranks[missing].pid}/fd"
+    return f"rank {rank} cannot open the memory of rank {missing} ({where})"
+
+
+def _by_host(ranks: Sequence[_RankInfo]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    names = [each.host for each in ranks]
+    return tuple(tuple(rank for rank, name in enumerate(names) if name == wanted) for wanted in dict.fromkeys(names))
 
 
 def host() -> str:

@@ -33,6 +33,8 @@ class Reductions(Calling):
         flat = flattened(tensor)
         call = self._call("all_reduce", flat, operation)
         if (steps := self._compiled_steps(flat, operation)) is not None:
+            if len(self._quick) > MOST_KNOWN:
+                self._quick.clear()
             self._quick[key] = Quick(call, steps)
         return self._run(call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts)
 
@@ -57,14 +59,15 @@ class Reductions(Calling):
         code = CODES.get((flat.dtype, operation))
         if code is None or self._between is not None:
             return None
-        if (express := self._exchange.express) is None:
+        if (express := self._express) is None:
             return None
-        if len(self._quick) > MOST_KNOWN:
-            self._quick.clear()
         return lambda tensor: express.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
         if self._between is None:
+            compiled = self._compiled_steps(flat, operation)
+            if compiled is not None:
+                return compiled(flat)
             return collectives.all_reduce(self._exchange, flat, operation)
         return hosts.all_reduce(self._exchange, self._between, flat, operation)
 
