@@ -114,7 +114,8 @@ class DdpOptions:
     unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
         step which ones these are; parameters that never get one are found by themselves.
     bucket_mb: size of the buckets that gradients are reduced in, in MiB.
-    allreduce: the algorithm: ring, tree, halving-doubling or hierarchical; backend leaves it to the process group.
+    allreduce: the algorithm: ring, tree, halving-doubling or hierarchical; backend leaves it to
+        the process group.
     table: is accepted beside allreduce=auto, which older configurations hold, and is not read.
     compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK. Not
         exact.

@@ -34,6 +34,8 @@ KINDS = st.tuples(st.sampled_from(sorted(CODES, key=str)), st.integers(0, 3000))
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices so small that slots are used again and again, and sums that are shared soon."""
     monkeypatch.setattr(express, "SLICE_BYTES", 1 << 9)
+    monkeypatch.setattr(express, "LARGE_BYTES", 1 << 13)
+    monkeypatch.setattr(express, "LARGE_SLICE_BYTES", 1 << 11)
     monkeypatch.setattr(express, "ONE_PASS_BYTES", 1 << 12)
     monkeypatch.setattr(express, "SPIN_S", 0.0)
 

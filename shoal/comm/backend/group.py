@@ -96,7 +96,7 @@ class ShoalGroup(Reductions, Copies, Messages):
         self._order = CallQueue(waiting, f"{self._ranks}")
 
     def _join_board(self, here: Sequence[int], memory: Memory, reached: Mapping[int, Attached]) -> PhaseBoard:
-        """Make this rank's end of the board of its host. Ranks of the group become ranks of the host."""
+        """Make this rank's end of its host's board, which numbers the ranks of the host."""
         others = {here.index(rank): attached for rank, attached in reached.items()}
         names = [self._ranks[rank] for rank in here]
         return PhaseBoard(here.index(self.rank()), memory, others, names)
