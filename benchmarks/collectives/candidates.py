@@ -23,12 +23,6 @@ class Candidate(Protocol):
     def reduce(self, tensor: Tensor) -> None: ...
 
 
-def placed(candidate: Candidate, tensor: Tensor) -> Tensor:
-    """A tensor of the same numbers, where the candidate wants it."""
-    place = getattr(candidate, "place", None)
-    return tensor if place is None else place(tensor)
-
-
 class Shoal:
     """torch.distributed with the backend of this project."""
 
@@ -39,20 +33,6 @@ class Shoal:
 
     def reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
-
-
-class ShoalShared(Shoal):
-    """The same for a tensor that lies in shared memory from the start, as the buckets of DDP do."""
-
-    name = "shoal, shared"
-
-    def __init__(self, largest_bytes: int) -> None:
-        super().__init__(largest_bytes)
-        length, backend = largest_bytes // 4, self.group._get_backend(torch.device("cpu"))
-        self.room = backend.allocate_tensor(length, dtype=torch.float32, device=torch.device("cpu"))
-
-    def place(self, tensor: Tensor) -> Tensor:
-        return self.room[: tensor.numel()].copy_(tensor)
 
 
 class Gloo:
@@ -193,7 +173,7 @@ class Copy:
         self.room[: tensor.numel()].copy_(tensor)
 
 
-ALL = {kind.name: kind for kind in (Shoal, ShoalShared, Gloo, OpenMpi, Horovod, DeepSpeed, HandMade, Copy)}
+ALL = {kind.name: kind for kind in (Shoal, Gloo, OpenMpi, Horovod, DeepSpeed, HandMade, Copy)}
 
 
 def all_that_there_are(names: Sequence[str], largest_bytes: int) -> tuple[list[Candidate], Mapping[str, str]]:

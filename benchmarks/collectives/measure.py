@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import shoal  # noqa: F401 - the backend
-from benchmarks.collectives import lying, points, steps
-from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are, placed
+from benchmarks.collectives import steps
+from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are
 from benchmarks.page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
@@ -99,19 +99,18 @@ def measure(part: Path, crew: str, rounds: int, largest_bytes: int) -> None:
     times_s: dict[str, dict[str, list[float]]] = {}
     for size_bytes in (size for size in SIZES_BYTES if size <= largest_bytes):
         own: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-        tensors = {candidate.name: placed(candidate, tensor[: size_bytes // 4]) for candidate in candidates}
         calls = min(MOST_CALLS, max(1, TURN_BYTES // size_bytes))
         count = rounds if size_bytes < 1 << 26 else max(3, rounds // 3)
         for turn in range(count + 1):  # the first does not count
             for candidate in chance.sample(candidates, len(candidates)):
                 few = calls if candidate.name not in SLOW else max(1, calls // 5)
-                time_s = _turn(candidate, few, tensors[candidate.name])
+                time_s = _turn(candidate, few, tensor[: size_bytes // 4])
                 if turn:
                     own[candidate.name].append(time_s)
         times_s[str(size_bytes)] = {name: _slowest(times) for name, times in own.items()}
     found: dict[str, Any] = {"missing": missing, crew: times_s}
     if crew == "times_s":
-        found |= {"step_s": steps.measure(rounds), "lying_s": lying.measure(rounds), "point_s": points.measure(rounds)}
+        found |= {"step_s": steps.measure(rounds)}
     if dist.get_rank() == 0:
         part.write_text(json.dumps(found))
     dist.barrier()
@@ -131,10 +130,9 @@ def _agree(candidates: list[Candidate], tensor: torch.Tensor) -> None:
     """All must come to the same sum; a copy reduces nothing."""
     for candidate in candidates:
         tensor.fill_(dist.get_rank() + 1)
-        reduced = placed(candidate, tensor)
-        candidate.reduce(reduced)
+        candidate.reduce(tensor)
         expected = sum(range(dist.get_world_size() + 1))
-        assert candidate.name == "memcpy" or (reduced == expected).all(), candidate.name
+        assert candidate.name == "memcpy" or (tensor == expected).all(), candidate.name
     tensor.zero_()
 
 

@@ -18,8 +18,6 @@ def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     parts = [_part(int(ranks), part) for ranks, part in result["ranks"].items()]
     parts += [_steps(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
-    parts += [_lying(int(ranks), part["lying_s"]) for ranks, part in result["ranks"].items() if "lying_s" in part]
-    parts += [_points(part["point_s"]) for ranks, part in result["ranks"].items() if ranks == "2" and "point_s" in part]
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
     print(text)
@@ -60,22 +58,6 @@ def _steps(ranks: int, networks: dict[str, Any]) -> str:
         ]
         rows.append([f"{network} (Gloo: {_time(median(found[YARDSTICK]['clock']))})", *cells])
     return table(head, rows)
-
-
-def _lying(ranks: int, found: dict[str, Any]) -> str:
-    rows = [
-        [what, _time(median(times_s["there"])), f"{median(_each(times_s['there'], times_s['elsewhere'])):.2f}"]
-        for what, times_s in found.items()
-    ]
-    return table([f"{ranks} ranks: tensors in shared memory", "time", "/ copied"], rows)
-
-
-def _points(sizes: dict[str, dict[str, list[float]]]) -> str:
-    rows = [
-        [_bytes(int(size)), _time(median(times_s[OURS])), f"{median(_each(times_s[YARDSTICK], times_s[OURS])):.1f}"]
-        for size, times_s in sizes.items()
-    ]
-    return table(["send and receive, 2 ranks", OURS, f"{YARDSTICK} / {OURS}"], rows)
 
 
 def _each(times_s: list[float], ours_s: list[float]) -> list[float]:

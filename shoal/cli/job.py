@@ -46,9 +46,9 @@ def arguments(
 
 
 def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    from shoal.comm.algorithms.table import CHOICES
+    from shoal.comm.algorithms.names import CHOICES, NAMES
 
-    help = f"algorithm of ddp: {', '.join(CHOICES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
+    help = f"algorithm of ddp: {', '.join(NAMES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
     parser.add_argument("--allreduce", choices=CHOICES, metavar="ALGORITHM", help=help)
 
 

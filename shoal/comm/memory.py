@@ -66,11 +66,6 @@ class Memory:
         if end > begin and hasattr(mmap, "MADV_REMOVE"):
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
-    def keep_from_children(self) -> None:
-        """A process that is forked from this one will not have it. Raises OSError."""
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self._map.madvise(mmap.MADV_DONTFORK)
-
     def close(self) -> None:
         """Nobody can open it any more; tensors stay."""
         if self._descriptor >= 0:
@@ -101,11 +96,8 @@ class Attached:
         return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
 
 
-def attach(description: Mapping[str, Any], with_head: bool = True) -> Attached | None:
-    """The memory that another process has described; None where it cannot be reached.
-
-    Args: with_head: somebody will sleep on numbers in it. Each mapping holds a descriptor of the process.
-    """
+def attach(description: Mapping[str, Any]) -> Attached | None:
+    """The memory that another process has described; None where it cannot be reached."""
     try:
         path = f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
         size_bytes, token = int(description["bytes"]), str(description["token"])
@@ -121,7 +113,7 @@ def attach(description: Mapping[str, Any], with_head: bool = True) -> Attached |
         mapped = mmap.mmap(descriptor, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         # The system's sleeping queues (futex) would make a private copy of a page that could be written.
         first_page = min(size_bytes, mmap.PAGESIZE)
-        head = mmap.mmap(descriptor, first_page, mmap.MAP_SHARED, mmap.PROT_READ) if with_head else mapped
+        head = mmap.mmap(descriptor, first_page, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError):
         return None
     finally:

@@ -12,7 +12,7 @@ from math import inf
 from typing import ClassVar
 
 from shoal.comm import compression_names
-from shoal.comm.algorithms.table import refuse_unknown
+from shoal.comm.algorithms.names import refuse_unknown
 from shoal.errors import ConfigError
 from shoal.pipeline.schedules import SCHEDULES, problems
 
@@ -129,9 +129,9 @@ class DdpOptions(StrategyOptions):
     unused: search in every step for parameters that get no gradient. Needed only where it changes from step to
         step which ones these are; parameters that never get one are found by themselves.
     bucket_mb: size of the buckets that gradients are reduced in, in MiB.
-    allreduce: the algorithm: ring, tree, halving-doubling, hierarchical, or auto, which takes the fastest for each
-        size; backend leaves it to the process group.
-    table: what auto goes by; the measured table that comes with Shoal where it is empty.
+    allreduce: the algorithm: ring, tree, halving-doubling or hierarchical; backend leaves it to
+        the process group.
+    table: is accepted beside allreduce=auto, which older configurations hold, and is not read.
     compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK. Not
         exact.
     """

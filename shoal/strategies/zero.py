@@ -137,8 +137,6 @@ class _Engine:
             with self.lockstep.around(module) if self.lockstep else nullcontext():
                 fully_shard(module, reshard_after_forward=self.stage == 3 and module is not root, **arguments)
             assert isinstance(module, FSDPModule)
-            if self.data.device.type == "cpu":
-                module.set_allocate_memory_from_process_group_for_comm(True)  # in shared memory, where there is some
         for name, scalar in self.scalars.items():
             self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), over))
 

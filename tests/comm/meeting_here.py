@@ -6,25 +6,25 @@ from typing import Any, TypeAlias
 from hypothesis import strategies as st
 
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.exchange import SIZE_BYTES, Exchange, Steps
+from shoal.comm.backend.exchange import SIZE_BYTES, PhaseBoard, Steps
 from shoal.comm.memory import Memory, attach
 
 Program: TypeAlias = Sequence[tuple[Call, Callable[[], Steps]]]
 Turns = st.lists(st.integers(0, 3), max_size=400)
 
 
-def meet(size: int) -> list[Exchange]:
+def meet(size: int) -> list[PhaseBoard]:
     memories = [Memory(SIZE_BYTES) for _ in range(size)]
     found = []
     for rank, memory in enumerate(memories):
         others = {other: attach(memories[other].description) for other in range(size) if other != rank}
-        found.append(Exchange(rank, memory, {other: a for other, a in others.items() if a is not None}))
+        found.append(PhaseBoard(rank, memory, {other: a for other, a in others.items() if a is not None}))
     for memory in memories:
         memory.close()
     return found
 
 
-def drive(ranks: Sequence[Exchange], programs: Sequence[Program], turns: Any) -> None:
+def drive(ranks: Sequence[PhaseBoard], programs: Sequence[Program], turns: Any) -> None:
     """Each rank makes its calls one after the other; `turns` says who may go on next, as far as it reaches."""
     lives = [_life(exchange, program) for exchange, program in zip(ranks, programs, strict=True)]
     alive = dict(enumerate(lives))
@@ -37,7 +37,7 @@ def drive(ranks: Sequence[Exchange], programs: Sequence[Program], turns: Any) ->
         alive = {rank: life for rank, life in alive.items() if said.get(rank) != "over"}
 
 
-def _life(exchange: Exchange, program: Program) -> Any:
+def _life(exchange: PhaseBoard, program: Program) -> Any:
     for call, start in program:
         exchange.begin(call, call.word)
         for condition, phase in start():

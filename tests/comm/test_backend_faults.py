@@ -81,7 +81,7 @@ def _fall(group: ShoalGroup, phase: int, number: int, before: bool) -> None:
 def _one_call(chance: random.Random, group: ShoalGroup, rank: int, size: int, step: int) -> None:
     """A call of some kind, the same on all ranks, whose result must be right if there is one."""
     kind, length, later = chance.randrange(5), chance.choice((3, 1000, 600_000)), chance.random() < 0.5
-    own, work = _in_the_room(group, length, chance.random() < 0.7).fill_(rank + step), None
+    own, work = torch.full((length,), float(rank + step)), None
     expected = float(sum(range(size)) + size * step)
     if kind == 0:
         work, result = dist.all_reduce(own, group=group, async_op=later), own
@@ -100,12 +100,6 @@ def _one_call(chance: random.Random, group: ShoalGroup, rank: int, size: int, st
     wanted = torch.arange(size)[:, None] + step if expected < 0 else torch.tensor(expected)
     if not (result == wanted).all():
         os._exit(4)
-
-
-def _in_the_room(group: ShoalGroup, length: int, inside: bool) -> torch.Tensor:
-    """Where others may read it, if it is long enough."""
-    cpu = torch.device("cpu")
-    return group._gloo.allocate_tensor(length, dtype=torch.float32, device=cpu) if inside else torch.empty(length)
 
 
 def test_a_rank_that_leaves_the_others_alone_is_named() -> None:

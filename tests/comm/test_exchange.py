@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.comm.backend import collectives, exchange
 from shoal.comm.backend.call import KINDS, OPERATIONS, Call, read
-from shoal.comm.backend.exchange import SLOT_BYTES, Exchange, Steps
+from shoal.comm.backend.exchange import SLOT_BYTES, PhaseBoard, Steps
 from shoal.errors import CollectiveFailed
 from shoal.tensors import DTYPES
 
@@ -43,7 +43,7 @@ def test_an_all_reduce_is_the_reduction_in_the_order_of_ranks(
         assert torch.equal(result, expected)
 
 
-def _all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Callable[[], Steps]:
+def _all_reduce(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[], Steps]:
     return lambda: collectives.all_reduce(exchange, tensor, operation)
 
 
@@ -67,7 +67,7 @@ def test_calls_of_all_kinds_in_a_row_do_not_disturb_each_other(
         check()
 
 
-def _any_call(e: Exchange, number: int, root: int, made: list[Tensor]) -> tuple[Call, Callable[[], Steps], Any]:
+def _any_call(e: PhaseBoard, number: int, root: int, made: list[Tensor]) -> tuple[Call, Callable[[], Steps], Any]:
     """One rank's call, and what must be true afterwards. made[rank][row] are its numbers."""
     size, length = made[0].shape
     own, out, at = made[e.rank].clone(), torch.full((size, length), -1), e.rank

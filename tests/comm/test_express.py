@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.comm.backend import collectives, express
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.exchange import Exchange, Steps
+from shoal.comm.backend.exchange import PhaseBoard, Steps
 from shoal.comm.backend.express import CODES, Express
 from shoal.comm.backend.group import ShoalGroup
 from shoal.errors import CollectiveFailed
@@ -34,15 +34,22 @@ KINDS = st.tuples(st.sampled_from(sorted(CODES, key=str)), st.integers(0, 3000))
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices so small that slots are used again and again, and sums that are shared soon."""
     monkeypatch.setattr(express, "SLICE_BYTES", 1 << 9)
+    monkeypatch.setattr(express, "LARGE_BYTES", 1 << 13)
+    monkeypatch.setattr(express, "LARGE_SLICE_BYTES", 1 << 11)
     monkeypatch.setattr(express, "ONE_PASS_BYTES", 1 << 12)
     monkeypatch.setattr(express, "SPIN_S", 0.0)
 
 
-def meet_with_express(size: int) -> list[Exchange]:
-    ranks = meet(size)
-    for exchange in ranks:
-        exchange.express = Express(exchange)
-    return ranks
+Reduce = Callable[[Tensor, str], Steps]
+
+
+def compiled_of(ranks: Sequence[PhaseBoard]) -> list[Reduce]:
+    """The compiled all-reduce of each rank."""
+    return [partial(_compiled_all_reduce, Express(exchange)) for exchange in ranks]
+
+
+def _compiled_all_reduce(steps: Express, tensor: Tensor, operation: str) -> Steps:
+    return steps.all_reduce(tensor, CODES[tensor.dtype, operation])
 
 
 @given(st.integers(2, 5), st.lists(KINDS, min_size=1, max_size=5), Turns)
@@ -50,28 +57,30 @@ def meet_with_express(size: int) -> list[Exchange]:
 def test_sums_are_those_of_python_bit_by_bit(
     size: int, kinds: list[tuple[tuple[torch.dtype, str], int]], turns: list[int]
 ) -> None:
-    compiled, plain = meet_with_express(size), meet(size)
     results = []
-    for ranks in (compiled, plain):
+    for is_compiled in (True, False):
+        ranks = meet(size)
+        plain: list[Reduce] = [partial(collectives.all_reduce, exchange) for exchange in ranks]
+        reduces = compiled_of(ranks) if is_compiled else plain
         torch.manual_seed(len(kinds))
         programs: list[list[tuple[Call, Callable[[], Steps]]]] = [[] for _ in ranks]
         for (dtype, operation), length in kinds:
-            for exchange, program in zip(ranks, programs, strict=True):
+            for exchange, reduce, program in zip(ranks, reduces, programs, strict=True):
                 own = torch.randn(length, dtype=dtype)
                 results.append(own)
-                program.append(_all_reduce(exchange, own, operation))
+                program.append(_all_reduce(reduce, own, operation))
                 program.append(_broadcast(exchange, length))  # whose phases come between
         drive(ranks, programs, turns)
     half = len(results) // 2
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[:half], results[half:], strict=True))
 
 
-def _all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> tuple[Call, Callable[[], Steps]]:
+def _all_reduce(reduce: Reduce, tensor: Tensor, operation: str) -> tuple[Call, Callable[[], Steps]]:
     call = Call("all_reduce", tensor.dtype, tensor.numel(), operation)
-    return call, partial(collectives.all_reduce, exchange, tensor, operation)
+    return call, partial(reduce, tensor, operation)
 
 
-def _broadcast(exchange: Exchange, length: int) -> tuple[Call, Callable[[], Steps]]:
+def _broadcast(exchange: PhaseBoard, length: int) -> tuple[Call, Callable[[], Steps]]:
     return Call("broadcast", torch.int64, length), partial(collectives.broadcast, exchange, torch.ones(length), 0)
 
 
@@ -80,8 +89,9 @@ def test_what_is_no_number_and_what_is_too_small_for_one_is_summed_as_torch_does
     tiny = torch.finfo(dtype).tiny / 4
     first = torch.tensor([float("nan"), float("inf"), float("inf"), tiny, -0.0], dtype=dtype)
     second = torch.tensor([1.0, float("-inf"), 1.0, tiny, -0.0], dtype=dtype)
-    ranks, results = meet_with_express(2), [first.clone(), second.clone()]
-    drive(ranks, [[_all_reduce(e, r, "sum")] for e, r in zip(ranks, results, strict=True)], [])
+    ranks, results = meet(2), [first.clone(), second.clone()]
+    reduces = compiled_of(ranks)
+    drive(ranks, [[_all_reduce(*pair, "sum")] for pair in zip(reduces, results, strict=True)], [])
     for result in results:
         assert torch.equal(result.view(torch.int8), (first + second).view(torch.int8))
 
@@ -91,10 +101,11 @@ def test_what_is_no_number_and_what_is_too_small_for_one_is_summed_as_torch_does
 def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
     size: int, data: st.DataObject, length: int, turns: list[int]
 ) -> None:
-    ranks, wrong = meet_with_express(size), data.draw(st.integers(0, size - 1))
+    ranks, wrong = meet(size), data.draw(st.integers(0, size - 1))
+    reduces = compiled_of(ranks)
     results = [torch.full((length,), float(rank)) for rank in range(size)]
     results[wrong] = torch.full((length - 1,), -1.0)
-    programs: list[Program] = [[_all_reduce(e, r, "sum")] for e, r in zip(ranks, results, strict=True)]
+    programs: list[Program] = [[_all_reduce(*pair, "sum")] for pair in zip(reduces, results, strict=True)]
     with pytest.raises(
         CollectiveFailed, match=rf"rank {wrong} calls all_reduce\({length - 1:,} x|{length - 1:,} x float32"
     ):
@@ -109,9 +120,7 @@ def test_steps_of_another_source_are_not_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_no_caller_should_ask_for_is_refused() -> None:
-    exchange = meet_with_express(2)[0]
-    assert exchange.express is not None
-    steps = exchange.express._compiled
+    steps = Express(meet(2)[0])._compiled
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 4 and a step 0"):
         steps.advance(64, 8, 4, 0, 1, 0)
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 0"):
@@ -143,7 +152,7 @@ def _reduce(one_has_none: bool) -> tuple[bool, bool]:
         own = torch.arange(length, dtype=torch.float64) + rank
         dist.all_reduce(own, group=group)
         right &= torch.equal(own, size * torch.arange(length, dtype=torch.float64) + sum(range(size)))
-    return group._exchange.express is not None, right
+    return group._express is not None, right
 
 
 @pytest.mark.parametrize(

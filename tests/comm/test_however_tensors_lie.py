@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from shoal.comm.backend.group import ShoalGroup
 from shoal.testing import world
 
-LONG = 1 << 20  # of which others read where it lies, in a room
 STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
     "every second": lambda t: torch.empty(2 * len(t)).fill_(100.0)[::2].copy_(t),
     "a column": lambda t: torch.empty(len(t), 3).fill_(100.0)[:, 1].copy_(t),
@@ -48,19 +46,6 @@ def _between() -> bool:
     all_of_it[:, 1] = dist.get_rank()
     dist.all_reduce(all_of_it[:, 1])
     return all_of_it[:, 1].eq(1).all().item() and all_of_it[:, [0, 2]].eq(100).all().item()
-
-
-def test_nor_where_others_could_read_it() -> None:
-    assert world.run(2, _in_a_room) == [True, True]
-
-
-def _in_a_room() -> bool:
-    group = dist.group.WORLD
-    assert isinstance(group, ShoalGroup)
-    room = group._gloo.allocate_tensor(2 * LONG, dtype=torch.float32, device=torch.device("cpu")).fill_(100.0)
-    room[::2] = dist.get_rank()
-    dist.all_reduce(room[::2])
-    return room[::2].eq(1).all().item() and room[1::2].eq(100).all().item()
 
 
 def test_one_number_that_stands_for_many_is_refused() -> None:

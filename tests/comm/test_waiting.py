@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.exchange import SIZE_BYTES, Exchange
+from shoal.comm.backend.exchange import SIZE_BYTES, PhaseBoard
 from shoal.comm.backend.peers import Peers
 from shoal.comm.backend.waiting import HEALTH_EVERY_S, SHORT_SPIN_S, SPIN_S, Spins, Waiting
 from shoal.comm.memory import Memory, attach
@@ -70,7 +70,7 @@ class _Meeting:
         self.ranks = []
         for rank, memory in enumerate(memories):
             others = {other: attach(memories[other].description) for other in range(ranks) if other != rank}
-            self.ranks.append(Exchange(rank, memory, {other: a for other, a in others.items() if a is not None}))
+            self.ranks.append(PhaseBoard(rank, memory, {other: a for other, a in others.items() if a is not None}))
         for memory in memories:
             memory.close()
         call = Call("barrier")

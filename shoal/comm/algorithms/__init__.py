@@ -7,7 +7,6 @@
     hierarchical        a ring of hosts' leaders, shared memory inside hosts from 3 hosts on
 
     pairs.py ── ring, tree, halving_doubling, hierarchical ── all_reduce.py ── DistributedDataParallel's buckets
-                                          table.py (measured; for `auto`) ───┘
 
 Whatever the algorithm, all ranks end with the same bits: each number is summed on one rank, or in the same pairs on
 all. With halving_doubling, where n is no power of two, some ranks send M more.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.algorithms import halving_doubling, hierarchical, ring, tree
+from shoal.comm.algorithms.names import NAMES
 from shoal.comm.algorithms.neighbours import group_inside, hosts_of
 from shoal.comm.algorithms.pairs import Pairs
-from shoal.comm.algorithms.table import MEASURED, Row, described, fastest, parse, refuse_unknown
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.ordered import ordered_mean
 from shoal.errors import CollectiveFailed, PeerLost
@@ -22,32 +21,26 @@ FLAT = {"ring": ring.all_reduce, "tree": tree.all_reduce, "halving-doubling": ha
 
 
 class NamedAllReduce:
-    """The mean over ranks by one algorithm, or by the fastest for each size. Every rank of the world makes it together.
+    """The mean over ranks by one algorithm. Every rank of the world makes it together.
 
     Args:
-        name: ring, tree, halving-doubling, hierarchical, backend or auto.
+        name: one of NAMES.
         axis: whose ranks are averaged over.
-        table: a file of one's own, for `auto`; the first rank's is what counts.
 
     Attributes:
         hosts: the ranks of this line by host.
     """
 
-    def __init__(self, name: str, axis: Axis, table: str = "") -> None:
-        refuse_unknown(name, table)
+    def __init__(self, name: str, axis: Axis) -> None:
+        assert name in NAMES, name
         self.name, self.axis = name, axis
-        self._rows: list[Row] = []
-        self._machine = ""
         lines = hosts_of(axis)
         self.hosts = next(hosts for hosts in lines if any(dist.get_rank() in ranks for ranks in hosts))
-        if name == "auto":
-            found = parse(axis.broadcast_text(_text(axis, table)), table or MEASURED.name)
-            self._rows, self._machine = found.for_ranks(axis.size, len(self.hosts)), found.machine
         self._failed: CollectiveFailed | None = None
         # Groups of its own: what is sent beside the backward pass must not come between other messages.
         self._group: dist.ProcessGroup | None = new_group(axis.lines)
         self._pairs: Pairs | None = Pairs(self._group)
-        self._inside = group_inside(lines) if self._uses("hierarchical") else None
+        self._inside = group_inside(lines) if name == "hierarchical" else None
         line = sorted(rank for ranks in self.hosts for rank in ranks)
         leaders = [line.index(ranks[0]) for ranks in self.hosts]
         self._leaders = Pairs(self._group, leaders) if axis.rank in leaders else None
@@ -55,10 +48,7 @@ class NamedAllReduce:
     def describe(self) -> str:
         """One line for the run's header."""
         over = f"{self.axis.size} ranks on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-        if not self._rows:
-            return f"all-reduce: {self.name}, over {over}"
-        near = f"{self._rows[0].ranks} ranks on {self._rows[0].hosts}"
-        return f"all-reduce: auto, over {over}: {described(self._rows)} (measured for {near}: {self._machine})"
+        return f"all-reduce: {self.name}, over {over}"
 
     def said(self) -> tuple[str, ...]:
         """Lines for the run's header."""
@@ -72,9 +62,7 @@ class NamedAllReduce:
     @property
     def place_matters(self) -> bool:
         """Whether the last bit of a sum depends on where in a tensor, or in how large a one, a number lies."""
-        used = {row.fastest for row in self._rows} or {self.name}
-        over_hosts = "hierarchical" in used and len(self.hosts) > 2
-        return self.axis.size > 2 and (len(used) > 1 or "ring" in used or over_hosts)
+        return (self.name == "ring" and self.axis.size > 2) or (self.name == "hierarchical" and len(self.hosts) > 2)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over all ranks, in place, the same bits on each. Collective; one call at a time.
@@ -98,23 +86,18 @@ class NamedAllReduce:
         self._group = self._inside = self._pairs = self._leaders = None
 
     def _mean(self, tensor: Tensor) -> None:
-        name = fastest(self._rows, tensor.nbytes) if self._rows else self.name
-        if name == "backend":
+        if self.name == "backend":
             ordered_mean(tensor, self._group)
             return
         flat = tensor.reshape(-1)
-        if name == "hierarchical":
+        if self.name == "hierarchical":
             hierarchical.all_reduce(flat, self._inside, self._leaders)
         else:
             assert self._pairs is not None
-            FLAT[name](flat, self._pairs)
+            FLAT[self.name](flat, self._pairs)
         flat.div_(self.axis.size)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
-
-    def _uses(self, name: str) -> bool:
-        """Whether this algorithm may be called."""
-        return name in (row.fastest for row in self._rows) if self._rows else name == self.name
 
     def _cause(self, error: RuntimeError) -> CollectiveFailed:
         """What broke first: a rank that fails ends, so its neighbours fail, and theirs. The first one leaves a note."""
@@ -126,10 +109,3 @@ class NamedAllReduce:
             kind, _, text = first.partition(" ")
             return (PeerLost if kind == "PeerLost" else CollectiveFailed)(text)
         return mine
-
-
-def _text(axis: Axis, table: str) -> str:
-    """The table, on the first rank; nothing on others, or where it cannot be read: all are to hear of that."""
-    with suppress(OSError, UnicodeError):
-        return Path(table or MEASURED).read_text() if axis.rank == 0 else ""
-    return ""

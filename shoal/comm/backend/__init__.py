@@ -6,13 +6,7 @@ torch.distributed.init_process_group("cpu:shoal")
   torch.distributed ── group.py ────────── calling.py ──┬── order.py ── collectives.py ── exchange.py    shared memory
                        reductions.py      (who does     │   (calls in   (who shows and    (phases, slots;
                        copies.py           the call)    │    order)      takes what)       each writes its own)
-                       messages.py ── courier.py        │             ├ express.py ── express.c              (compiled)
-                                           │            │             └ direct.py ── room.py, moved.py       no slots
-                      (what is             │            │               (who reads    (tensors that others
-                       asked for)          │            │               what where     can read)
-                                           │            │               it lies)
-                                           │            └── Gloo: other devices, types and hosts
-                                           └── post.py ── channel.py                                       shared memory
-                                             (who gets   (a ring of bytes
-                                              which)      for each pair)
+                       messages.py              │       │             └ express.py ── express.c              (compiled)
+                                                │       └── Gloo: other devices, types and hosts
+                                                └── Gloo: messages from rank to rank
 """

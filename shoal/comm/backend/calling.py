@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from shoal.comm.backend.call import Call
-from shoal.comm.backend.exchange import Exchange, Steps
+from shoal.comm.backend.exchange import PhaseBoard, Steps
+from shoal.comm.backend.express import Express
 from shoal.comm.backend.flat import is_own, pairs
 from shoal.comm.backend.hosts import BetweenHosts
-from shoal.comm.backend.order import Order
+from shoal.comm.backend.order import CallQueue
 from shoal.comm.backend.reduction import can_reduce
 from shoal.comm.backend.watched import watch_steps, watch_work
 from shoal.tensors import DTYPES
@@ -43,7 +44,7 @@ Base: Any = dist.ProcessGroup  # its stubs know each call in several forms, of w
 
 
 class Quick(NamedTuple):
-    """An all-reduce that was made before, and is so small that each microsecond of Python counts."""
+    """An all-reduce that was made before: its compiled steps. Each microsecond of Python counts."""
 
     call: tuple[Call, int]
     steps: Callable[[Tensor], Steps]
@@ -57,9 +58,10 @@ class Calling(Base):
     _ranks: list[int]
     _known: dict[tuple[Any, ...], tuple[Call, int]]
     _quick: dict[tuple[torch.dtype, int, int], Quick]
-    _order: Order | None
-    _exchange: Exchange
+    _order: CallQueue | None
+    _exchange: PhaseBoard
     _between: BetweenHosts | None
+    _express: Express | None
 
     def _does(self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False) -> bool:
         return (
@@ -137,7 +139,7 @@ class Calling(Base):
         if self.recorder is None:
             return call()
         flight = self._departs(self.recorder, name, sum(tensor.nbytes for tensor in tensors), args)
-        return watch_work(self.recorder, flight, call, tells=name not in ("send", "recv"))
+        return watch_work(self.recorder, flight, call, tells=True)
 
     def _leave_each(self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]) -> Work:
         *before, last = calls
@@ -179,7 +181,7 @@ def _back(flats: Sequence[Tensor], tensors: Sequence[Tensor], start: Callable[[]
             tensor.data.copy_(flat.view(tensor.shape))
 
 
-def _one_after_the_other(exchange: Exchange, calls: Sequence[tuple[tuple[Call, int], Callable[[], Steps]]]) -> Steps:
+def _one_after_the_other(exchange: PhaseBoard, calls: Sequence[tuple[tuple[Call, int], Callable[[], Steps]]]) -> Steps:
     for call, start in calls:
         exchange.begin(*call)
         yield from start()

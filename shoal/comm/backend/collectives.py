@@ -32,8 +32,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.exchange import AHEAD, SLOT_BYTES, SLOTS, Exchange, Steps
-from shoal.comm.backend.express import CODES
+from shoal.comm.backend.exchange import AHEAD, SLOT_BYTES, SLOTS, PhaseBoard, Steps
 from shoal.comm.backend.reduction import reduce_into
 from shoal.errors import CollectiveFailed
 
@@ -42,7 +41,7 @@ Take: TypeAlias = Callable[[int, int], None]
 ONE_PASS_BYTES = 1 << 19  # which ranks beyond the second may show; up to here a second meeting costs more than adding
 
 
-def phases(exchange: Exchange, count: int, show: Show | None, take: Take | None, root: int | None = None) -> Steps:
+def phases(exchange: PhaseBoard, count: int, show: Show | None, take: Take | None, root: int | None = None) -> Steps:
     """The pattern.
 
     Args:
@@ -67,21 +66,19 @@ def phases(exchange: Exchange, count: int, show: Show | None, take: Take | None,
             take(number - 1, shown % SLOTS)
 
 
-def barrier(exchange: Exchange) -> Steps:
+def barrier(exchange: PhaseBoard) -> Steps:
     """Nobody leaves before everybody has come."""
     return phases(exchange, 1, None, lambda number, slot: None)
 
 
-def all_reduce(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
+def all_reduce(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks."""
-    if exchange.express is not None and (code := CODES.get((tensor.dtype, operation))) is not None:
-        return exchange.express.all_reduce(tensor, code)
     if tensor.nbytes * (exchange.size - 2) > ONE_PASS_BYTES:
         return all_reduce_in_two_passes(exchange, tensor, operation)
     return all_reduce_in_one_pass(exchange, tensor, operation)
 
 
-def all_reduce_in_one_pass(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
+def all_reduce_in_one_pass(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """As `phases` with a show and a take; written out, for here each microsecond of Python counts.
 
     Every rank adds up all of a slice. The first two ranks read their own part of it where it will stand.
@@ -102,7 +99,7 @@ def all_reduce_in_one_pass(exchange: Exchange, tensor: Tensor, operation: str) -
             reduce_into(before, [before if r == rank < 2 else part for r, part in enumerate(parts)], operation)
 
 
-def reduce(exchange: Exchange, tensor: Tensor, operation: str, root: int) -> Steps:
+def reduce(exchange: PhaseBoard, tensor: Tensor, operation: str, root: int) -> Steps:
     """The root's `tensor` becomes the reduction of all, in the order of ranks."""
     slices = in_slots(tensor)
 
@@ -113,7 +110,7 @@ def reduce(exchange: Exchange, tensor: Tensor, operation: str, root: int) -> Ste
     return phases(exchange, len(slices), _shows(exchange, slices), take if root == exchange.rank else None)
 
 
-def broadcast(exchange: Exchange, tensor: Tensor, root: int) -> Steps:
+def broadcast(exchange: PhaseBoard, tensor: Tensor, root: int) -> Steps:
     """Everybody's `tensor` becomes the root's."""
     slices = in_slots(tensor)
     if root == exchange.rank:
@@ -121,7 +118,7 @@ def broadcast(exchange: Exchange, tensor: Tensor, root: int) -> Steps:
     return phases(exchange, len(slices), None, _takes(exchange, slices, root), root)
 
 
-def all_gather(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None, root: int | None = None) -> Steps:
+def all_gather(exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int | None = None) -> Steps:
     """`rows` become the tensors of all ranks. Given a root, only the root has rows: a gather."""
     slices = in_slots(tensor)
     if rows is None:
@@ -137,7 +134,7 @@ def all_gather(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None
     return phases(exchange, len(slices), _shows(exchange, slices), take)
 
 
-def scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None, root: int) -> Steps:
+def scatter(exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int) -> Steps:
     """Everybody's `tensor` becomes its row of the root's rows."""
     bounds = row_bounds(tensor, exchange.size)
     if rows is not None:
@@ -152,7 +149,7 @@ def scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor] | None, r
     return phases(exchange, len(bounds), None, take, root)
 
 
-def reduce_scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor], operation: str) -> Steps:
+def reduce_scatter(exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor], operation: str) -> Steps:
     """Everybody's `tensor`, which may be its own row, becomes the reduction of its row over all ranks."""
     bounds, rank = row_bounds(tensor, exchange.size), exchange.rank
     reads_own = rank < 2  # the others' own row may be overwritten before its turn in the order of ranks comes
@@ -168,7 +165,7 @@ def reduce_scatter(exchange: Exchange, tensor: Tensor, rows: Sequence[Tensor], o
     return phases(exchange, len(bounds), _shows_rows(exchange, rows, bounds, but=rank if reads_own else None), take)
 
 
-def all_to_all(exchange: Exchange, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
+def all_to_all(exchange: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
     """`out_rows` become everybody's row for this rank. Rows differ in length; all first show how long theirs are.
 
     Raises: CollectiveFailed: somebody sends more or less than is expected here.
@@ -202,7 +199,7 @@ def all_to_all(exchange: Exchange, out_rows: Sequence[Tensor], rows: Sequence[Te
     yield from phases(exchange, -(-int(table.max()) // most), show, take)
 
 
-def all_reduce_in_two_passes(exchange: Exchange, tensor: Tensor, operation: str) -> Steps:
+def all_reduce_in_two_passes(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """Every rank adds up a piece of its own of every slice, and all read the sums.
 
           phase      1            2             3                         4             5
@@ -233,14 +230,14 @@ def all_reduce_in_two_passes(exchange: Exchange, tensor: Tensor, operation: str)
             summed.append(exchange.phase)
 
 
-def _sum_piece(exchange: Exchange, shown: int, own: Tensor, operation: str) -> None:
+def _sum_piece(exchange: PhaseBoard, shown: int, own: Tensor, operation: str) -> None:
     layout, rank = exchange.layout(own.dtype, own.numel()), exchange.rank
     out = layout.pieces[(exchange.phase + 1) % SLOTS][rank][rank]
     if out.numel():
         reduce_into(out, [pieces[rank] for pieces in layout.pieces[shown]], operation)
 
 
-def _read_sums(exchange: Exchange, summed: int, out: Tensor) -> None:
+def _read_sums(exchange: PhaseBoard, summed: int, out: Tensor) -> None:
     layout = exchange.layout(out.dtype, out.numel())
     for piece, (begin, end) in enumerate(layout.bounds):
         if end > begin:
@@ -259,7 +256,7 @@ def row_bounds(row: Tensor, size: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + most, length)) for begin in range(0, max(length, 1), most)]
 
 
-def _shows(exchange: Exchange, slices: Sequence[Tensor]) -> Show:
+def _shows(exchange: PhaseBoard, slices: Sequence[Tensor]) -> Show:
     def show(number: int, slot: int) -> None:
         own = slices[number]
         exchange.layout(own.dtype, own.numel()).whole[slot][exchange.rank].copy_(own)
@@ -267,7 +264,7 @@ def _shows(exchange: Exchange, slices: Sequence[Tensor]) -> Show:
     return show
 
 
-def _takes(exchange: Exchange, slices: Sequence[Tensor], rank: int) -> Take:
+def _takes(exchange: PhaseBoard, slices: Sequence[Tensor], rank: int) -> Take:
     def take(number: int, slot: int) -> None:
         out = slices[number]
         out.copy_(exchange.layout(out.dtype, out.numel()).whole[slot][rank])
@@ -275,7 +272,9 @@ def _takes(exchange: Exchange, slices: Sequence[Tensor], rank: int) -> Take:
     return take
 
 
-def _shows_rows(exchange: Exchange, rows: Sequence[Tensor], bounds: Sequence[tuple[int, int]], but: int | None) -> Show:
+def _shows_rows(
+    exchange: PhaseBoard, rows: Sequence[Tensor], bounds: Sequence[tuple[int, int]], but: int | None
+) -> Show:
     """Args: but: whose row nobody needs to see."""
     shown = [(rank, row) for rank, row in enumerate(rows) if rank != but]
 

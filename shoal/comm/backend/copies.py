@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from shoal.comm.backend import collectives, direct
+from shoal.comm.backend import collectives
 from shoal.comm.backend.calling import Calling
 from shoal.comm.backend.flat import flattened, pairs, rows_of, split_for
 from shoal.torch_private.c10d import ALL_GATHER_FLAT, Options
@@ -24,7 +24,7 @@ class Copies(Calling):
         flat, root = flattened(tensors[0]), opts.rootRank
         return self._run(
             self._call("broadcast", flat, root=root),
-            lambda: direct.broadcast(self._exchange, flat, root),
+            lambda: collectives.broadcast(self._exchange, flat, root),
             tensors,
             (flat,),
             tensors,
@@ -65,7 +65,7 @@ class Copies(Calling):
         flats, flat_rows = [flattened(tensor) for tensor in inputs], [[flattened(row) for row in each] for each in rows]
         return self._run_each(
             "all_gather",
-            [(flat, partial(direct.all_gather, self._exchange, flat, r)) for flat, r in pairs(flats, flat_rows)],
+            [(flat, partial(collectives.all_gather, self._exchange, flat, r)) for flat, r in pairs(flats, flat_rows)],
             [row for r in rows for row in r],
             [row for r in flat_rows for row in r],
             results,

@@ -16,19 +16,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shoal.comm.backend.call import MOST_RANKS, Call, read
-from shoal.comm.backend.room import Rooms
+from shoal.comm.backend.call import Call, read
 from shoal.comm.backend.sleep import sleep_while, wake
 from shoal.comm.memory import TOKEN_BYTES, Attached, Memory
-from shoal.errors import CollectiveFailed, PeerLost
-
-if TYPE_CHECKING:
-    from shoal.comm.backend.express import Express
+from shoal.errors import CollectiveFailed
 
 Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]  # of a call: what must be true before each
 LAG = 3
@@ -37,12 +33,9 @@ AHEAD = SLOTS - LAG  # what all others have published so many phases ago has bee
 SLOT_BYTES = 1 << 19
 RING = 2 * SLOTS  # of calls: more than any rank can be ahead of another
 PHASE, CALLS, FAILED, SLEEPS, RING_AT = 0, 1, 2, 3, 8
-PLACES_AT = 40  # of phases in which a rank says where its tensor lies; the words before are bell.py's
 WORDS_BYTES, TEXT_BYTES = 512, 3072
 SLOTS_AT = 4096 - TOKEN_BYTES
-ENDS_AT = SLOTS_AT + SLOTS * SLOT_BYTES  # where directory.py says how messages from this rank are found
-END_BYTES = 128
-SIZE_BYTES = ENDS_AT + MOST_RANKS * END_BYTES
+SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
 LAYOUTS = 1024
 
 
@@ -73,7 +66,7 @@ class Layout:
         return [[[whole[a:b] for a, b in self.bounds] for whole in ranks] for ranks in self.whole]
 
 
-class Exchange:
+class PhaseBoard:
     """One rank's end of the meeting.
 
     Args:
@@ -81,15 +74,11 @@ class Exchange:
         memory: this rank's own, of SIZE_BYTES.
         others: the memory of every other rank.
         names: what ranks are called in messages; their own numbers unless given.
-        rooms: where tensors may lie that need not be copied into slots.
 
     Attributes:
         phase: the last that this rank has published.
         call: the one that it is in, and its `word`.
-        express: makes all-reduces, where all ranks have it compiled; set by whoever makes the exchange.
     """
-
-    express: Express | None = None
 
     def __init__(
         self,
@@ -97,9 +86,8 @@ class Exchange:
         memory: Memory,
         others: Mapping[int, Attached],
         names: Sequence[int] | None = None,
-        rooms: Rooms | None = None,
     ) -> None:
-        self.rank, self.size, self.rooms = rank, len(others) + 1, rooms
+        self.rank, self.size = rank, len(others) + 1
         self.names = list(names or range(self.size))
         self.memories: list[Memory | Attached] = [others.get(r, memory) for r in range(self.size)]
         self.words = [m.raw(0, WORDS_BYTES).cast("q") for m in self.memories]
@@ -146,22 +134,6 @@ class Exchange:
     def catch_up(self) -> None:
         """Somebody else has published in this rank's name."""
         self.phase = self._mine[PHASE]
-
-    def publish_place(self, place: int) -> None:
-        """The next phase says where this rank's tensor lies in its room."""
-        self._mine[PLACES_AT + (self.phase + 1) % RING] = place
-        self.publish()
-
-    def places(self, phase: int) -> list[int]:
-        """What was said so in this phase, by rank. Of ranks that have arrived there in the same call."""
-        return [words[PLACES_AT + phase % RING] for words in self.words]
-
-    def check_nobody_gave_up(self) -> None:
-        """Raises PeerLost: another rank had given up when everything before this was read."""
-        self._order()
-        if (failed := self.failure()) is not None:
-            rank, text = failed
-            raise PeerLost(f"rank {self.names[rank]} gave up in {self.call.describe()}: {text}")
 
     def reached(self, phase: int) -> bool:
         """Whether all others have published this phase, of whatever call."""

@@ -25,7 +25,7 @@ from shoal.comm.backend.exchange import (
     SLOT_BYTES,
     SLOTS,
     SLOTS_AT,
-    Exchange,
+    PhaseBoard,
     Steps,
 )
 
@@ -39,6 +39,9 @@ else:
 
 VERSION = 1  # of what ranks do with each other's memory: raised here and in express.c by whoever changes it
 SLICE_BYTES = 1 << 15  # a few of every rank's stay in the caches
+# From here on slices are as large as a slot: ranks that lose their cores to other processes now and
+# then wait for each other less often.
+LARGE_BYTES, LARGE_SLICE_BYTES = 1 << 21, SLOT_BYTES
 ONE_PASS_BYTES = 1 << 17  # what a rank reads of others to add up all by itself; beyond it, sums are shared
 SPIN_S = 50e-6
 MOST_RANKS = 64  # as in express.c, and so are these numbers
@@ -62,14 +65,10 @@ class Express:
     Args: yields: the processor is given to others while a rank waits, for there are more ranks than processors.
     """
 
-    def __init__(self, exchange: Exchange, yields: bool = True) -> None:
-        words = [memory.head_address(0) for memory in exchange.memories]
-        numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
-        where = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, AHEAD
-        sizes = SLICE_BYTES, ONE_PASS_BYTES // (exchange.size - 1)
+    def __init__(self, exchange: PhaseBoard, yields: bool = True) -> None:
         self._exchange = exchange  # and with it the memory, of which the compiled steps have but the addresses
-        self._compiled = compiled.Express(exchange.rank, words, numbers, *where, *sizes, int(SPIN_S * 1e9), yields)
-        self._advance = self._compiled.advance
+        self._compiled = _compiled_steps(exchange, SLICE_BYTES, yields)
+        self._compiled_large = _compiled_steps(exchange, LARGE_SLICE_BYTES, yields)
 
     def all_reduce(self, tensor: Tensor, code: int) -> Steps:
         """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks. What can be is done at once.
@@ -78,13 +77,23 @@ class Express:
         """
         exchange, address, size_bytes = self._exchange, tensor.data_ptr(), tensor.nbytes
         first = exchange.phase + 1
-        step = self._advance(address, size_bytes, code, exchange.word, first, 0)
+        steps = self._compiled if size_bytes < LARGE_BYTES else self._compiled_large
+        step = steps.advance(address, size_bytes, code, exchange.word, first, 0)
         exchange.catch_up()
-        return self._late(address, size_bytes, code, first, step) if step >= 0 else ()
+        return self._late(steps, address, size_bytes, code, first, step) if step >= 0 else ()
 
-    def _late(self, address: int, size_bytes: int, code: int, first: int, step: int) -> Steps:
-        exchange, compiled = self._exchange, self._compiled
+    def _late(self, steps: compiled.Express, address: int, size_bytes: int, code: int, first: int, step: int) -> Steps:
+        exchange = self._exchange
         while step >= 0:
-            yield exchange.arrived if compiled.of_this_call else exchange.reached, compiled.wanted
-            step = self._advance(address, size_bytes, code, exchange.word, first, step)
+            yield exchange.arrived if steps.of_this_call else exchange.reached, steps.wanted
+            step = steps.advance(address, size_bytes, code, exchange.word, first, step)
             exchange.catch_up()
+
+
+def _compiled_steps(exchange: PhaseBoard, slice_bytes: int, yields: bool) -> compiled.Express:
+    words = [memory.head_address(0) for memory in exchange.memories]
+    numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
+    offsets = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, AHEAD
+    sizes = slice_bytes, ONE_PASS_BYTES // (exchange.size - 1)
+    spin_ns = int(SPIN_S * 1e9)
+    return compiled.Express(exchange.rank, words, numbers, *offsets, *sizes, spin_ns, yields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,25 +13,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from shoal.comm.backend import collectives
-from shoal.comm.backend.bell import Bell
 from shoal.comm.backend.call import MOST_RANKS, Call
 from shoal.comm.backend.copies import Copies
-from shoal.comm.backend.courier import Courier
-from shoal.comm.backend.directory import Directory
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import PhaseBoard
 from shoal.comm.backend.express import MOST_RANKS as MOST_EXPRESS
 from shoal.comm.backend.express import Express
-from shoal.comm.backend.gloo import GlooWithRoom
 from shoal.comm.backend.hosts import BetweenHosts
 from shoal.comm.backend.meeting import Meeting, meet
 from shoal.comm.backend.messages import Messages
-from shoal.comm.backend.order import Order
+from shoal.comm.backend.order import CallQueue
 from shoal.comm.backend.peers import Peers
-from shoal.comm.backend.post import Post
 from shoal.comm.backend.reductions import Reductions
-from shoal.comm.backend.room import Rooms
 from shoal.comm.backend.waiting import SPIN_S, Waiting
-from shoal.comm.memory import Memory
+from shoal.comm.memory import Attached, Memory
 from shoal.torch_private.c10d import Options, add_backend
 from shoal.trace.recorder import Recorder
 
@@ -66,54 +60,45 @@ class ShoalGroup(Reductions, Copies, Messages):
         super().__init__(rank, size)
         self.recorder: Recorder | None = None
         self._label = label
-        # torch finds this very object again when it asks for a buffer
-        self._gloo = GlooWithRoom(PrefixStore("gloo", store), rank, size, timeout=timeout)
-        add_backend(self, torch.device("cpu"), GLOO, self._gloo)
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+        add_backend(self, torch.device("cpu"), GLOO, gloo)
         self._ranks = list(ranks) or list(range(size))
         self._known, self._quick = {}, {}
-        self._order: Order | None = None
+        self._order: CallQueue | None = None
         self._peers: Peers | None = None
         self._between: BetweenHosts | None = None
-        self._courier: Courier | None = None
+        self._express: Express | None = None
+        self._timeout_s = timeout.total_seconds()
         self._here: Sequence[int] = ()
         if meets:
             self._settle(store, meet(PrefixStore("meeting", store), rank, size), timeout)
 
     def _settle(self, store: Store, meeting: Meeting, timeout: timedelta) -> None:
+        """Use shared memory for collectives where the ranks of each host can reach each other's."""
         here = next(ranks for ranks in meeting.hosts if self.rank() in ranks)
-        spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
-        if meeting.memory is not None and len(here) > 1 and self.size() <= MOST_RANKS:
-            self._settle_messages(here, meeting.memory, meeting, timeout.total_seconds(), spin_s)
+        if meeting.memory is not None:
+            self._here = here
+            self._peers = Peers({here.index(rank): pid for rank, pid in meeting.pids.items()})
         if reason := _why_not(meeting, self.size()):
-            logger.log(logging.WARNING if meeting.reason else logging.DEBUG, "%s: Gloo does all: %s", self, reason)
+            level = logging.WARNING if meeting.reason else logging.DEBUG
+            logger.log(level, "%s: Gloo does all: %s", self, reason)
             return
         assert meeting.memory is not None
-        reached = {here.index(rank): memory for rank, memory in meeting.reached.items()}
-        rooms = None
-        if meeting.room is not None and len(meeting.hosts) == 1:
-            rooms = Rooms(meeting.room, meeting.rooms, meeting.pids)
-            self._gloo.room = meeting.room
-        names = [self._ranks[rank] for rank in here]
-        self._exchange = Exchange(here.index(self.rank()), meeting.memory, reached, names, rooms)
+        assert self._peers is not None
+        self._exchange = self._join_board(here, meeting.memory, meeting.reached)
+        spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
         if meeting.compiled and len(here) <= MOST_EXPRESS:
-            self._exchange.express = Express(self._exchange, yields=spin_s == 0)
+            self._express = Express(self._exchange, yields=spin_s == 0)
         if len(meeting.hosts) > 1:
             self._between = BetweenHosts(store, meeting.hosts, self.rank(), timeout)
-        assert self._peers is not None
-        self._order = Order(Waiting(self._exchange, self._peers, timeout.total_seconds(), spin_s), f"{self._ranks}")
+        waiting = Waiting(self._exchange, self._peers, timeout.total_seconds(), spin_s)
+        self._order = CallQueue(waiting, f"{self._ranks}")
 
-    def _settle_messages(
-        self, here: Sequence[int], memory: Memory, meeting: Meeting, timeout_s: float, spin_s: float
-    ) -> None:
-        """Those between ranks of one host, however many there are on others."""
-        self._here = here
-        pids = {here.index(rank): pid for rank, pid in meeting.pids.items()}
-        reached = {here.index(rank): attached for rank, attached in meeting.reached.items()}
-        self._peers = Peers(pids)
-        rank = here.index(self.rank())
-        bell = Bell(rank, memory, reached)
-        post = Post(rank, [self._ranks[other] for other in here], Directory(rank, memory, reached, pids, bell), bell)
-        self._courier = Courier(post, bell, self._peers, timeout_s, spin_s, here)
+    def _join_board(self, here: Sequence[int], memory: Memory, reached: Mapping[int, Attached]) -> PhaseBoard:
+        """Make this rank's end of its host's board, which numbers the ranks of the host."""
+        others = {here.index(rank): attached for rank, attached in reached.items()}
+        names = [self._ranks[rank] for rank in here]
+        return PhaseBoard(here.index(self.rank()), memory, others, names)
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"
@@ -142,8 +127,6 @@ class ShoalGroup(Reductions, Copies, Messages):
         """Finish what was begun, and leave."""
         if self._order is not None:
             self._order.close()
-        if self._courier is not None:
-            self._courier.close()
         if self._peers is not None:
             self._peers.close()
         super().shutdown()

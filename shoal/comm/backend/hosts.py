@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.backend import both_ways, collectives
 from shoal.comm.backend.call import Call, read
-from shoal.comm.backend.exchange import Exchange, Steps
+from shoal.comm.backend.exchange import PhaseBoard, Steps
 from shoal.comm.backend.reduction import reduce_into
 from shoal.errors import CollectiveFailed
 
@@ -77,7 +77,7 @@ class BetweenHosts:
         piece.copy_(padded[: piece.numel()])
 
 
-def all_reduce(exchange: Exchange, between: BetweenHosts, tensor: Tensor, operation: str) -> Steps:
+def all_reduce(exchange: PhaseBoard, between: BetweenHosts, tensor: Tensor, operation: str) -> Steps:
     """`tensor` becomes the reduction of all ranks' tensors on all hosts."""
     adding = "sum" if operation == "avg" else operation
     length = -(-tensor.numel() // exchange.size)

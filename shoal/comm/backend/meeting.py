@@ -2,7 +2,7 @@
 
       [1] every rank notes in the group's store: which host it is on, and where its memory is
       [2] it opens the memory of all others on its host
-      [3] it notes whether it could; only if all could, the host's memory is used, and likewise its rooms
+      [3] it notes whether it could; only if all could, the host's memory is used
 
 A host is a machine since its last start, seen from one process namespace: containers that do not see each other's
 processes are several hosts. SHOAL_HOST names another one, which is how several hosts are tried out on one machine.
@@ -16,13 +16,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.backend import express
 from shoal.comm.backend.exchange import SIZE_BYTES
-from shoal.comm.backend.room import Room, make_room
 from shoal.comm.memory import Attached, Memory, attach
 from shoal.processes import boot_id
 
@@ -36,8 +35,6 @@ class Meeting:
         memory: this rank's own; None where some host's ranks cannot reach each other.
         reached: the memory of the other ranks on this host.
         pids: processes of those ranks.
-        room: this rank's own, for tensors; None where some rank has none, or cannot reach another's.
-        rooms: the memory of the other ranks' rooms on this host.
         compiled: all ranks have what express.py needs.
         reason: why there is no memory.
     """
@@ -46,50 +43,74 @@ class Meeting:
     memory: Memory | None
     reached: dict[int, Attached]
     pids: dict[int, int]
-    room: Room | None
-    rooms: dict[int, Attached]
     compiled: bool
     reason: str = ""
+
+
+class _RankInfo(NamedTuple):
+    """One rank's entry in the group's store.
+
+    Args:
+        memory: the description of its memory; empty where it has none.
+        compiled: the version of its compiled steps; 0 for none.
+    """
+
+    host: str
+    pid: int
+    memory: Mapping[str, Any]
+    compiled: int
 
 
 def meet(store: Store, rank: int, size: int) -> Meeting:
     """Meet all ranks of a group. Collective."""
     memory, problem = _own_memory()
-    room = make_room(size)
-    room_memory = room.memory if room is not None else None
-    mine = {"host": host(), "pid": os.getpid(), "memory": _description(memory), "problem": problem}
-    mine["compiled"] = express.version()
-    store.set(f"here/{rank}", json.dumps({**mine, "room": _description(room_memory)}))  # [1]
-    found = [json.loads(store.get(f"here/{other}")) for other in range(size)]
-    neighbours = [other for other in range(size) if other != rank and found[other]["host"] == mine["host"]]
-    reached = _reach(found, neighbours, "memory")  # [2]
-    rooms = _reach(found, neighbours, "room", with_head=False)
-    if not problem and len(reached) < len(neighbours):
-        missing = min(set(neighbours) - set(reached))
-        problem = f"rank {rank} cannot open the memory of rank {missing} (/proc/{found[missing]['pid']}/fd)"
-    store.set(f"reached/{rank}", json.dumps([problem, room is not None and len(rooms) == len(neighbours)]))  # [3]
-    said = [json.loads(store.get(f"reached/{other}")) for other in range(size)]
-    for own in (memory, room_memory):
-        if own is not None:
-            own.close()  # everybody who wanted it has opened it
-    names = [each["host"] for each in found]
-    hosts = tuple(tuple(r for r in range(size) if names[r] == name) for name in dict.fromkeys(names))
-    pids = {other: found[other]["pid"] for other in neighbours}
-    reason = next((text for text, _ in said if text), "")
-    compiled = all(each["compiled"] == express.VERSION for each in found)
-    if not all(has_rooms for _, has_rooms in said):
-        room, rooms = None, {}
-    return Meeting(hosts, None if reason else memory, reached, pids, room, rooms, compiled, reason)
+    description = memory.description if memory is not None else {}
+    own = _RankInfo(host(), os.getpid(), description, express.version())
+    ranks = [_RankInfo(*fields) for fields in _all_gather(store, "here", rank, size, own)]  # [1]
+    neighbours = [other for other in range(size) if other != rank and ranks[other].host == own.host]
+    reached = _reach(ranks, neighbours)  # [2]
+    problem = problem or _out_of_reach(rank, ranks, neighbours, reached)
+    problems = _all_gather(store, "reached", rank, size, problem)  # [3]
+    if memory is not None:
+        memory.close()  # every rank that wanted it has opened it
+    reason = next(filter(None, problems), "")
+    return Meeting(
+        hosts=_by_host(ranks),
+        memory=None if reason else memory,
+        reached=reached,
+        pids={other: ranks[other].pid for other in neighbours},
+        compiled=all(each.compiled == express.VERSION for each in ranks),
+        reason=reason,
+    )
 
 
-def _description(memory: Memory | None) -> dict[str, Any]:
-    return memory.description if memory is not None else {}
+def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Every rank's value, as JSON has it, in the order of ranks. Collective."""
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
 
 
-def _reach(
-    found: Sequence[Mapping[str, Any]], ranks: Sequence[int], what: str, with_head: bool = True
-) -> dict[int, Attached]:
-    return {rank: memory for rank in ranks if (memory := attach(found[rank][what], with_head)) is not None}
+def _reach(ranks: Sequence[_RankInfo], neighbours: Sequence[int]) -> dict[int, Attached]:
+    """The memory of those neighbours whose memory can be opened."""
+    attached = {other: attach(ranks[other].memory) for other in neighbours}
+    return {other: memory for other, memory in attached.items() if memory is not None}
+
+
+def _out_of_reach(
+    rank: int, ranks: Sequence[_RankInfo], neighbours: Sequence[int], reached: Mapping[int, Attached]
+) -> str:
+    """A sentence about the first neighbour whose memory cannot be opened; empty for none."""
+    missing = next((other for other in neighbours if other not in reached), None)
+    if missing is None:
+        return ""
+    where = f"/proc/{ranks[missing].pid}/fd"
+    return f"rank {rank} cannot open the memory of rank {missing} ({where})"
+
+
+def _by_host(ranks: Sequence[_RankInfo]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    names = [each.host for each in ranks]
+    return tuple(tuple(rank for rank, name in enumerate(names) if name == wanted) for wanted in dict.fromkeys(names))
 
 
 def host() -> str:

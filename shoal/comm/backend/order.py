@@ -32,7 +32,7 @@ NO_LIMIT = timedelta(0)
 Future: Any = torch.Future  # which Gloo gives too; the class above it, torch.futures', takes longer to make
 
 
-class Job:
+class QueuedCall:
     """A call on its way."""
 
     def __init__(self, call: Call, word: int, start: Callable[[], Steps], results: Sequence[Tensor]) -> None:
@@ -47,7 +47,7 @@ class Job:
 class Handle(Work):
     """What torch knows a call by."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: QueuedCall) -> None:
         super().__init__()
         self._job = job
 
@@ -95,8 +95,8 @@ class Handle(Work):
         return future
 
 
-class _Complete(Handle):
-    """A call that was complete when it returned."""
+class CompletedWork(Handle):
+    """A call or a message that was complete when it returned."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
         Work.__init__(self)
@@ -123,7 +123,7 @@ class _Complete(Handle):
         return future
 
 
-class Order:
+class CallQueue:
     """Drives the calls of one group, one after the other. Any thread may call."""
 
     def __init__(self, waiting: Waiting, name: str) -> None:
@@ -131,11 +131,11 @@ class Order:
         self._exchange = waiting.exchange
         self._turn = threading.Lock()  # whoever drives the exchange holds it
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[QueuedCall] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.error: BaseException | None = None
-        self._done = _Complete(())
+        self._done = CompletedWork(())
 
     def call(self, call: Call, word: int, start: Callable[[], Steps], results: Sequence[Tensor], at_once: bool) -> Work:
         """Make a call, after all that were made before it.
@@ -150,8 +150,8 @@ class Order:
         if self.error is not None:
             raise self._again()
         if self._jobs or not self._turn.acquire(blocking=False):
-            return self._queue(Job(call, word, start, results), at_once, first=False)
-        job: Job | None = None
+            return self._queue(QueuedCall(call, word, start, results), at_once, first=False)
+        job: QueuedCall | None = None
         try:
             self._exchange.begin(call, word)
             steps = start()
@@ -162,11 +162,11 @@ class Order:
                 return self._done
             for condition, phase in steps:
                 if not condition(phase) and not self._waiting.briefly(condition, phase, PATIENCE_S):
-                    job = Job(call, word, start, results)
+                    job = QueuedCall(call, word, start, results)
                     job.steps, job.pending = steps, (condition, phase)
                     break
             else:
-                return _Complete(results)
+                return CompletedWork(results)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -184,7 +184,7 @@ class Order:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _queue(self, job: Job, at_once: bool, first: bool) -> Work:
+    def _queue(self, job: QueuedCall, at_once: bool, first: bool) -> Work:
         with self._changed:
             if first:  # it is under way, and the thread takes it over
                 self._jobs.appendleft(job)
@@ -215,7 +215,7 @@ class Order:
             _complete(job)
             del job  # and with it its tensors, however long it takes until the next
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: QueuedCall) -> None:
         try:
             if self.error is not None:
                 raise self._again()
@@ -241,7 +241,7 @@ class Order:
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
 
 
-def _complete(job: Job) -> None:
+def _complete(job: QueuedCall) -> None:
     """Tell those that hold a future. Whoever comes second, the job's end or the future, finds the other."""
     while job.futures:
         with contextlib.suppress(IndexError):  # two threads may be here

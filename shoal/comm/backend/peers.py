@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 from collections.abc import Mapping
 
 from shoal.processes import process_state
@@ -31,6 +32,18 @@ class Peers:
         """Ranks whose processes have ended."""
         with self._lock:
             return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
+
+    def has_ended(self, rank: int, limit_s: float) -> bool:
+        """Wait up to `limit_s` for a process to end; True if it has.
+
+        The connections of a process close a moment before the kernel reports its end.
+        """
+        end_s = time.monotonic() + limit_s
+        while rank not in self.dead():
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def state(self, rank: int) -> str:
         """What a process that does not come is doing, as the end of a sentence."""

@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from shoal.comm.backend import collectives, direct, hosts
+from shoal.comm.backend import collectives, hosts
 from shoal.comm.backend.calling import MOST_KNOWN, OPERATIONS, Calling, Quick
 from shoal.comm.backend.exchange import Steps
 from shoal.comm.backend.express import CODES
 from shoal.comm.backend.flat import flattened, lies_in_a_row, pairs, rows_of
-from shoal.comm.backend.moved import reduced_by_ddp
 from shoal.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
 
 
@@ -35,9 +34,9 @@ class Reductions(Calling):
         flat = flattened(tensor)
         call = self._call("all_reduce", flat, operation)
         if (steps := self._compiled_steps(flat, operation)) is not None:
+            if len(self._quick) > MOST_KNOWN:
+                self._quick.clear()
             self._quick[key] = Quick(call, steps)
-        if flat.nbytes >= direct.DIRECT_BYTES and self._exchange.rooms is not None and reduced_by_ddp():
-            self._exchange.rooms.own.moved.move(flat)
         return self._run(call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -57,19 +56,20 @@ class Reductions(Calling):
         )
 
     def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
-        """Those of every all-reduce like this one, if it is a small one and they are compiled."""
+        """Those of every all-reduce like this one, if they are compiled."""
         code = CODES.get((flat.dtype, operation))
-        if code is None or flat.nbytes >= direct.DIRECT_BYTES or self._between is not None:
+        if code is None or self._between is not None:
             return None
-        if (express := self._exchange.express) is None:
+        if (express := self._express) is None:
             return None
-        if len(self._quick) > MOST_KNOWN:
-            self._quick.clear()
         return lambda tensor: express.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
         if self._between is None:
-            return direct.all_reduce(self._exchange, flat, operation)
+            compiled = self._compiled_steps(flat, operation)
+            if compiled is not None:
+                return compiled(flat)
+            return collectives.all_reduce(self._exchange, flat, operation)
         return hosts.all_reduce(self._exchange, self._between, flat, operation)
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
@@ -120,7 +120,7 @@ class Reductions(Calling):
         return self._run_each(
             "reduce_scatter",
             [
-                (flat, partial(direct.reduce_scatter, self._exchange, flat, r, operation))
+                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
                 for flat, r in pairs(flats, flat_rows)
             ],
             outputs,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.comm.backend.exchange import Exchange
+from shoal.comm.backend.exchange import PhaseBoard
 from shoal.comm.backend.peers import Peers
 from shoal.errors import CollectiveFailed, PeerLost
 
@@ -56,7 +56,7 @@ class Waiting:
         timeout_s: for each meeting.
     """
 
-    def __init__(self, exchange: Exchange, peers: Peers, timeout_s: float, spin_s: float = SPIN_S) -> None:
+    def __init__(self, exchange: PhaseBoard, peers: Peers, timeout_s: float, spin_s: float = SPIN_S) -> None:
         self.exchange, self.peers, self.timeout_s = exchange, peers, timeout_s
         self.spins = Spins(spin_s)
         self._leave_at = math.inf

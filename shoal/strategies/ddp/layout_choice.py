@@ -93,7 +93,7 @@ def _overlapped_buckets(options: DdpOptions, part: Part, axis: Axis) -> Gradient
 def _torch_engine(options: DdpOptions, part: Part, axis: Axis) -> GradientReducer:
     reduce: ReduceFunction = RankOrderMean(axis)
     if options.allreduce != "backend":
-        reduce = NamedMean(options.allreduce, axis, options.table)
+        reduce = NamedMean(options.allreduce, axis)
     return GradientReducer(TorchEngine(part, axis, options, reduce), reduce, axis.size)
 
 

@@ -92,17 +92,17 @@ class RankOrderMean(ReduceFunction):
 
 
 class NamedMean(ReduceFunction):
-    """The exact mean by a named algorithm, or by the fastest for each size.
+    """The exact mean by a named algorithm.
 
     Every rank of the world makes it together.
 
-    Args: name, table: as for `NamedAllReduce`.
+    Args: name: as for `NamedAllReduce`.
     """
 
     blocks = True
 
-    def __init__(self, name: str, axis: Axis, table: str) -> None:
-        self.algorithm = NamedAllReduce(name, axis, table)
+    def __init__(self, name: str, axis: Axis) -> None:
+        self.algorithm = NamedAllReduce(name, axis)
         self.summary_lines = self.algorithm.said()
 
     def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:

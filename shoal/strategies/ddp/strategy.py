@@ -44,6 +44,8 @@ GRADS_AFTER_BACKWARD_MESSAGE = (
     "be saved. Use zero1, zero2 or zero3, which free each unit's."
 )
 
+AUTO_MESSAGE = "all-reduce: auto, which is the backend's own; no table of measured times is read"
+
 NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no trainable parameter."
 
 
@@ -56,6 +58,9 @@ class Ddp(DdpOptions, Strategy):
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or
             pipeline, or of complex numbers; allreduce beside these, or of sparse gradients.
         """
+        if self.allreduce == "auto":
+            part = replace(part, said=(*part.said, AUTO_MESSAGE))
+            return replace(self, allreduce="backend", table="").cut(part, mesh)
         self._check_allreduce(part, mesh)
         self._check_compress(part)
         if not part.owned and not part.is_partial:  # some layers may have none
