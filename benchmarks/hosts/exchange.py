@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,6 +34,8 @@ from shoal.server.key import read_key
 from shoal.server.layout import MIB, Part, Shape, cut, place
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.said import Order
+from shoal.server.shard_settings import ShardSettings
+from shoal.server.transport_settings import Transport
 
 from .cast import answer, await_end
 from .closed_form import FORWARD
@@ -52,14 +54,12 @@ class Work:
         size_mib, part_mib: of the parameters, and of a part or bucket of them.
         steps: that are timed; one more comes before.
         compute_s: that a step's forward and backward pass take.
-        connections: between a worker and a server.
     """
 
     size_mib: int
     part_mib: float
     steps: int
     compute_s: float = 0.0
-    connections: int = 1
 
     @property
     def numbers(self) -> int:
@@ -77,9 +77,9 @@ class Work:
 def new_job(work: Work, key_file: Path, workers: int, servers: int) -> Job:
     """What servers and workers of one measurement have to know."""
     parts, recipe = work.parts, recipe_of(work.model()[1])
-    owners, name = tuple(place(parts, servers)), key_file.parent.name
-    job = Job(name, key_file, tuple(parts), owners, servers, Recipe(*recipe), 1, workers, 0, LEASE_S)
-    return replace(job, connections=work.connections)
+    settings = ShardSettings(tuple(parts), Recipe(*recipe), workers, staleness=0, lease_s=LEASE_S)
+    transport = Transport(read_key(key_file), key_file.parent.name)
+    return Job(transport, key_file.parent, settings, tuple(place(parts, servers)), servers)
 
 
 def judge(pipe: Connection, job: Job, host: int) -> None:
@@ -103,12 +103,11 @@ def server(pipe: Connection, job: Job, shard: int, arbiter: Address, host: int) 
 
 def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) -> dict[str, float]:
     """Step through the servers; seconds of a step, and what else was seen."""
-    _gather(rank, job.workers)
+    _gather(rank, job.settings.workers)
     weight, optimizer = work.model()
     parts = work.parts
     flat = Flat({"weight": weight}, parts)
-    key, connections = read_key(job.key_file), job.connections
-    client = Client(rank, parts, arbiter, flat, key=key, job=job.name, shares=False, connections=connections)
+    client = Client(rank, parts, arbiter, flat, transport=job.transport, shares=False)
     if rank == 0:
         client.load([[{}] for _ in parts])
     client.begin()
@@ -127,9 +126,9 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
         client.order(order)
 
     found = _timed(step, lambda: client.wait(range(len(parts))), work.steps)
-    _check(weight, job.workers, work.steps)
+    _check(weight, job.settings.workers, work.steps)
     client.close()
-    _part(job.workers)
+    _part(job.settings.workers)
     return found
 
 

@@ -38,7 +38,6 @@ CANDIDATES = {
     "Ray actors": "ray_actors",
     "TensorFlow PS": "tensorflow_ps",
 }
-ASKED_FOR = {"Shoal over TCP, 4 connections": "shoal_tcp_4"}  # by --only
 CREWS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # workers, servers
 ROUNDS_IN_A_TURN = {1: 16, 4: 8, 16: 4, 64: 2, 256: 1}  # by MiB
 FEWEST, MOST = 3, 11  # turns of each candidate
@@ -50,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, nargs="+", default=list(ROUNDS_IN_A_TURN), choices=list(ROUNDS_IN_A_TURN))
     parser.add_argument("--crews", nargs="+", default=[f"{m},{n}" for m, n in CREWS], help="WORKERS,SERVERS")
-    parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=[*CANDIDATES, *ASKED_FOR])
+    parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=[*CANDIDATES])
     parser.add_argument("--cell-s", type=float, default=8, help="once it has taken that long, FEWEST turns are enough")
     parser.add_argument("--more", action="store_true", help="keep the other cells of result.json")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -80,7 +79,7 @@ def start(names: list[str], workers: int, servers: int, missing: dict[str, str])
     running = {}
     for name in names:
         try:
-            module = importlib.import_module(f"benchmarks.server.candidates.{(CANDIDATES | ASKED_FOR)[name]}")
+            module = importlib.import_module(f"benchmarks.server.candidates.{CANDIDATES[name]}")
             running[name] = module.Candidate(workers, servers)
         except (ImportError, Missing) as why:
             missing[name] = str(why)

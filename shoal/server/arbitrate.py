@@ -22,14 +22,14 @@ from typing import Any
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Arbiter, View
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
-from shoal.server.key import Key
-from shoal.server.messages import FIRST_SERVER, PLACEMENT_BYTES, Op, unpack
+from shoal.server.messages import FIRST_SERVER, Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.said import Refused
+from shoal.server.shard_settings import ShardSettings
+from shoal.server.transport_settings import Transport
 
 ARBITER = "arbiter"
 
@@ -38,14 +38,11 @@ ARBITER = "arbiter"
 class Court:
     """All that an arbiter is told when it starts."""
 
+    transport: Transport
+    file: Path  # of what it decides
+    settings: ShardSettings
     owners: tuple[int, ...]  # of each part
-    sizes: tuple[int, ...]  # bytes of each part
     shards: int
-    workers: int
-    lease_s: float
-    job: str
-    key: Key
-    file: Path
     replicas: int = 1
 
 
@@ -54,8 +51,9 @@ class Arbitration:
 
     def __init__(self, court: Court, listener: socket.socket) -> None:
         self.court = court
-        self.door = Door(listener, "the arbiter", court.key, f"{court.job}/{ARBITER}", PLACEMENT_BYTES)
-        self.arbiter = Arbiter(court.owners, court.sizes, court.shards, court.lease_s, court.replicas)
+        self.door = Door(listener, "the arbiter", court.transport.for_arbiter(), ARBITER)
+        self.sizes = tuple(part.size_bytes for part in court.settings.parts)
+        self.arbiter = Arbiter(court.owners, self.sizes, court.shards, court.settings.lease_s, court.replicas)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
@@ -69,7 +67,8 @@ class Arbitration:
         """Until every worker has said that it will not come back."""
         threading.Thread(target=self.door.admit, args=(self._attend,), daemon=True).start()
         with self.left:
-            while not self.left.wait_for(lambda: len(self.gone) >= self.court.workers, self.court.lease_s / 20):
+            settings = self.court.settings
+            while not self.left.wait_for(lambda: len(self.gone) >= settings.workers, settings.lease_s / 20):
                 self._publish(self.arbiter.tick(time.monotonic()))
         peers = list(self.peers.values())
         for peer in peers:
@@ -77,7 +76,7 @@ class Arbitration:
         for peer in peers:
             peer.close(flush=True)
 
-    def _attend(self, channel: Channel | Bundle, number: int) -> None:
+    def _attend(self, channel: Channel, number: int) -> None:
         peer = Peer(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer
@@ -163,7 +162,7 @@ class Arbitration:
                 **self.facts.get(server, {}),
                 "moving": len(placement.coming_to(view.shard)),
                 "parts": len(placement.owned_by(view.shard)),
-                "bytes": sum(self.court.sizes[part] for part in placement.owned_by(view.shard)),
+                "bytes": sum(self.sizes[part] for part in placement.owned_by(view.shard)),
             }
             for view in self.arbiter.views.values()
             for server in view.members

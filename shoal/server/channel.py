@@ -48,7 +48,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, session: Session, *, authenticate_payload: bool, limit_bytes: int) -> None:
-        tune(sock, session.strand.total)
+        tune(sock)
         self._socket = SharedSocket(sock)
         self._authenticate_payload = authenticate_payload
         self._limit_bytes = limit_bytes
@@ -131,9 +131,6 @@ class Channel:
                 return self._receive(sock, place)
         finally:
             self._receiving.release()
-
-    def finish(self) -> None:
-        """Nothing more will be sent. On one connection its end says so."""
 
     def close(self) -> None:
         """End the connection, from any thread; a blocked `send` or `receive` of either end returns at once."""

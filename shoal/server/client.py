@@ -27,7 +27,6 @@ from shoal.server.arbiter import Address
 from shoal.server.flat import Flat
 from shoal.server.frame import Header
 from shoal.server.history import Event
-from shoal.server.key import Key
 from shoal.server.layout import Part, offsets
 from shoal.server.link import RECOVER_S, Link
 from shoal.server.messages import BLOCKS, Op, pack_order, pack_part, unpack_part, view
@@ -35,6 +34,7 @@ from shoal.server.peer import Payload
 from shoal.server.routes import Moved, Ordered, Routes
 from shoal.server.said import Order
 from shoal.server.slots import slot_of
+from shoal.server.transport_settings import Transport
 from shoal.server.views import Views
 from shoal.trace.recorder import Flight, Recorder
 
@@ -50,10 +50,10 @@ class Client:
         parts: of the whole model.
         arbiter: where it listens.
         flat: this worker's memory: values are written there as they come.
+        transport: settings of the job.
         shares: whether gradients are read from its memory by servers of this machine.
         staleness: which no answer may exceed; None for any.
         recorder: is told when parts go and come. awaited: ranks whose gradients a step waits for.
-        connections: to each shard, used as one.
 
     Attributes:
         step: steps that were ordered so far.
@@ -67,13 +67,11 @@ class Client:
         arbiter: Address,
         flat: Flat,
         *,
-        key: Key,
-        job: str,
+        transport: Transport,
         staleness: int | None = 0,
         shares: bool = True,
         recorder: Recorder | None = None,
         awaited: tuple[int, ...] = (),
-        connections: int = 1,
     ) -> None:
         self.worker, self.parts, self.values = worker, parts, flat.values
         self._places, own_bytes = offsets(parts)
@@ -87,11 +85,10 @@ class Client:
         self._recorder, self._awaited = recorder or Recorder(), awaited
         self._flights: dict[int, Flight] = {}
         self._far = not ipaddress.ip_address(arbiter[0]).is_loopback  # servers of one machine do not differ
-        self._flat, self._key, self._job, self._shares = flat, key, job, shares
-        self._connections = connections
+        self._flat, self._transport, self._shares = flat, transport.for_parts(parts), shares
         self._collected: dict[int, dict[str, int]] = {}
         self.routes = Routes(len(parts), self._link)
-        self.routes.begin(worker, arbiter, key, job)
+        self.routes.begin(worker, arbiter, transport)
 
     def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
         """Send a part's gradient of the step that is under way; it must not change until `wait` has returned.
@@ -247,14 +244,11 @@ class Client:
             return self._answers.pop(key, None)
 
     def _link(self, shard: int, views: Views, moved: Moved, order: Ordered | None) -> Link:
-        most = max((part.size_bytes for part in self.parts), default=0)
         return Link(
             self.worker,
             shard,
             views,
-            key=self._key,
-            job=self._job,
-            limit_bytes=8 * most + 2**20,
+            transport=self._transport,
             place=self._place,
             take=self._take,
             answered=self._answered,
@@ -264,7 +258,6 @@ class Client:
             waits=lambda part, clock: self._arrived[part] < clock,
             lost=self._lose,
             order=order,
-            connections=self._connections,
         )
 
     # What comes

@@ -17,10 +17,10 @@ from typing import Any
 from shoal.errors import ServerLost, UsageError, WireError
 from shoal.server.arbiter import Address
 from shoal.server.arbitrate import ARBITER
-from shoal.server.dial import dial
 from shoal.server.key import KEY_FILE, read_key
-from shoal.server.messages import FIRST_USER, PLACEMENT_BYTES, Op
+from shoal.server.messages import FIRST_USER, Op
 from shoal.server.peer import Peer
+from shoal.server.transport_settings import Transport
 
 TOLD, POINTER = "servers.json", "servers"
 SETTLE_S = 120.0
@@ -61,8 +61,8 @@ class Control:
             ) from None
         host, port = told["arbiter"]
         try:
-            key, number = read_key(folder / KEY_FILE), FIRST_USER + secrets.randbelow(2**20)
-            channel = dial((host, port), key, f"{told['job']}/{ARBITER}", number, limit_bytes=PLACEMENT_BYTES)
+            transport = Transport(read_key(folder / KEY_FILE), told["job"])
+            channel = transport.connect((host, port), ARBITER, FIRST_USER + secrets.randbelow(2**20))
         except (OSError, WireError) as error:
             raise ServerLost(f"{directory}: its arbiter at {host}:{port} does not answer: {error}.") from error
         self._peer = Peer(channel, "arbiter")

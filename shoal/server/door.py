@@ -18,13 +18,8 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WireError
-from shoal.server.bundle import Bundle
-from shoal.server.channel import Channel, is_loopback
-from shoal.server.gathering import Gathering
-from shoal.server.handshake import HANDSHAKE_S, accept
-from shoal.server.key import Key
-from shoal.server.mac import HMAC, known
-from shoal.server.tls import secured
+from shoal.server.channel import Channel
+from shoal.server.transport_settings import Transport
 
 HANDSHAKES = 64
 _FULL_S = 0.05  # how long to wait where the system has no descriptor for one more connection
@@ -36,23 +31,22 @@ class Door:
 
     Args:
         name: of whoever listens, for the log.
-        job: what peers have to name.
-        limit_bytes: the longest payload.
+        transport: settings of the job.
+        own_name: the name by which peers must ask for this listener.
 
     Attributes:
         refused: connections and messages so far.
     """
 
-    def __init__(self, listener: socket.socket, name: str, key: Key, job: str, limit_bytes: int) -> None:
-        self._listener, self._name, self._key, self._job = listener, name, key, job
-        self._limit_bytes = limit_bytes
+    def __init__(self, listener: socket.socket, name: str, transport: Transport, own_name: int | str) -> None:
+        self._listener, self._name = listener, name
+        self._transport, self._own_name = transport, own_name
         self._lock = threading.Lock()
         self._waiting: dict[int, socket.socket] = {}
-        self._gathering = Gathering(HANDSHAKE_S)
         self._closed = False
         self.refused = 0
 
-    def admit(self, attend: Callable[[Channel | Bundle, int], None]) -> None:
+    def admit(self, attend: Callable[[Channel, int], None]) -> None:
         """Until the door is closed, call `attend(channel, number)` for each peer, in a thread of its own."""
         visit = 0
         while not self._closed:
@@ -90,14 +84,9 @@ class Door:
                 with self._waiting.pop(next(iter(self._waiting))) as oldest:
                     oldest.shutdown(socket.SHUT_RDWR)
 
-    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel | Bundle, int], None]) -> None:
+    def _shake(self, visit: int, connection: socket.socket, attend: Callable[[Channel, int], None]) -> None:
         try:
-            secret = not is_loopback(connection)
-            plain = connection
-            if self._key.certificate is not None:
-                plain = secured(connection, self._key.certificate, server_side=True, limit_s=HANDSHAKE_S)
-            session, number = accept(plain, self._key.secret, self._job, known=known() if secret else HMAC)
-            channel = Channel(plain, session, authenticate_payload=secret, limit_bytes=self._limit_bytes)
+            channel, number = self._transport.accept(connection, self._own_name)
         except WireError as error:
             connection.close()
             self.refuse(error)
@@ -107,13 +96,4 @@ class Door:
                 handle = self._waiting.pop(visit, None)
             if handle is not None:
                 handle.close()
-        if session.strand.total == 1:
-            attend(channel, number)
-            return
-        try:
-            channels = self._gathering.join(channel, number, session.strand)
-        except WireError as error:
-            self.refuse(error)
-            return
-        if channels is not None:
-            attend(Bundle(channels, self._limit_bytes), number)
+        attend(channel, number)

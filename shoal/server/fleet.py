@@ -19,17 +19,15 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.comm.compress import Compression
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import Court, arbitrate
 from shoal.server.frame import Header
-from shoal.server.key import read_key
-from shoal.server.layout import Part
 from shoal.server.messages import FIRST_KEEPER, Op
-from shoal.server.recipe import Recipe
 from shoal.server.relay import Behind, relay
 from shoal.server.serve import Plan, serve
+from shoal.server.shard_settings import ShardSettings
+from shoal.server.transport_settings import Transport
 from shoal.server.views import Views
 
 
@@ -38,31 +36,22 @@ class Job:
     """What all processes of a job's servers know.
 
     Args:
-        name: which nobody else's has.
-        key_file: holds the key.
-        parts: of the model.
+        transport: how they reach each other; no other job has its name.
+        folder: where the arbiter keeps its file.
+        settings: of all shards.
         owners: the shard of each part at the beginning.
         shards: how many there are at the beginning.
         replicas: how many servers hold each shard.
-        workers: how many push.
-        staleness: as for `Shard`.
-        lease_s: how long a server may be silent before another takes over.
-        connections: between a worker and a server, and between two servers, used as one.
+        behind: of a relay, the servers that it sums for.
     """
 
-    name: str
-    key_file: Path
-    parts: tuple[Part, ...]
+    transport: Transport
+    folder: Path
+    settings: ShardSettings
     owners: tuple[int, ...]
     shards: int
-    recipe: Recipe
-    replicas: int
-    workers: int
-    staleness: int | None
-    lease_s: float
-    compression: Compression | None = None
-    behind: Behind | None = None  # of a relay: the servers that it sums for
-    connections: int = 1
+    replicas: int = 1
+    behind: Behind | None = None
 
 
 def share(shard: int, replicas: int, machine: int, machines: int) -> int:
@@ -77,10 +66,8 @@ class Judge:
         self.nursery = nursery
         self.listener = socket.create_server((host, 0), backlog=1024)
         self.address: Address = self.listener.getsockname()[:2]
-        file = job.key_file.with_name(f"views-{job.name}.json")
-        sizes = tuple(part.size_bytes for part in job.parts)
-        key = read_key(job.key_file)
-        self.court = Court(job.owners, sizes, job.shards, job.workers, job.lease_s, job.name, key, file, job.replicas)
+        file = job.folder / f"views-{job.transport.job}.json"
+        self.court = Court(job.transport, file, job.settings, job.owners, job.shards, job.replicas)
         self.pid = 0
         self.start()
 
@@ -114,14 +101,13 @@ class Fleet:
     ) -> None:
         self.nursery, self.job, self.arbiter, self.host, self.judge = nursery, job, arbiter, host, judge
         self.machine, self.machines = machine, machines
-        self.key = read_key(job.key_file)
         self.servers: dict[int, Plan] = {}
         self.seen: set[int] = set()
         self.lock = threading.Lock()
         self.closing = threading.Event()
         keeper = FIRST_KEEPER + secrets.randbelow(2**20)
         self.answers = 0
-        self.views = Views(keeper, arbiter, self.key, job.name, changed=self._complete, answered=self._count)
+        self.views = Views(keeper, arbiter, job.transport, changed=self._complete, answered=self._count)
         self.views.begin()
         threading.Thread(target=self._watch, name="fleet", daemon=True).start()
         if judge is not None:
@@ -130,20 +116,8 @@ class Fleet:
     def start(self, shard: int) -> int:
         """One more server of a shard; its pid."""
         number = secrets.randbelow(2**30)  # machines need not agree on who is next
-        plan = Plan(
-            server=number,
-            shard=shard,
-            parts=self.job.parts,
-            recipe=self.job.recipe,
-            workers=self.job.workers,
-            staleness=self.job.staleness,
-            arbiter=self.arbiter,
-            lease_s=self.job.lease_s,
-            compression=self.job.compression,
-            job=self.job.name,
-            key=self.key,
-            connections=self.job.connections,
-        )
+        transport = self.job.transport.for_parts(self.job.settings.parts)
+        plan = Plan(number, shard, self.arbiter, transport, self.job.settings)
         with socket.create_server((self.host, 0), backlog=1024) as listener:
             if self.job.behind is None:
                 pid = self.nursery.start(serve, plan, listener=listener)
@@ -196,7 +170,9 @@ class Fleet:
     def _listen_to(self, judge: Judge) -> None:
         """End an arbiter that is alive and silent for two leases, as one that was stopped is: the next goes on."""
         pid, heard, silent = 0, 0, 0
-        while not self.closing.wait(self.job.lease_s / 4):  # counted, for a machine that slept wakes up all of them
+        while not self.closing.wait(
+            self.job.settings.lease_s / 4
+        ):  # counted, for a machine that slept wakes up all of them
             is_silent = judge.pid == pid and self.answers == heard
             pid, heard, silent = judge.pid, self.answers, silent + 1 if is_silent else 0
             self.views.post(Op.BEAT)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shoal.errors import WireError
 
 MAGIC = b"SHPS"
-VERSION = 3
+VERSION = 4
 _LAYOUT = struct.Struct("<4sHBBIIIQQQ")
 HEADER_BYTES = _LAYOUT.size
 

@@ -5,7 +5,7 @@
       │  ◀────────  1 greeting: magic, version, MACs, nonce  │   said at once, to anyone
       │                                                      │   closes, without a word, on what is not a greeting
       │  ◀─────────  2 server's proofs: of the key, the job  │
-      │  3 worker's number, strand and proof  ────────────▶  │   closes, without a word, on a wrong proof
+      │  3 worker's number and proof  ────────────────────▶  │   closes, without a word, on a wrong proof
       │                                                      │
     session keys, one a direction                    session keys, one a direction
 
@@ -13,9 +13,8 @@ A proof is HMAC-SHA256(key, label + both greetings + what it is about). Both non
 nothing; the label differs by role, so one end's own proof sent back to it is worth nothing either. A server proves
 itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
 All servers of a job hold one key, so their number belongs in the name of the job, `digits/2`: else someone in between
-could lead a worker to another server than it asked for. Where several connections are to be used as one, each of them
-shakes hands, and proves which of how many it is: its strand. Payloads get the best MAC that both ends know (`mac.py`);
-what an end knows is part of its greeting, and so of the proofs: nobody in between can talk the two into a lesser one.
+could lead a worker to another server than it asked for. Payloads get the best MAC that both ends know (`mac.py`); what
+an end knows is part of its greeting, and so of the proofs: nobody in between can talk the two into a lesser one.
 Nothing is encrypted here (`tls.py` does): who can listen sees gradients and weights.
 
 Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
@@ -30,7 +29,6 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shoal.errors import ConfigError, ConnectionLost, WireError
 from shoal.server.frame import MAGIC, VERSION
@@ -40,30 +38,16 @@ from shoal.server.stream import receive_all, send_all
 
 HANDSHAKE_S = 5.0
 _GREETING = struct.Struct("<4sHB32s")
-MOST_CONNECTIONS = 16
-"""That are used as one."""
-_CALLER = struct.Struct("<I16sBB")
+_CALLER = struct.Struct("<I")
 _PROOF_BYTES = 32
-
-
-class Strand(NamedTuple):
-    """Which of the connections that are used as one this is: `talk` is a random number of theirs, of 16 bytes."""
-
-    talk: bytes
-    number: int
-    total: int
-
-
-ALONE = Strand(bytes(16), 0, 1)
 
 
 @dataclass(frozen=True)
 class Session:
-    """The keys of one connection, 32 bytes each, which of several it is, and the MAC of payloads; never printed."""
+    """The keys of one connection, 32 bytes each, and the MAC of payloads; never printed."""
 
     send_key: bytes = field(repr=False)
     receive_key: bytes = field(repr=False)
-    strand: Strand = field(default=ALONE, repr=False)
     mac: int = field(default=HMAC, repr=False)
 
 
@@ -73,7 +57,6 @@ def connect(
     job: str,
     worker: int,
     limit_s: float = HANDSHAKE_S,
-    strand: Strand = ALONE,
     known: int = HMAC,
 ) -> Session:
     """The worker's side, over a connected stream socket. Afterwards the socket has no timeout.
@@ -84,7 +67,6 @@ def connect(
         job: the job's name, with the server's number where there are several; the server must give the same.
         worker: this worker's number, below 2**32.
         limit_s: how long the whole handshake may take.
-        strand: which connection of several this is.
         known: the MACs that this end knows.
 
     Raises:
@@ -104,10 +86,10 @@ def connect(
             raise WireError("the server holds another key. Give both the key file of this job")
         if not hmac.compare_digest(of_job, proofs.of_job()):
             raise WireError(f"the server serves another job than '{job}'. Connect to the port of this job's server")
-        caller = _CALLER.pack(worker, *strand)
+        caller = _CALLER.pack(worker)
         send_all(sock, caller, proofs.of_caller(caller))
         sock.settimeout(None)
-        return Session(proofs.to_server(caller), proofs.to_worker(caller), strand, agreed)
+        return Session(proofs.to_server(caller), proofs.to_worker(caller), agreed)
     except BaseException:
         sock.close()
         raise
@@ -140,15 +122,9 @@ def accept(
         caller = talk.hear(_CALLER.size, "worker")
         if not hmac.compare_digest(talk.hear(_PROOF_BYTES, "worker"), proofs.of_caller(caller)):
             raise WireError("the peer's proof is wrong: it does not hold this job's key. It was refused")
-        worker, *rest = _CALLER.unpack(caller)
-        strand = Strand(*rest)
-        if not strand.number < strand.total <= MOST_CONNECTIONS:
-            raise WireError(
-                f"the peer says that this is connection {strand.number} of {strand.total}; there are at most "
-                f"{MOST_CONNECTIONS}, counted from 0. It was refused"
-            )
+        (worker,) = _CALLER.unpack(caller)
         sock.settimeout(None)
-        return Session(proofs.to_worker(caller), proofs.to_server(caller), strand, agreed), worker
+        return Session(proofs.to_worker(caller), proofs.to_server(caller), agreed), worker
     except BaseException:
         sock.close()
         raise

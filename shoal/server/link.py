@@ -17,11 +17,10 @@ from shoal.comm.memory import Attached, Memory, attach
 from shoal.errors import ServerLost, WireError
 from shoal.server import blocks
 from shoal.server.arbiter import View
-from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.key import Key
 from shoal.server.messages import BLOCKS, SHARED, Op, unpack
 from shoal.server.peer import Payload, Peer
+from shoal.server.transport_settings import Transport
 from shoal.server.views import AGAIN_S, Views
 
 RECOVER_S = 60.0
@@ -52,7 +51,6 @@ class Link:
         waits: whether the values of this part and step have not come yet.
         lost: is told once, when nobody holds the shard any more.
         order: the last one that other shards have been sent.
-        connections: to the primary, used as one.
     """
 
     def __init__(
@@ -61,9 +59,7 @@ class Link:
         shard: int,
         views: Views,
         *,
-        key: Key,
-        job: str,
-        limit_bytes: int,
+        transport: Transport,
         place: Callable[[int, Header], memoryview | None],
         take: Callable[[int, Header, memoryview, Attached | None], None],
         answered: Callable[[Header, memoryview], None],
@@ -73,10 +69,9 @@ class Link:
         waits: Callable[[int, int], bool],
         lost: Callable[[ServerLost], None],
         order: tuple[int, bytes] | None,
-        connections: int = 1,
     ) -> None:
         self.worker, self.shard, self.views = worker, shard, views
-        self.key, self.job, self.limit_bytes, self.connections = key, job, limit_bytes, connections
+        self.transport = transport
         self._place, self._take, self._answered, self._moved = place, take, answered, moved
         self._waits, self._lost = waits, lost
         self._lent, self._lent_at = lent, lent_at
@@ -243,15 +238,7 @@ class Link:
     def _meet(self, view: View) -> Peer:
         if view.primary is None:
             raise WireError("no primary")
-        name = f"{self.job}/{view.primary}"
-        channel = dial(
-            view.addresses[view.primary],
-            self.key,
-            name,
-            self.worker,
-            limit_bytes=self.limit_bytes,
-            connections=self.connections,
-        )
+        channel = self.transport.connect(view.addresses[view.primary], view.primary, self.worker)
         return Peer(channel, f"shard {self.shard}")
 
     def _say_again(self, peer: Peer, view: View) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 
 from shoal.errors import WireError
 from shoal.server.arbiter import Address, View
-from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.key import Key
 from shoal.server.messages import FIRST_SERVER, Op, pack_part
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
 from shoal.server.said import Adopted, Applied, Filled, Given
+from shoal.server.transport_settings import Transport
 from shoal.server.views import Views
 
 BEATS_IN_A_LEASE = 8
@@ -37,8 +36,8 @@ class Membership:
         server, shard: its number, and that of what it holds.
         here: where it listens.
         arbiter: where the arbiter does.
-        limit_bytes: the longest frame.
-        connections: to another server, used as one.
+        transport: settings of the job.
+        lease_s: how long this server may be silent before another takes over.
     """
 
     def __init__(
@@ -47,16 +46,11 @@ class Membership:
         shard: int,
         here: Address,
         arbiter: Address,
-        *,
-        key: Key,
-        job: str,
+        transport: Transport,
         lease_s: float,
-        limit_bytes: int,
-        connections: int,
     ) -> None:
         self.server, self.shard, self.here = server, shard, here
-        self.key, self.job, self.lease_s, self.limit_bytes = key, job, lease_s, limit_bytes
-        self.connections = connections
+        self.transport, self.lease_s = transport, lease_s
         self.view = View(shard)
         self.links: dict[int, Peer] = {}
         self._joined = threading.Event()
@@ -90,8 +84,7 @@ class Membership:
         self.views = Views(
             FIRST_SERVER + self.server,
             self._arbiter,
-            self.key,
-            self.job,
+            self.transport,
             first=self._introduce,
             changed=self._see,
             placed=placed,
@@ -114,15 +107,7 @@ class Membership:
         if address is None:
             return None
         try:
-            channel = dial(
-                address,
-                self.key,
-                f"{self.job}/{server}",
-                FIRST_SERVER + self.server,
-                limit_bytes=self.limit_bytes,
-                limit_s=self.lease_s / 2,
-                connections=self.connections,
-            )
+            channel = self.transport.connect(address, server, FIRST_SERVER + self.server, self.lease_s / 2)
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None

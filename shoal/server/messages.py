@@ -5,7 +5,6 @@
     primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE;  primary -> another shard's  GIVE
     server -> arbiter    JOIN, BEAT, IN_SYNC, HELD;  worker -> arbiter  BYE, SPEEDS;  arbiter -> all  VIEW, PLACEMENT
     a user -> arbiter    ADD, REMOVE, LIST
-    several connections  STRIPED, PIECE: a frame that is too large for one of them; see `bundle.py`
 
 Numbers that are large, gradients and values, are the frame's payload, as they lie in memory. What is small is JSON. A
 part's whole state is a safetensors file in memory. Nothing is pickled.
@@ -75,8 +74,6 @@ class Op(IntEnum):
     SPEEDS = 30
     RECORD = 31
     HISTORY = 32
-    STRIPED = 33
-    PIECE = 34
 
 
 def view(tensor: Tensor) -> memoryview:

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import WireError
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.frame import Header
 from shoal.server.messages import Op, view
@@ -38,7 +37,7 @@ class Peer:
         heard: is set by the one reader when it will read no more.
     """
 
-    def __init__(self, channel: Channel | Bundle, name: str) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         self.channel, self.name = channel, name
         self._queue: queue.PriorityQueue[tuple[float, int, tuple[Header, Payload] | None]] = queue.PriorityQueue()
         self._number = itertools.count()
@@ -92,7 +91,6 @@ class Peer:
                 return
             with self._posting:
                 self._unsent -= 1
-        self.channel.finish()
 
 
 def _turn(header: Header) -> float:

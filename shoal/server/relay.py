@@ -32,6 +32,7 @@ from shoal.server.said import Gradient, Norm, Order, Out, Refused
 from shoal.server.serve import Plan, Server, settle
 from shoal.server.shard import Shard
 from shoal.server.summing import Question, Sum
+from shoal.server.transport_settings import Transport
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,18 @@ class Behind:
     """The servers behind a relay.
 
     Args:
-        arbiter, job: theirs.
+        arbiter: theirs.
+        transport: settings of their job.
         worker: the relay's number among all relays.
         loads: whether it is this one that gives the servers their first numbers.
         shares: whether servers of this machine read the sums from its memory.
-        connections: to each of them, used as one.
     """
 
     arbiter: Address
-    job: str
+    transport: Transport
     worker: int
     loads: bool
     shares: bool
-    connections: int = 1
 
 
 class Onward(NamedTuple):
@@ -157,31 +157,30 @@ class Relay(Server):
     shard: RelayShard
 
     def __init__(self, plan: Plan, behind: Behind, listener: socket.socket) -> None:
-        places, size_bytes = offsets(plan.parts)
-        self.sums, self.sums_at = Memory(size_bytes), [places[part.number] for part in plan.parts]
+        places, size_bytes = offsets(plan.settings.parts)
+        self.sums, self.sums_at = Memory(size_bytes), [places[part.number] for part in plan.settings.parts]
         super().__init__(plan, listener)
         self.behind = behind
-        memory: Any = _Memory([self.slots.values(part) for part in plan.parts], self.sums, self.sums_at)
+        memory: Any = _Memory([self.slots.values(part) for part in plan.settings.parts], self.sums, self.sums_at)
         self.upstream = _Upstream(
             behind.worker,
-            plan.parts,
+            plan.settings.parts,
             behind.arbiter,
             memory,
-            key=plan.key,
-            job=behind.job,
+            transport=behind.transport,
             shares=behind.shares,
-            connections=behind.connections,
         )
         self.upstream.came = self._came
         self.onward: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def _new_shard(self) -> RelayShard:
-        plan, places = self.plan, zip(self.sums_at, self.plan.parts, strict=True)
+        settings = self.plan.settings
+        places = zip(self.sums_at, settings.parts, strict=True)
         sums = [self.sums.tensor(at, part.length, part.dtype) for at, part in places]
         return RelayShard(
-            plan.parts,
-            plan.recipe,
-            range(plan.workers),
+            settings.parts,
+            settings.recipe,
+            range(settings.workers),
             mine=(),
             memory=self.slots.values,
             lend=lambda part: sums[part],

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 
 from shoal.errors import ServerLost
 from shoal.server.arbiter import Address, View
-from shoal.server.key import Key
 from shoal.server.link import RECOVER_S, Link, Push, Question
 from shoal.server.messages import Op
 from shoal.server.peer import Payload
 from shoal.server.placement import Placement
+from shoal.server.transport_settings import Transport
 from shoal.server.views import AGAIN_S, Views
 
 Moved = Callable[[int, Op], None]
@@ -39,13 +39,12 @@ class Routes:
         self._gone = threading.Event()
         self._found = threading.Event()  # is set when there is a link to every shard
 
-    def begin(self, worker: int, arbiter: Address, key: Key, job: str) -> None:
+    def begin(self, worker: int, arbiter: Address, transport: Transport) -> None:
         """Have links to all shards. Raises ServerLost: the arbiter says nothing."""
         self.views = Views(
             worker,
             arbiter,
-            key,
-            job,
+            transport,
             changed=self._viewed,
             placed=self._placed,
             answered=lambda _: self._gone.set(),

@@ -24,26 +24,24 @@ from typing import Any
 
 import torch
 
-from shoal.comm.compress import Compression
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Address, View
 from shoal.server.audience import Audience
-from shoal.server.bundle import Bundle
 from shoal.server.channel import Channel
 from shoal.server.door import Door
 from shoal.server.frame import Header
 from shoal.server.inbox import Inbox
-from shoal.server.key import Key
 from shoal.server.layout import Part
 from shoal.server.membership import Membership
 from shoal.server.messages import BLOCKS, FIRST_SERVER, SMALL_BYTES, Op, pack_part, unpack, unpack_order, unpack_part
 from shoal.server.moving import Moving
 from shoal.server.peer import Peer
-from shoal.server.recipe import Recipe
 from shoal.server.replication import Replication
 from shoal.server.said import Adopted, Applied, Elsewhere, Filled, InSync, Out, Refused
 from shoal.server.shard import Shard
+from shoal.server.shard_settings import ShardSettings
 from shoal.server.slots import Slots
+from shoal.server.transport_settings import Transport
 
 log = logging.getLogger("shoal.server")
 
@@ -54,16 +52,9 @@ class Plan:
 
     server: int
     shard: int
-    parts: tuple[Part, ...]  # of the model
-    recipe: Recipe
-    workers: int
-    staleness: int | None
     arbiter: Address
-    lease_s: float
-    compression: Compression | None
-    job: str
-    key: Key
-    connections: int = 1  # to another server, used as one
+    transport: Transport  # its limit fits the parts
+    settings: ShardSettings
 
 
 class Server:
@@ -71,39 +62,34 @@ class Server:
 
     def __init__(self, plan: Plan, listener: socket.socket) -> None:
         self.plan = plan
-        self.slots = Slots(plan.parts, plan.workers, plan.staleness)
+        settings = plan.settings
+        self.slots = Slots(settings.parts, settings.workers, settings.staleness)
         self.shard = self._new_shard()
-        self.inbox, self.audience = Inbox(self.shard.parts, plan.compression), Audience()
+        self.inbox, self.audience = Inbox(self.shard.parts, settings.compression), Audience()
         self.lock = threading.Lock()
         self.roles = threading.Condition(self.lock)
         self.unsaid: list[Out] = []
         self.received_bytes = 0
-        most = max((part.size_bytes for part in plan.parts), default=0)
-        limit_bytes = 8 * most + SMALL_BYTES  # a part's state holds a few times its numbers
-        name = f"server {plan.server}"
-        self.door = Door(listener, name, plan.key, f"{plan.job}/{plan.server}", limit_bytes)
+        self.door = Door(listener, f"server {plan.server}", plan.transport, plan.server)
         self.membership = Membership(
             plan.server,
             plan.shard,
             listener.getsockname()[:2],
             plan.arbiter,
-            key=plan.key,
-            job=plan.job,
-            lease_s=plan.lease_s,
-            limit_bytes=limit_bytes,
-            connections=plan.connections,
+            plan.transport,
+            settings.lease_s,
         )
         self.replication = Replication(self.shard, self.membership, self.inbox, self.lock, self._send)
-        self.moving = Moving(plan.shard, self.shard, self.membership, self.lock, self._free, plan.lease_s)
+        self.moving = Moving(plan.shard, self.shard, self.membership, self.lock, self._free, settings.lease_s)
 
     def _new_shard(self) -> Shard:
         """What thinks here; it is made once, when there are slots and nothing else."""
-        plan = self.plan
+        settings = self.plan.settings
         return Shard(
-            plan.parts,
-            plan.recipe,
-            range(plan.workers),
-            plan.staleness,
+            settings.parts,
+            settings.recipe,
+            range(settings.workers),
+            settings.staleness,
             mine=(),
             memory=self.slots.values,
             snapshot=self.slots.copy,
@@ -132,7 +118,7 @@ class Server:
 
     # One connection
 
-    def _attend(self, channel: Channel | Bundle, number: int) -> None:
+    def _attend(self, channel: Channel, number: int) -> None:
         """From its handshake to its end."""
         peer = Peer(channel, f"peer {number}")
         with self.lock:
@@ -159,7 +145,7 @@ class Server:
         if number >= FIRST_SERVER:
             return
         with self.roles:
-            if not self.roles.wait_for(lambda: self.membership.is_primary, self.plan.lease_s):
+            if not self.roles.wait_for(lambda: self.membership.is_primary, self.plan.settings.lease_s):
                 raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
 
     def _converse(self, number: int, peer: Peer) -> None:

@@ -21,8 +21,9 @@ from shoal.comm.mesh import Mesh
 from shoal.server import control
 from shoal.server.arbiter import Address
 from shoal.server.fleet import Fleet, Job, Judge
-from shoal.server.key import new_key_file
+from shoal.server.key import new_key_file, read_key
 from shoal.server.relay import Behind
+from shoal.server.transport_settings import Transport
 
 END_S = 30.0
 """How long other workers may take to hang up once this one has."""
@@ -59,10 +60,10 @@ class Staff:
         """This rank's number among those that push to the same servers, or to the same relay."""
         return self.mesh.place.local_rank if self.relayed else self.mesh.rank
 
-    def start(self, make: Callable[[str, Path, int], Job]) -> tuple[Job, Address]:
+    def start(self, make: Callable[[Transport, Path, int], Job]) -> tuple[Job, Address]:
         """Start all. Collective.
 
-        Args: make: a job's name, its key's file, how many push -> the job.
+        Args: make: transport, folder of the key, how many push -> the job.
 
         Returns: the job that this rank is a worker of, and its arbiter: that of its machine's relay, or of all servers.
         """
@@ -73,7 +74,8 @@ class Staff:
         name, file = mesh.broadcast_text(told).split(" ")
         machines = [rank for rank, starts in enumerate(mesh.gather_text("x" * self.starts)) if starts]
         self.relayed = self.aggregates and 1 < len(machines) < mesh.size
-        job = make(name, Path(file), len(machines) if self.relayed else mesh.size)
+        transport = Transport(read_key(Path(file)), name)
+        job = make(transport, Path(file).parent, len(machines) if self.relayed else mesh.size)
         host = self._host()
         judge = Judge(mesh.nursery, job, host) if mesh.rank == 0 and mesh.nursery is not None else None
         if judge is not None and self.folder is not None:
@@ -106,15 +108,13 @@ class Staff:
         mesh = self.mesh
         mine = max(number for number, rank in enumerate(machines) if rank <= mesh.rank)
         workers = (machines[mine + 1] if mine + 1 < len(machines) else mesh.size) - machines[mine]
-        here = replace(
-            job,
-            name=f"{job.name}.{mine}",
-            owners=(0,) * len(job.parts),
+        here = Job(
+            replace(job.transport, job=f"{job.transport.job}.{mine}"),
+            job.folder,
+            replace(job.settings, workers=workers),
+            owners=(0,) * len(job.settings.parts),
             shards=1,
-            replicas=1,
-            workers=workers,
-            behind=Behind(arbiter, job.name, mine, loads=mine == 0, shares=self.shares, connections=job.connections),
-            connections=1,  # within the machine
+            behind=Behind(arbiter, job.transport, mine, loads=mine == 0, shares=self.shares),
         )
         judge = None if mesh.nursery is None else Judge(mesh.nursery, here, "127.0.0.1")
         address = _address(mesh.gather_text(_told(judge))[machines[mine]])

@@ -26,10 +26,8 @@ _DONT_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 _RECEIVE_FLAGS = socket.MSG_WAITALL
 
 
-def tune(sock: socket.socket, shared_by: int = 1) -> None:
+def tune(sock: socket.socket) -> None:
     """Set up a TCP socket: nothing is delayed, and a peer that has acknowledged or read nothing for 30 s is given up.
-
-    Args: shared_by: how many connections send the same payloads; together they run ahead no further than one would.
 
     Raises:
         ConnectionLost: the peer has gone.
@@ -38,7 +36,7 @@ def tune(sock: socket.socket, shared_by: int = 1) -> None:
         return
     # Not every system has these. TCP_USER_TIMEOUT also ends a send to a peer that lives but reads nothing.
     options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": PEER_SILENT_S * 1000}
-    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES // shared_by
+    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

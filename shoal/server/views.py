@@ -10,12 +10,11 @@ from typing import Any
 from shoal.errors import WireError
 from shoal.server.arbiter import Address, View
 from shoal.server.arbitrate import ARBITER
-from shoal.server.dial import dial
 from shoal.server.frame import Header
-from shoal.server.key import Key
-from shoal.server.messages import PLACEMENT_BYTES, Op, unpack
+from shoal.server.messages import Op, unpack
 from shoal.server.peer import Peer
 from shoal.server.placement import Placement
+from shoal.server.transport_settings import Transport
 
 AGAIN_S = 0.05
 
@@ -38,15 +37,14 @@ class Views:
         self,
         number: int,
         address: Address,
-        key: Key,
-        job: str,
+        transport: Transport,
         *,
         first: Callable[[Peer], None] = lambda _: None,
         changed: Callable[[View], None] = lambda _: None,
         placed: Callable[[Placement], None] = lambda _: None,
         answered: Callable[[Header], None] = lambda _: None,
     ) -> None:
-        self._number, self._address, self._key, self._job = number, address, key, job
+        self._number, self._address, self._transport = number, address, transport.for_arbiter()
         self._first, self._changed, self._placed, self._answered = first, changed, placed, answered
         self._views: dict[int, View] = {}
         self._placement: Placement | None = None
@@ -102,8 +100,7 @@ class Views:
                 time.sleep(AGAIN_S)
 
     def _meet(self) -> Peer:
-        name = f"{self._job}/{ARBITER}"
-        return Peer(dial(self._address, self._key, name, self._number, limit_bytes=PLACEMENT_BYTES), "arbiter")
+        return Peer(self._transport.connect(self._address, ARBITER, self._number), "arbiter")
 
     def _listen(self, peer: Peer) -> None:
         self._peer = peer

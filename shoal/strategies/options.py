@@ -15,9 +15,9 @@ from shoal.comm import compression_names
 from shoal.comm.algorithms.table import refuse_unknown
 from shoal.errors import ConfigError
 from shoal.pipeline.schedules import SCHEDULES, problems
-from shoal.server.handshake import MOST_CONNECTIONS
 
 HOWS = ("column", "row")
+_MOST_CONNECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,7 @@ class ServerOptions:
     shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     aggregate: where there are several machines with several workers, those of one sum their gradients before they
         push, and share one pull; synchronous steps without compression only.
-    connections: TCP connections between a worker and a server, and between two servers, that are used as one; more
-        than 1 where one does not fill the link.
+    connections: has no effect any more, and is accepted from 1 to 16 for configurations and checkpoints that name it.
     tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
     """
 
@@ -192,8 +191,8 @@ class ServerOptions:
             found.append(f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async")
         if not 0 < self.part_mb < inf:
             found.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
-        if not 1 <= self.connections <= MOST_CONNECTIONS:
-            found.append(f"connections={self.connections}: must be from 1 to {MOST_CONNECTIONS}")
+        if not 1 <= self.connections <= _MOST_CONNECTIONS:
+            found.append(f"connections={self.connections}: must be from 1 to {_MOST_CONNECTIONS}")
         _refuse(found + _of(lambda: compression_names.read(self.compress)))
 
 

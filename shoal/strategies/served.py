@@ -24,14 +24,15 @@ from shoal.server.client import Client
 from shoal.server.flat import Flat
 from shoal.server.fleet import Job
 from shoal.server.history import Event
-from shoal.server.key import read_key
 from shoal.server.layout import MIB, Shape, bytes_of_a_part, cut, place
 from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.report import report
 from shoal.server.said import Order
+from shoal.server.shard_settings import ShardSettings
 from shoal.server.staff import Staff
 from shoal.server.tls import refuse_bad
+from shoal.server.transport_settings import Transport
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
 from shoal.strategies.options import ServerOptions
@@ -143,21 +144,9 @@ class Engine:
         """Start the servers of a model that is cut so, and talk to them. Collective."""
         options, owners = self.options, tuple(place(parts, self.options.servers))
 
-        def make(name: str, key_file: Path, workers: int) -> Job:
-            return Job(
-                name,
-                key_file,
-                tuple(parts),
-                owners,
-                options.servers,
-                recipe,
-                options.replicas,
-                workers,
-                self.staleness,
-                options.lease_s,
-                self.compression,
-                connections=options.connections,
-            )
+        def make(transport: Transport, folder: Path, workers: int) -> Job:
+            settings = ShardSettings(tuple(parts), recipe, workers, self.staleness, options.lease_s, self.compression)
+            return Job(transport, folder, settings, owners, options.servers, options.replicas)
 
         job, arbiter = self.staff.start(make)
         return Client(
@@ -165,13 +154,11 @@ class Engine:
             parts,
             arbiter,
             self.flat,
-            key=read_key(job.key_file),
-            job=job.name,
+            transport=job.transport,
             staleness=self.staleness,
             shares=self.options.shared_memory and self.compression is None,
             recorder=self.mesh.recorder,
             awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
-            connections=job.connections,
         )
 
     def gradients(self) -> dict[str, Tensor | None]:

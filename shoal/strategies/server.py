@@ -69,4 +69,6 @@ class Server(ServerOptions):
             notes.append(f"staleness={self.staleness}: gradients are of weights that lack {behind} of others' steps.")
         if self.compress != "none":
             notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
+        if self.connections > 1:
+            notes.append(f"connections={self.connections}: has no effect; one connection to each server is used.")
         return notes

@@ -22,6 +22,7 @@ from shoal.server.key import Key
 from shoal.server.layout import Shape, cut
 from shoal.server.messages import Op
 from shoal.server.placement import Placement
+from shoal.server.transport_settings import Transport
 
 
 def lonely(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> Client:
@@ -37,7 +38,7 @@ def lonely(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> Client:
     names = {f"weight {number}": length for number, length in enumerate(lengths)}
     parts = cut({name: Shape(length, torch.float32, 0) for name, length in names.items()}, 4 * max(lengths))
     flat = Flat({name: nn.Parameter(torch.zeros(length)) for name, length in names.items()}, parts)
-    return Client(0, parts, ("127.0.0.1", 1), flat, key=Key(KEY), job="job")
+    return Client(0, parts, ("127.0.0.1", 1), flat, transport=Transport(Key(KEY), "job"))
 
 
 def test_a_client_is_ready_when_it_has_links_and_not_when_the_placement_has_come(

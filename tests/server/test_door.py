@@ -14,11 +14,12 @@ from functools import partial
 import pytest
 from shaken import KEY, read_to_end
 
-from shoal.server import door as doors
+from shoal.server import transport_settings as settings
 from shoal.server.channel import Channel
 from shoal.server.door import HANDSHAKES, Door
 from shoal.server.handshake import accept, connect
 from shoal.server.key import Key
+from shoal.server.transport_settings import Transport
 
 
 class Scarce(socket.socket):
@@ -42,7 +43,7 @@ def opened(listener: socket.socket) -> Iterator[tuple[Door, queue.SimpleQueue[in
         came.put(number)
         channel.close()
 
-    door = Door(listener, "a server", Key(KEY), "digits", limit_bytes=100)
+    door = Door(listener, "a server", Transport(Key(KEY), "digits", limit_bytes=100), 2)
     thread = threading.Thread(target=door.admit, args=(attend,))
     thread.start()
     try:
@@ -54,11 +55,11 @@ def opened(listener: socket.socket) -> Iterator[tuple[Door, queue.SimpleQueue[in
 
 def visit(address: tuple[str, int], number: int) -> None:
     with socket.create_connection(address) as sock:
-        connect(sock, KEY, "digits", number)
+        connect(sock, KEY, "digits/2", number)
 
 
 def test_strangers_that_say_nothing_do_not_keep_out_who_holds_the_key(monkeypatch):
-    monkeypatch.setattr(doors, "accept", partial(accept, limit_s=600.0))  # they would keep it for ten minutes
+    monkeypatch.setattr(settings, "accept", partial(accept, limit_s=600.0))  # they would keep it for ten minutes
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address = listener.getsockname()
     with opened(listener) as (door, came), contextlib.ExitStack() as silent:

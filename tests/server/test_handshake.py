@@ -16,7 +16,7 @@ from shoal.server.handshake import accept, connect
 from shoal.server.mac import GMAC, HMAC
 
 GREETING_BYTES = 39
-CALLER_BYTES = 4 + 18
+CALLER_BYTES = 4
 PROOFS_BYTES = 64
 MACS_AT = 6
 OTHER_VERSION = (VERSION + 1).to_bytes(2, "little")

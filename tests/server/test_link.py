@@ -23,6 +23,7 @@ from shoal.server.handshake import accept
 from shoal.server.key import Key
 from shoal.server.link import Link
 from shoal.server.messages import SHARED, Op
+from shoal.server.transport_settings import Transport
 from shoal.server.views import Views
 
 PART_BYTES = 4 * 2**20
@@ -44,9 +45,7 @@ def linked(listener: socket.socket, memory: Memory, **given: Any) -> tuple[Link,
         1,
         0,
         cast(Views, OneServer(listener)),
-        key=Key(KEY),
-        job="job",
-        limit_bytes=2 * PART_BYTES,
+        transport=Transport(Key(KEY), "job", limit_bytes=2 * PART_BYTES),
         **{
             "place": lambda *_: None,
             "take": lambda *_: None,

@@ -9,13 +9,14 @@ import pytest
 from shaken import KEY
 
 from shoal.server.key import Key
+from shoal.server.transport_settings import Transport
 from shoal.server.views import Views
 
 
 def test_the_arbiter_is_asked_when_whoever_is_to_be_told_is_ready():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
-        with closing(Views(0, listener.getsockname(), Key(KEY), "job")) as views:
+        with closing(Views(0, listener.getsockname(), Transport(Key(KEY), "job"))) as views:
             with pytest.raises(TimeoutError):
                 listener.accept()
             views.begin()

@@ -229,6 +229,15 @@ def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact
     assert made.notes == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
 
 
+def test_an_old_configuration_with_several_connections_is_accepted_and_told_that_one_is_used() -> None:
+    (made,) = parse("server=2,connections=4")
+    assert made.notes == [  # type: ignore[attr-defined]
+        "connections=4: has no effect; one connection to each server is used."
+    ]
+    (made,) = parse("server=2,connections=1")
+    assert made.notes == []  # type: ignore[attr-defined]
+
+
 class Words(nn.Module):
     """An embedding with sparse gradients."""
 

@@ -51,8 +51,9 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
 def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     """Everyone comes to every server, and whoever has no key to the arbiter."""
     views = [fleet.views.newest(shard, 5, lambda view: view.primary is not None) for shard in range(2)]
-    servers = [Target(v.addresses[v.primary], fleet.key.secret, f"{fleet.job.name}/{v.primary}") for v in views]
-    arbiter = Target(fleet.arbiter, fleet.key.secret, f"{fleet.job.name}/{ARBITER}")
+    key, job = fleet.job.transport.key.secret, fleet.job.transport.job
+    servers = [Target(v.addresses[v.primary], key, f"{job}/{v.primary}") for v in views]
+    arbiter = Target(fleet.arbiter, key, f"{job}/{ARBITER}")
     for target in servers:
         for _ in range(HANDSHAKES + 10):  # half-open, while all others come
             silent.enter_context(target.reach())

@@ -26,6 +26,8 @@ from shoal.server.key import new_key_file, read_key
 from shoal.server.layout import Shape, bytes_of_a_part, cut, place
 from shoal.server.recipe import recipe_of
 from shoal.server.said import Order
+from shoal.server.shard_settings import ShardSettings
+from shoal.server.transport_settings import Transport
 
 
 class Replace(torch.optim.Optimizer):
@@ -46,7 +48,6 @@ class Replace(torch.optim.Optimizer):
 
 class Pusher(Worker):
     shares: ClassVar[bool] = True
-    connections: ClassVar[int] = 1
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -69,10 +70,8 @@ class Pusher(Worker):
             self.parts,
             (host, port),
             self.flat,
-            key=read_key(Path(file)),
-            job=job,
+            transport=Transport(read_key(Path(file)), job),
             shares=self.shares,
-            connections=self.connections,
         )
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
@@ -108,8 +107,9 @@ class Pusher(Worker):
             folder.mkdir()
             recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
             owners, key_file = tuple(place(self.parts, self.place.servers)), new_key_file(folder)
-            workers, parts = self.place.workers, tuple(self.parts)
-            job = Job(str(self.times), key_file, parts, owners, self.place.servers, recipe, 1, workers, 0, lease_s=10.0)
+            settings = ShardSettings(tuple(self.parts), recipe, self.place.workers, staleness=0, lease_s=10.0)
+            transport = Transport(read_key(key_file), str(self.times))
+            job = Job(transport, folder, settings, owners, self.place.servers)
             self.nursery = Nursery()
             judge = Judge(self.nursery, job, "127.0.0.1")
             self.fleet = Fleet(self.nursery, job, judge.address, "127.0.0.1", judge)

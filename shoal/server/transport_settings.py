@@ -1,0 +1,104 @@
+"""Settings by which the processes of a job reach each other, from the strategy's options down to the socket.
+
+launcher ── Transport ──> server    accept a connection, as the listener of that name
+              └─────────> worker    connect to the listener of that name
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shoal.server.channel import Channel, is_loopback
+from shoal.server.handshake import HANDSHAKE_S, Session, accept, connect
+from shoal.server.key import Key
+from shoal.server.layout import Part
+from shoal.server.mac import HMAC, known
+from shoal.server.messages import PLACEMENT_BYTES
+from shoal.server.tls import secured
+
+_STATE_FACTOR = 8
+"""Bound on the size of a part's state, as a multiple of its values. Adam has a factor of three."""
+_MOST_TEXT_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Connections between the processes of one job.
+
+    A listener is one server of the job, named by its number, or the arbiter.
+
+    Args:
+        key: proves that a process belongs to the job.
+        job: the job's name. Both ends must say the same.
+        limit_bytes: the longest payload that is sent or accepted. The default is enough for an arbiter's messages.
+    """
+
+    key: Key
+    job: str
+    limit_bytes: int = PLACEMENT_BYTES
+
+    def for_parts(self, parts: Sequence[Part]) -> Transport:
+        """Return these settings with a limit that fits any part with its optimizer state."""
+        largest_bytes = max((part.size_bytes for part in parts), default=0)
+        return replace(self, limit_bytes=_STATE_FACTOR * largest_bytes + _MOST_TEXT_BYTES)
+
+    def for_arbiter(self) -> Transport:
+        """Return these settings with a limit that fits the placement of any model."""
+        return replace(self, limit_bytes=PLACEMENT_BYTES)
+
+    def connect(
+        self, address: tuple[str, int], listener: int | str, number: int, limit_s: float = HANDSHAKE_S
+    ) -> Channel:
+        """Connect to a listener of the job.
+
+        Args:
+            number: this end's, which the listener is told.
+            limit_s: how long connecting may take, and then how long the handshakes may take.
+
+        Raises:
+            OSError: nobody listens at `address`.
+            WireError: who listens is not that listener of this job, or has hung up.
+        """
+        connection = socket.create_connection(address, timeout=limit_s)
+        begun_s = time.monotonic()
+        is_remote = not is_loopback(connection)
+        if self.key.certificate is not None:
+            connection = secured(connection, self.key.certificate, server_side=False, limit_s=limit_s)
+        session = connect(
+            connection,
+            self.key.secret,
+            self._name_of(listener),
+            number,
+            limit_s=limit_s - (time.monotonic() - begun_s),
+            known=self._macs(is_remote),
+        )
+        return self._channel(connection, session, is_remote)
+
+    def accept(self, connection: socket.socket, listener: int | str) -> tuple[Channel, int]:
+        """Shake hands on a connection that was just accepted; it is closed if that fails.
+
+        Args: listener: the name of this end, which the peer must have asked for.
+
+        Returns: the channel, and the number that the peer has given.
+
+        Raises: WireError: the peer does not hold the key, is of another job or version, is silent or gone.
+        """
+        is_remote = not is_loopback(connection)
+        if self.key.certificate is not None:
+            connection = secured(connection, self.key.certificate, server_side=True, limit_s=HANDSHAKE_S)
+        name, macs = self._name_of(listener), self._macs(is_remote)
+        session, number = accept(connection, self.key.secret, name, known=macs)
+        return self._channel(connection, session, is_remote), number
+
+    def _name_of(self, listener: int | str) -> str:
+        return f"{self.job}/{listener}"
+
+    def _macs(self, is_remote: bool) -> int:
+        """Codes for payloads that this end knows; within a machine payloads have none."""
+        return known() if is_remote else HMAC
+
+    def _channel(self, connection: socket.socket, session: Session, is_remote: bool) -> Channel:
+        return Channel(connection, session, authenticate_payload=is_remote, limit_bytes=self.limit_bytes)
