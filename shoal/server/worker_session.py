@@ -149,8 +149,9 @@ class WorkerSession:
             return []
         return [ToShard(0, NoticeMessage(Op.STOP))]
 
-    def begin(self) -> None:
-        """Take the values that are in memory for those of this step."""
+    def begin(self, step: int | None = None) -> None:
+        """Take the values that are in memory for those of this step, by default the present one."""
+        self.step = self.step if step is None else step
         self._clocks = [self.step] * len(self._clocks)
         for partition in range(len(self._clocks)):
             self._forget_push(partition)
