@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from shoal.errors import ConfigError
 
 KEY_BYTES = 32
-KEY_FILE, CERTIFICATE_FILE = "server.key", "server.pem"
+KEY_FILE = "server.key"
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,13 @@ class Key:
 
     Attributes:
         secret: 32 bytes; never printed.
-        certificate: PEM file that connections are encrypted with; None where they are not.
     """
 
     secret: bytes = field(repr=False)
-    certificate: Path | None = None
 
 
-def new_key_file(directory: Path, certificate: Path | None = None) -> Path:
-    """Write a new key to `directory`/server.key, and a copy of `certificate` beside it, readable by their owner alone.
+def new_key_file(directory: Path) -> Path:
+    """Write a new key to `directory`/server.key, readable by its owner alone.
 
     Raises:
         ConfigError: there is one already, or it cannot be written.
@@ -49,8 +46,6 @@ def new_key_file(directory: Path, certificate: Path | None = None) -> Path:
     try:
         with open(descriptor, "wb", buffering=0) as file:
             file.write(secrets.token_bytes(KEY_BYTES))
-        if certificate is not None:
-            shutil.copy(certificate, directory / CERTIFICATE_FILE)  # with its mode, 0600
     except BaseException:
         path.unlink()
         raise
@@ -58,7 +53,7 @@ def new_key_file(directory: Path, certificate: Path | None = None) -> Path:
 
 
 def read_key(path: Path) -> Key:
-    """The key of 32 bytes in `path`, and the certificate beside it, if there is one.
+    """Read the key of 32 bytes in `path`.
 
     Raises:
         ConfigError: no such file, one that others can read or own, or one that does not hold 32 bytes.
@@ -73,8 +68,7 @@ def read_key(path: Path) -> Key:
             [f"{path}: cannot read the key ({error.strerror}); give the file that the job wrote"]
         ) from None
     if len(key) == KEY_BYTES:
-        certificate = path.with_name(CERTIFICATE_FILE)
-        return Key(key, certificate if certificate.exists() else None)
+        return Key(key)
     problem = problem or "shrank while it was read; read it again"
     raise ConfigError([f"{path}: {problem}"])
 

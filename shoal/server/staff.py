@@ -36,15 +36,14 @@ class Staff:
         mesh: all ranks, each of which makes one of these and starts it.
         aggregates: sum on each machine before pushing, where that saves anything.
         shares: relays lend their memory to servers of the same machine.
-        certificate: what all connections are encrypted with, if they are.
 
     Attributes:
         fleets: of this rank: of servers, and of the relay.
         relayed: the workers of each machine talk to a relay.
     """
 
-    def __init__(self, mesh: Mesh, aggregates: bool, shares: bool, certificate: Path | None = None) -> None:
-        self.mesh, self.aggregates, self.shares, self.certificate = mesh, aggregates, shares, certificate
+    def __init__(self, mesh: Mesh, aggregates: bool, shares: bool) -> None:
+        self.mesh, self.aggregates, self.shares = mesh, aggregates, shares
         self.fleets: list[Fleet] = []
         self.relayed = False
         self.folder: Path | None = None
@@ -70,7 +69,7 @@ class Staff:
         mesh, told = self.mesh, ""
         if mesh.rank == 0:
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=os.environ.get("SHOAL_SERVER_DIRECTORY")))
-            told = f"{secrets.token_hex(8)} {new_key_file(self.folder, self.certificate)}"
+            told = f"{secrets.token_hex(8)} {new_key_file(self.folder)}"
         name, file = mesh.broadcast_text(told).split(" ")
         machines = [rank for rank, starts in enumerate(mesh.gather_text("x" * self.starts)) if starts]
         self.relayed = self.aggregates and 1 < len(machines) < mesh.size

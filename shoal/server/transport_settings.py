@@ -7,7 +7,6 @@ launcher ── Transport ──> server    accept a connection, as the listener
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ from shoal.server.key import Key
 from shoal.server.layout import Part
 from shoal.server.mac import HMAC, known
 from shoal.server.messages import PLACEMENT_BYTES
-from shoal.server.tls import secured
 
 _STATE_FACTOR = 8
 """Bound on the size of a part's state, as a multiple of its values. Adam has a factor of three."""
@@ -56,23 +54,20 @@ class Transport:
 
         Args:
             number: this end's, which the listener is told.
-            limit_s: how long connecting may take, and then how long the handshakes may take.
+            limit_s: how long connecting may take, and then how long the handshake may take.
 
         Raises:
             OSError: nobody listens at `address`.
             WireError: who listens is not that listener of this job, or has hung up.
         """
         connection = socket.create_connection(address, timeout=limit_s)
-        begun_s = time.monotonic()
         is_remote = not is_loopback(connection)
-        if self.key.certificate is not None:
-            connection = secured(connection, self.key.certificate, server_side=False, limit_s=limit_s)
         session = connect(
             connection,
             self.key.secret,
             self._name_of(listener),
             number,
-            limit_s=limit_s - (time.monotonic() - begun_s),
+            limit_s=limit_s,
             known=self._macs(is_remote),
         )
         return self._channel(connection, session, is_remote)
@@ -87,8 +82,6 @@ class Transport:
         Raises: WireError: the peer does not hold the key, is of another job or version, is silent or gone.
         """
         is_remote = not is_loopback(connection)
-        if self.key.certificate is not None:
-            connection = secured(connection, self.key.certificate, server_side=True, limit_s=HANDSHAKE_S)
         name, macs = self._name_of(listener), self._macs(is_remote)
         session, number = accept(connection, self.key.secret, name, known=macs)
         return self._channel(connection, session, is_remote), number

@@ -18,6 +18,11 @@ from shoal.pipeline.schedules import SCHEDULES, problems
 
 HOWS = ("column", "row")
 _MOST_CONNECTIONS = 16
+_NO_TLS = (
+    "servers no longer encrypt their connections. Both ends prove that they hold the key of this job, and "
+    "between machines every frame is authenticated (docs/security.md), but who can listen sees gradients and "
+    "weights. Leave tls out; where that matters, use a network that encrypts, such as WireGuard or IPsec"
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class ServerOptions:
     aggregate: where there are several machines with several workers, those of one sum their gradients before they
         push, and share one pull; synchronous steps without compression only.
     connections: has no effect any more, and is accepted from 1 to 16 for configurations and checkpoints that name it.
-    tls: a PEM file with a private key and its certificate; every connection is then encrypted; or none.
+    tls: only none; a certificate is refused, for connections are authenticated and not encrypted.
     """
 
     value: ClassVar[str] = "servers"
@@ -193,6 +198,8 @@ class ServerOptions:
             found.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
         if not 1 <= self.connections <= _MOST_CONNECTIONS:
             found.append(f"connections={self.connections}: must be from 1 to {_MOST_CONNECTIONS}")
+        if self.tls != "none":
+            found.append(f"tls={self.tls}: {_NO_TLS}")
         _refuse(found + _of(lambda: compression_names.read(self.compress)))
 
 

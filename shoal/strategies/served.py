@@ -31,7 +31,6 @@ from shoal.server.report import report
 from shoal.server.said import Order
 from shoal.server.shard_settings import ShardSettings
 from shoal.server.staff import Staff
-from shoal.server.tls import refuse_bad
 from shoal.server.transport_settings import Transport
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Batch, Forward, Loss, Outcome, Part
@@ -51,10 +50,11 @@ LOST = (
 class Engine:
     """One worker's side of a run with parameter servers: it takes the steps, and is the run's `Remote`.
 
-    Args: connect: has the servers of an optimizer, whose recipe it is given, and returns a client of them; the engine's
-        flat memory is there. Collective.
+    Args:
+        connect: has servers with the optimizer that a recipe says, and returns a client of them. The
+            engine's flat memory is there by then. Collective.
 
-    Raises: ConfigError: compress of an unknown kind; no such certificate.
+    Raises: ConfigError: compress of an unknown kind.
     """
 
     def __init__(self, options: ServerOptions, part: Part, mesh: Mesh, connect: Connect | None = None) -> None:
@@ -69,7 +69,7 @@ class Engine:
         self.pushed = False
         self.apart = False
         aggregates = options.aggregate and self.together and self.compression is None
-        self.staff = Staff(mesh, aggregates, options.shared_memory, _certificate(options.tls))
+        self.staff = Staff(mesh, aggregates, options.shared_memory)
         self.client: Client
         self.flat: Flat
         self.pushing: Pushing
@@ -278,11 +278,3 @@ def start_servers(engine: Engine, recipe: Recipe) -> Client:
         shares=options.shared_memory and engine.compression is None,
         trace=PushTrace(engine.mesh.recorder, others),
     )
-
-
-def _certificate(tls: str) -> Path | None:
-    """What connections are encrypted with. Raises ConfigError."""
-    if tls == "none":
-        return None
-    refuse_bad(Path(tls))
-    return Path(tls).resolve()

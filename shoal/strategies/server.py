@@ -39,7 +39,7 @@ class Server(ServerOptions):
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data; compress of complex
                 numbers; complex128.
-            ConfigError: no such certificate.
+            ConfigError: compress of an unknown kind.
         """
         if not part.owned:
             raise StrategyRefused("strategy server steps parameters on servers; the model has no trainable parameter.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from shaken import MIB, PEERS, SESSION, beside, every_mac, frames, needs_gmac, new_memory, read_to_end, sockets
@@ -55,6 +58,28 @@ def test_a_frame_that_was_left_out_is_noticed():
     first, _, third = frames(PUSH, NEXT, PUSH)
     with pytest.raises(WireError, match="frame 2 came in place of frame 1: repeated, lost"):
         received(first + third, 2)
+
+
+class FailsOnce(socket.socket):
+    """A socket that has no memory for the first message that it is to send."""
+
+    failures = 1
+
+    def sendmsg(self, *arguments: Any) -> int:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return super().sendmsg(*arguments)
+
+
+@every_mac
+def test_a_number_is_never_used_for_two_payloads(mac):
+    with sockets() as (first, second), FailsOnce(fileno=first.detach()) as failing:
+        channel = Channel(failing, replace(SESSION, mac=mac), authenticate_payload=True, limit_bytes=1000)
+        for _ in range(2):
+            with pytest.raises(ConnectionLost):
+                channel.send(*PUSH)
+        assert second.recv(1) == b""
 
 
 @pytest.mark.parametrize("session", [SESSION, Session(send_key=bytes(32), receive_key=bytes(32))])

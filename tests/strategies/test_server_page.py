@@ -8,7 +8,7 @@ import pytest
 
 from shoal.strategies.server import Server
 
-KEPT_FOR_OLD_CONFIGURATIONS = {"connections"}
+KEPT_FOR_OLD_CONFIGURATIONS = {"connections", "tls"}
 PAGE = Path(__file__).parents[2] / "docs/strategies/server.md"
 
 
