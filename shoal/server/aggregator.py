@@ -123,7 +123,8 @@ class Aggregator:
         raise AssertionError(event)
 
     def _loaded(self, partition: int, load: Load) -> list[Out]:
-        out = self.shard.load(load.worker, partition, load.values, _no_state(load.segments), load.step)
+        state = _no_state(load.segments)
+        out = self.shard.load(load.worker, partition, load.values, state, load.step)
         self._begin_sum(partition)
         return out
 

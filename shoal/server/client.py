@@ -1,10 +1,10 @@
-"""What a worker asks of its servers, as calls that wait: one lock around a `WorkerSession`.
+"""Calls that wait, by which a worker asks its servers: one lock around a `WorkerSession`.
 
 backward ── push part 7 ── push part 6 ── ...          sent as they are ready
 step     ── order
 forward     waits for part 0 ── part 1 ── ...          values come straight into the parameters
 
-What is sent to whom, and again, `worker_session.py` decides; how it travels is the network's.
+`worker_session.py` decides what is sent to whom, and sent again; the network carries it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Client:
 
     @property
     def stop_at(self) -> int:
-        """How many steps all workers take before they stop; 0 while none has asked for it."""
+        """Steps that all workers take before they stop; 0 while none has asked for it."""
         return self.session.stop_at
 
     def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
@@ -145,7 +145,7 @@ class Client:
         if not missing:
             return
         begun_ns = self._trace.now()
-        # With what another thread waits for; what one that was interrupted has waited for may be here.
+        # With what another thread waits for. What an interrupted one has waited for may be here.
         self._wanted = set(self.session.missing((*self._wanted, *missing)))
         while self._wanted:
             if self.session.failure is not None:
@@ -207,7 +207,7 @@ class Client:
         return unpack_part(self._ask(Op.STATE, {part: b""})[part])[1]
 
     def figures(self, limit_s: float = RECOVER_S) -> list[dict[str, Any]]:
-        """What each shard's primary tells of itself; nothing of one that has left meanwhile."""
+        """Return what each shard's primary tells of itself; a shard that has left tells nothing."""
         shards = self.session.owners()
         for shard in shards:
             self._ask_shard(shard, Op.FIGURES)
@@ -222,7 +222,7 @@ class Client:
         self._request(self.session.record)
 
     def history(self, limit_s: float = RECOVER_S) -> list[Event]:
-        """What shards have noted since the last call. Always the same worker calls it.
+        """Return the notes of shards since the last call. Always the same worker calls it.
 
         A shard that leaves, or is replaced, takes with it what was not asked for: its notes are
         missing here.
@@ -279,7 +279,7 @@ class Client:
         self._request(lambda: self.session.query_shard(shard, op, payload))
 
     def _await_answer(self, op: Op, about: int, limit_s: float | None = None) -> memoryview | None:
-        """What was said of a part or a shard; None where that takes too long. Raises ServerLost."""
+        """Wait for an answer; None where that takes too long, or never comes. Raises ServerLost."""
         key, session = (op, about), self.session
         with self.lock:
             self.lock.wait_for(lambda: key in self._answers or session.failure is not None, limit_s)

@@ -20,7 +20,7 @@ class PushTrace:
 
     @property
     def on(self) -> bool:
-        """Whether anything is noted."""
+        """True while anything is noted."""
         return self._recorder.on
 
     def now(self) -> int:

@@ -1,4 +1,4 @@
-"""One machine's workers as one worker: their gradients are summed here, and one pull serves all of them.
+"""One machine's workers as one worker: gradients are summed here, and one pull serves all workers.
 
       machine 0    worker 0 ┐ shared                                         machine 1
                    worker 1 ┴ memory ── relay ══ push, pull ══ server          relay ── worker 2
@@ -7,8 +7,8 @@
 So the bytes between machines do not grow with the workers of a machine. A sum is made machine by
 machine: it is as reproducible as ever, and rounds in another place.
 
-This is the body of an `Aggregator`: a `Server` for the workers and a `SocketNetwork` to the servers,
-under one lock.
+This is the body of an `Aggregator`: a `Server` for the workers and a `SocketNetwork` to the
+servers, under one lock.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Relay:
         return self.server.lock
 
     def run(self) -> None:
-        """Until the workers' arbiter has let this server go."""
+        """Serve until the workers' arbiter has let this server go."""
         self.network.start(self)
         self.server.run()
         self.network.close(5.0)
@@ -138,7 +138,7 @@ class Relay:
     def _on_message(
         self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes
     ) -> Iterable[Out]:
-        """What a worker says: most of it as to any server, what only the servers know is asked there."""
+        """Take a worker's message. What only the servers know is asked there."""
         part, step, aggregator = header.part, header.step, self.aggregator
         match header.op:
             case Op.PUSH:
@@ -162,7 +162,7 @@ class Relay:
         return []
 
     def _forward(self, actions: Iterable[Out | SessionAction]) -> list[Out]:
-        """Have what is for the servers done; what is for the workers."""
+        """Carry out what is for the servers, and return what is for the workers."""
         out: list[Out] = []
         for action in actions:
             match action:

@@ -62,13 +62,13 @@ class ReplayedServers:
     # For the replay
 
     def take(self, part: int, values: Tensor) -> None:
-        """What the servers have given to this worker."""
+        """Give this worker what the servers have given it."""
         self.values[part].copy_(values)
         with self.owner.lock:
             self._arrived(part)
 
     def stepped(self) -> Stepped:
-        """What was pushed and ordered in the step that has just been taken."""
+        """Return what was pushed and ordered in the step that has just been taken."""
         if self._order is None or len(self._pushed) < len(self.parts):
             raise UsageError("a step that is replayed has pushed nothing, or not everything")
         stepped = Stepped(self._pushed, self._order)

@@ -64,10 +64,13 @@ OnMessage = Callable[[int, Peer, Header, memoryview, bytes], Iterable[Out]]
 class Server:
     """Serves one shard on a listening socket, until it is closed or is a member no longer.
 
-    Args: on_message: is given every message of a worker, in place of the method of this name. The lock is held.
+    Args: on_message: takes every message of a worker in place of the method of this name. The lock
+        is held.
     """
 
-    def __init__(self, plan: Plan, listener: socket.socket, on_message: OnMessage | None = None) -> None:
+    def __init__(
+        self, plan: Plan, listener: socket.socket, on_message: OnMessage | None = None
+    ) -> None:
         self.plan = plan
         self._on_message = on_message or self.on_message
         settings = plan.settings
@@ -87,7 +90,9 @@ class Server:
             plan.transport,
             settings.lease_s,
         )
-        self.replication = Replication(self.shard, self.membership, self.inbox, self.lock, self.send)
+        self.replication = Replication(
+            self.shard, self.membership, self.inbox, self.lock, self.send
+        )
         self.moving = Moving(plan.shard, self.shard, self.membership, self.lock, self._free, settings.lease_s)
 
     def _new_shard(self) -> Shard:
@@ -185,13 +190,16 @@ class Server:
         if worker not in self.shard.workers and header.op != Op.FIGURES:
             raise Refused(f"worker {worker} is none of {self.shard.workers}")
 
-    def on_message(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
-        """What a worker says. Holds the lock."""
+    def on_message(
+        self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes
+    ) -> Iterable[Out]:
+        """Take a worker's message. Holds the lock. Raises Elsewhere, Refused."""
         shard, step, part = self.shard, header.step, header.part
         match header.op:
             case Op.PUSH:
                 gradient, present = self.pushed(worker, header, payload, about)
-                return shard.push(worker, step, part, gradient, present, sparse=bool(header.flags & BLOCKS))
+                sparse = bool(header.flags & BLOCKS)
+                return shard.push(worker, step, part, gradient, present, sparse)
             case Op.ORDER:
                 ordered = shard.order(worker, step, unpack_order(payload))
                 self.moving.discard()
@@ -222,7 +230,9 @@ class Server:
                 raise Refused(f"message {header.op}, which is not known")
         return []
 
-    def pushed(self, worker: int, header: Header, payload: memoryview, about: bytes) -> tuple[Tensor, bytes]:
+    def pushed(
+        self, worker: int, header: Header, payload: memoryview, about: bytes
+    ) -> tuple[Tensor, bytes]:
         """A worker's gradient, and which of its segments there are. Raises Elsewhere, Refused."""
         segments = self.shard.held_part(header.part).part.segments
         return self.inbox.pushed(worker, header, payload), about or b"\1" * len(segments)
@@ -287,7 +297,7 @@ class Server:
         }
 
     def figures(self) -> dict[str, Any]:
-        """What this server tells workers of itself."""
+        """Return what this server tells workers of itself."""
         return {
             **self._holds(),
             "shard": self.plan.shard,

@@ -1,7 +1,7 @@
 """A worker's connection to one shard: messages become frames, and frames become messages.
 
-    lock ── send ──> frames ──> the primary, whoever it is         PUSH    a gradient, or where it lies
-    thread: connect ── read a frame ── lock ── receive             VALUE   straight to the parameters
+    lock ── send ──> frames ──> the primary, whoever it is      PUSH    a gradient, or where it lies
+    thread: connect ── read a frame ── lock ── receive          VALUE   straight to the parameters
 
 Values come from the socket, or from the memory of a server of this machine, to where the parameters
 lie. That is done without the lock, between `accept` and `receive` of the session.
@@ -150,9 +150,8 @@ class ShardConnection:
         try:
             self._run()
         except BaseException as error:  # a value that is too stale, say: all would wait for ever
-            self._give_up(
-                f"what its server said cannot be right ({error!r}), and what follows is not believed"
-            )
+            doubt = f"what its server said cannot be right ({error!r})"
+            self._give_up(f"{doubt}, and what follows is not believed")
             raise
 
     def _run(self) -> None:
@@ -198,7 +197,7 @@ class ShardConnection:
             self._network.carry_out(self._owner.session.connected(known))
 
     def _disconnect(self) -> bool:
-        """Whether there was a connection until now."""
+        """Give the connection up. Returns whether there was one until now."""
         with self._owner.lock:
             peer, self._peer = self._peer, None
             self._network.carry_out(self._owner.session.disconnected(self.shard))
@@ -270,7 +269,7 @@ class ShardConnection:
 
 
 def _values(header: Header) -> ValuesMessage:
-    """What the header of a VALUE says."""
+    """Read the header of a VALUE."""
     changed_only = bool(header.flags & BLOCKS)
     return ValuesMessage(header.part, header.step, header.epoch, header.worker, changed_only)
 

@@ -1,9 +1,9 @@
 """One worker's connections: one to every shard, and one to the arbiter.
 
     Client, Relay ── request ──> lock ── WorkerSession ── actions ──> SocketNetwork
-                                  │                                     ├ ShardConnection ──> shard 0
-                    thread of a ──┘<── one message after another ───────┤
-                    connection                                          └ ShardConnection ──> shard 1
+                                  │                                    ├ ShardConnection ──> shard 0
+                    thread of a ──┘<── one message after another ──────┤
+                    connection                                         └ ShardConnection ──> shard 1
 
 One lock is around the session, and around what is sent because of it. Nobody waits while it is
 held.

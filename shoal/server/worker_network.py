@@ -17,7 +17,7 @@ from shoal.server.worker_session import WorkerSession
 
 
 class SessionOwner(Protocol):
-    """Whoever has a session, and makes its requests."""
+    """Owner of a session, which makes its requests."""
 
     session: WorkerSession
 
@@ -32,7 +32,7 @@ class SessionOwner(Protocol):
 
 
 class WorkerNetwork(Protocol):
-    """What a worker's requests travel by."""
+    """Way by which a worker's requests travel."""
 
     def start(self, owner: SessionOwner) -> None:
         """Connect; returns when it is known which shards there are. Raises ServerLost."""

@@ -6,9 +6,9 @@ Everything that affects the state machine is in this file. Three kinds of calls 
     the coordinator   placement_changed, view_changed
     the network       connected, disconnected, accept, receive, resend, fail
 
-and each returns what is to be done next: messages for shards, connections to make or end, and events.
+and each returns what is to be done next: messages for shards, connections to make or end, events.
 
-    partition 3   push ── sent ── answered               forgotten
+    partition 3   push ── sent ── answered ── forgotten
                     ├ lost connection ── connected ──┐
                     ├ moved ── placement_changed ────┼── sent once more, to whoever owns it now
                     └ not the owner ── resend ───────┘
@@ -116,7 +116,7 @@ class WorkerSession:
         return [ToShard(shard, message) for shard in self._connected]
 
     def query(self, op: Op, payloads: Mapping[int, Payload]) -> list[SessionAction]:
-        """Ask about several partitions. Each answer is a `QueryAnswered`; that of PULL is values."""
+        """Ask about several partitions. An answer is a `QueryAnswered`; that of PULL is values."""
         actions: list[SessionAction] = []
         for partition, payload in payloads.items():
             message = QueryMessage(op, partition, self.step, payload)
@@ -157,7 +157,7 @@ class WorkerSession:
             self._forget_push(partition)
 
     def missing(self, partitions: Iterable[int]) -> list[int]:
-        """Those whose values of this step have not arrived."""
+        """Return those whose values of this step have not arrived."""
         return [partition for partition in partitions if self._clocks[partition] < self.step]
 
     def owners(self) -> list[int]:

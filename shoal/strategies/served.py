@@ -57,7 +57,9 @@ class Engine:
     Raises: ConfigError: compress of an unknown kind.
     """
 
-    def __init__(self, options: ServerOptions, part: Part, mesh: Mesh, connect: Connect | None = None) -> None:
+    def __init__(
+        self, options: ServerOptions, part: Part, mesh: Mesh, connect: Connect | None = None
+    ) -> None:
         self.options, self.part, self.mesh = options, part, mesh
         self._connect = connect or start_servers
         self.staleness = None if options.staleness == "async" else int(options.staleness)

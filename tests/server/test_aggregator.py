@@ -124,7 +124,7 @@ class Machine:
         return all(clock == STEPS for clocks in self.clocks for clock in clocks)
 
     def work(self, worker: int, chance: Random) -> None:
-        """One message of a worker: it pushes, asks for the norm and for a sum, and takes the step."""
+        """One message of a worker: it pushes, asks for norms and a sum, and takes the step."""
         step, clocks = self.steps[worker], self.clocks[worker]
         unpushed = set(NUMBERS) - self.pushed[worker]
         here = sorted(part for part in unpushed if clocks[part] == step or step == 0)

@@ -1,4 +1,4 @@
-"""A worker's session under thousands of schedules, with real shards and a real arbiter at the other ends.
+"""A worker's session under thousands of schedules, with real shards and a real arbiter around it.
 
 Messages wait on connections that are cut, answers come twice, servers die or stand still, and
 partitions move: every push is applied once, every answer arrives, every value is of its step.
@@ -298,7 +298,7 @@ class World:
         self.do(worker, worker.session.view_changed(worker.views[shard]))
 
     def do(self, worker: Worker, actions: Iterable[SessionAction]) -> None:
-        """What a network does that is asked by the session."""
+        """Do what a session asks its network for."""
         for action in actions:
             match action:
                 case ToShard(shard, message):
