@@ -27,7 +27,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.ordered import ordered_mean
 from shoal.launch.nursery import Nursery
 from shoal.server.arbiter import Address
-from shoal.server.client import Client
+from shoal.server.client import connect_to_servers
 from shoal.server.flat import Flat
 from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import read_key
@@ -108,7 +108,7 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
     weight, optimizer = work.model()
     parts = work.parts
     flat = Flat({"weight": weight}, parts)
-    client = Client(rank, parts, arbiter, flat, transport=job.transport, shares=False)
+    client = connect_to_servers(rank, flat, arbiter, job.transport, shares=False)
     if rank == 0:
         client.load([[{}] for _ in parts])
     client.begin()

@@ -1,38 +1,50 @@
-"""One machine's workers as one worker: their gradients are summed here, and one pull serves all of them.
+"""One machine's workers as one worker: gradients are summed here, and one pull serves all workers.
 
       machine 0    worker 0 ┐ shared                                         machine 1
                    worker 1 ┴ memory ── relay ══ push, pull ══ server          relay ── worker 2
                                          adds up            ╚═════════════════════┘ └── worker 3
 
-To its workers a relay is a server that holds everything; to the servers it is a worker that never computes. So the
-bytes between machines do not grow with the workers of a machine. Synchronous steps only. A sum is made machine by
+So the bytes between machines do not grow with the workers of a machine. A sum is made machine by
 machine: it is as reproducible as ever, and rounds in another place.
+
+This is the body of an `Aggregator`: a `Server` for the workers and a `SocketNetwork` to the
+servers, under one lock.
 """
 
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
-
-from shoal.comm.memory import Attached, Memory
+from shoal.comm.memory import Memory
+from shoal.server.aggregator import Aggregator
 from shoal.server.arbiter import Address
-from shoal.server.client import Client
 from shoal.server.frame import Header
 from shoal.server.layout import offsets
-from shoal.server.messages import Op, unpack_part
+from shoal.server.messages import BLOCKS, Op
 from shoal.server.peer import Peer
-from shoal.server.said import Gradient, Norm, Order, Out, Refused
+from shoal.server.said import Out, Refused
 from shoal.server.serve import Plan, Server, settle
-from shoal.server.shard import Shard
-from shoal.server.summing import Question, Sum
+from shoal.server.shard_connection import WorkerMemory
+from shoal.server.slots import read_offsets
+from shoal.server.socket_network import SocketNetwork
 from shoal.server.transport_settings import Transport
+from shoal.server.worker_messages import (
+    ConnectShard,
+    DisconnectShard,
+    QueryAnswered,
+    RetryLater,
+    SessionAction,
+    SessionEvent,
+    ShardFailed,
+    ToShard,
+    ValuesArrived,
+)
+from shoal.server.worker_session import WorkerSession
 
 
 @dataclass(frozen=True)
@@ -54,209 +66,140 @@ class Behind:
     shares: bool
 
 
-class Onward(NamedTuple):
-    """The sum of a part, for the servers."""
+@dataclass
+class FiguresRequest:
+    """Workers that want to know what the servers tell of themselves.
 
-    part: int
-    total: Tensor
-    present: bytes
-    sparse: bool
-
-
-class AskOnward(NamedTuple):
-    """What workers ask of the sum over all machines."""
-
-    part: int
-    whole: bool
-
-
-class OrderOnward(NamedTuple):
-    """A step, when every worker here has ordered it and every sum is on its way."""
-
-    order: Order
-
-
-class RelayShard(Shard):
-    """Adds up what the workers of a machine push, and steps nothing.
-
-    Args: lend: a part's memory for the sum.
+    Attributes:
+        peers: each with the number that it has asked under.
+        found: the answer of each shard that has given one.
+        missing: shards that have not.
     """
 
-    def __init__(self, *arguments: Any, lend: Callable[[int], Tensor], **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.lend = lend
-        self.step = 0
-        self.sent: dict[int, int] = {}
-
-    def load(self, worker: int, part: int, values: Tensor, state: list[Mapping[str, Any]], clock: int) -> list[Out]:
-        self.step = clock
-        return super().load(worker, part, values, [{}] * len(state), clock)
-
-    def ask(self, worker: int, step: int, part: int, whole: bool) -> list[Any]:
-        self.held_part(part)
-        self.asked.append(Question(worker, step, part, whole))
-        return self._go_on()
-
-    def arrived(self, part: int, clock: int) -> list[Out]:
-        """The servers' values of a part have come, to where it lies."""
-        self.held[part].clock = clock
-        self._count(part, -1, clock - 1)
-        self.sums[part] = Sum(self.lend(part))
-        answers = [out for worker in self.workers for out in self._read(worker, part)]
-        return self.backups.hold(part, clock, answers)
-
-    def _begin(self, part: int, done: Mapping[int, int]) -> None:
-        super()._begin(part, done)
-        self.sums[part] = Sum(self.lend(part))
-
-    def _told(self, part: int) -> list[Out]:
-        return []  # the servers know
-
-    def _step_together(self, part: int) -> list[Any]:
-        sum_, step = self.sums[part], self.held[part].clock
-        onward = []
-        if len(sum_.added) == len(self.workers) and self.sent.get(part) != step:
-            self.sent[part] = step
-            onward.append(Onward(part, sum_.total(), sum_.present, sum_.sparse))
-        return [*onward, *self._go_on()]
-
-    def _go_on(self) -> list[Any]:
-        """Questions and the order, once the sums of all parts are on their way: none of them may hold up a sum."""
-        if any(self.sent.get(part) != self.step for part in self.mine):
-            return []
-        ready = [question for question in self.asked if question.step == self.step]
-        self.asked = [question for question in self.asked if question.step != self.step]
-        out: list[Any] = [(AskOnward(question.part, question.whole), question.worker) for question in ready]
-        if all(self.orders.get(worker, (-1,))[0] == self.step for worker in self.workers):
-            out.append(OrderOnward(self.orders[self.workers[0]][1]))
-            self.step += 1
-        return out
+    peers: list[tuple[Peer, int]] = field(default_factory=list)
+    found: dict[int, Any] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
 
 
-class _Memory:
-    """What a client has to know of memory: where values are to lie, and where gradients are lent from."""
+class Relay:
+    """Serves the workers of one machine.
 
-    def __init__(self, values: list[Tensor], lent: Memory, lent_at: list[int]) -> None:
-        self.values, self.lent, self.lent_at = values, lent, lent_at
-
-
-class _Upstream(Client):
-    """A client that says when values have come."""
-
-    came: Callable[[int, int], None]
-
-    def _take(self, shard: int, header: Header, payload: memoryview, borrowed: Attached | None) -> None:
-        super()._take(shard, header, payload, borrowed)
-        if self._arrived[header.part] == header.step:
-            self.came(header.part, header.step)
-
-
-class Relay(Server):
-    """Serves the workers of one machine."""
-
-    shard: RelayShard
+    Attributes: session: with the servers.
+    """
 
     def __init__(self, plan: Plan, behind: Behind, listener: socket.socket) -> None:
-        places, size_bytes = offsets(plan.settings.parts)
-        self.sums, self.sums_at = Memory(size_bytes), [places[part.number] for part in plan.settings.parts]
-        super().__init__(plan, listener)
-        self.behind = behind
-        memory: Any = _Memory([self.slots.values(part) for part in plan.settings.parts], self.sums, self.sums_at)
-        self.upstream = _Upstream(
-            behind.worker,
-            plan.settings.parts,
-            behind.arbiter,
-            memory,
-            transport=behind.transport,
-            shares=behind.shares,
+        self.server = Server(plan, listener, self._on_message)
+        parts = plan.settings.parts
+        places, size_bytes = offsets(parts)
+        sums = Memory(size_bytes)
+        sums_at = [places[part.number] for part in parts]
+        self.session = WorkerSession(len(parts))
+        self.aggregator = Aggregator(
+            self.server.shard,
+            self.session,
+            lambda number: sums.tensor(sums_at[number], parts[number].length, parts[number].dtype),
+            behind.loads,
         )
-        self.upstream.came = self._came
-        self.onward: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        memory = WorkerMemory(
+            [self.server.slots.values(part) for part in parts],
+            read_offsets(parts, behind.worker, 0),
+            sums,
+            sums_at if behind.shares else (),
+        )
+        transport = behind.transport.for_parts(parts)
+        self.network = SocketNetwork(behind.worker, behind.arbiter, memory, transport)
+        self._state_peers: dict[int, list[Peer]] = {}
+        self._figures: FiguresRequest | None = None
 
-    def _new_shard(self) -> RelayShard:
-        settings = self.plan.settings
-        places = zip(self.sums_at, settings.parts, strict=True)
-        sums = [self.sums.tensor(at, part.length, part.dtype) for at, part in places]
-        return RelayShard(
-            settings.parts,
-            settings.recipe,
-            range(settings.workers),
-            mine=(),
-            memory=self.slots.values,
-            lend=lambda part: sums[part],
-        )
+    @property
+    def lock(self) -> threading.Lock:
+        """The server's: it is around the session as well."""
+        return self.server.lock
 
     def run(self) -> None:
-        """Until the workers' arbiter has let this server go."""
-        threading.Thread(target=self._pass_on, name="onward", daemon=True).start()
-        super().run()
-        self.onward.put(None)
-        self.upstream.close()
+        """Serve until the workers' arbiter has let this server go."""
+        self.network.start(self)
+        self.server.run()
+        self.network.close(5.0)
 
-    def _pass_on(self) -> None:
-        while (task := self.onward.get()) is not None:
-            task()
+    def handle(self, event: SessionEvent) -> None:
+        """Take an event of the session. The lock is held. Raises ServerLost."""
+        match event:
+            case ShardFailed(error):
+                raise error
+            case QueryAnswered(Op.STATE, part, payload) if payload is not None:
+                for peer in self._state_peers.pop(part):
+                    peer.post(Op.STATE, bytes(payload), part=part)
+            case QueryAnswered(Op.FIGURES, shard, payload):
+                self._collect_figures(shard, payload)
+            case _:
+                self.server.send(self.aggregator.receive(event))
 
-    def _came(self, part: int, clock: int) -> None:
-        with self.lock:
-            self._send(self.shard.arrived(part, clock))
-
-    def _send(self, out: Iterable[Any]) -> None:
-        rest: list[Out] = []
-        for message in out:
-            match message:
-                case Onward(part, total, present, sparse):
-                    self._later(self.upstream.push, part, total, present, sparse)
-                case OrderOnward(order):
-                    self._later(self.upstream.order, order)
-                case (AskOnward(part, whole), worker):
-                    self._later(self._ask_onward, worker, part, whole)
-                case _:
-                    rest.append(message)
-        super()._send(rest)
-
-    def _later(self, call: Callable[..., None], *arguments: Any) -> None:
-        self.onward.put(lambda: call(*arguments))
-
-    def _ask_onward(self, worker: int, part: int, whole: bool) -> None:
-        if whole:
-            answer: Out = Gradient(worker, part, *self.upstream.gradient(part))
-        else:
-            answer = Norm(worker, part, self.upstream.squared_norm_of(part))
-        with self.lock:
-            super()._send([answer])
-
-    def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
-        """What a worker says: most of it as to any server, what only the servers know is asked there."""
-        part, step = header.part, header.step
+    def _on_message(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
+        """Take a worker's message. What only the servers know is asked there."""
+        part, step, aggregator = header.part, header.step, self.aggregator
         match header.op:
+            case Op.PUSH:
+                gradient, present = self.server.pushed(worker, header, payload, about)
+                sparse = bool(header.flags & BLOCKS)
+                return self._forward(aggregator.push(worker, step, part, gradient, present, sparse))
+            case Op.ORDER:
+                return self._forward(aggregator.request_step(worker, step, bytes(payload)))
+            case Op.NORM | Op.GRADIENT:
+                return self._forward(aggregator.query(worker, step, Op(header.op), part))
             case Op.LOAD:
-                self._later(self._load, worker, part, step, bytes(payload))
+                return self._forward(aggregator.load(worker, part, bytes(payload), step))
             case Op.STATE:
-                self._later(self._tell_state, peer, part)
+                self._ask_for_state(peer, part)
             case Op.FIGURES:
-                self._later(self._tell_figures, peer, part)
+                self._ask_for_figures(peer, part)
             case Op.PULL | Op.STOP:
                 raise Refused(f"message {header.op} to a relay, which takes synchronous steps only")
             case _:
-                return super()._take(worker, peer, header, payload, about)
+                return self.server.on_message(worker, peer, header, payload, about)
         return []
 
-    def _load(self, worker: int, part: int, step: int, payload: bytes) -> None:
-        self.upstream.step = step
-        if self.behind.loads:
-            self.upstream.load_part(part, payload)
-        self.upstream.begin()
-        values, state, _ = unpack_part(memoryview(payload))
-        with self.lock:
-            super()._send(self.shard.load(worker, part, values, list(state), step))
+    def _forward(self, actions: Iterable[Out | SessionAction]) -> list[Out]:
+        """Carry out what is for the servers, and return what is for the workers."""
+        out: list[Out] = []
+        for action in actions:
+            match action:
+                case ToShard() | ConnectShard() | DisconnectShard() | RetryLater():
+                    self.network.carry_out([action])
+                case ValuesArrived() | QueryAnswered() | ShardFailed():
+                    self.handle(action)
+                case _:
+                    out.append(action)
+        return out
 
-    def _tell_state(self, peer: Peer, part: int) -> None:
-        peer.post(Op.STATE, self.upstream.packed_state(part), part=part)
+    def _ask_for_state(self, peer: Peer, part: int) -> None:
+        self._state_peers.setdefault(part, []).append(peer)
+        if len(self._state_peers[part]) == 1:
+            self.network.carry_out(self.session.query(Op.STATE, {part: b""}))
 
-    def _tell_figures(self, peer: Peer, part: int) -> None:
-        figures = {**self._figures(), "behind": self.upstream.figures()}
-        peer.post(Op.FIGURES, json.dumps(figures).encode(), part=part)
+    def _ask_for_figures(self, peer: Peer, about: int) -> None:
+        if self._figures is not None:
+            self._figures.peers.append((peer, about))
+            return
+        shards = self.session.owners()
+        self._figures = FiguresRequest([(peer, about)], missing=set(shards))
+        for shard in shards:
+            self.network.carry_out(self.session.query_shard(shard, Op.FIGURES))
+
+    def _collect_figures(self, shard: int, payload: memoryview | None) -> None:
+        """Add a shard's answer; with the last one, all that have asked are answered."""
+        request = self._figures
+        assert request is not None
+        request.missing.discard(shard)
+        if payload is not None:
+            request.found[shard] = json.loads(bytes(payload))
+        if request.missing:
+            return
+        self._figures = None
+        behind = [request.found[number] for number in sorted(request.found)]
+        figures = json.dumps({**self.server.figures(), "behind": behind}).encode()
+        for peer, about in request.peers:
+            peer.post(Op.FIGURES, figures, part=about)
 
 
 def relay(listener: socket.socket, plan: Plan, behind: Behind) -> None:

@@ -1,84 +1,132 @@
-"""All servers of a run that is replayed, in this process: nobody is talked to, and nothing happens by itself."""
+"""All servers of a run that is replayed, in this process: a network that goes nowhere.
+
+Client ── WorkerSession ── actions ──> ReplayedServers ── stepped() ──> what was pushed
+Client <── WorkerSession <── values ── ReplayedServers <── take() ───── what the step begins with
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from shoal.comm.compress import Compression
 from shoal.errors import UsageError
-from shoal.server.client import Client
+from shoal.server.arbiter import View
 from shoal.server.course import Stepped
 from shoal.server.flat import Flat
 from shoal.server.held import Held
-from shoal.server.layout import Part
+from shoal.server.messages import Op, pack_part, unpack_order, unpack_part
+from shoal.server.placement import Placement
 from shoal.server.recipe import Recipe
 from shoal.server.said import Order
+from shoal.server.worker_messages import (
+    AnswerMessage,
+    ConnectShard,
+    DisconnectShard,
+    PushMessage,
+    QueryAnswered,
+    QueryMessage,
+    RetryLater,
+    SessionAction,
+    ShardFailed,
+    ShardMessage,
+    StepMessage,
+    ToShard,
+    ValuesArrived,
+    ValuesMessage,
+)
+from shoal.server.worker_network import SessionOwner
 
 
-class Replayed(Client):
-    """A worker's side of them: keeps what the worker pushes, and shows what it is given.
+class ReplayedServers:
+    """One worker's way to them: keeps what the worker pushes, and shows what it is given.
 
     Args:
-        held: of all workers together, in the order of `parts`; the first one to come fills it.
+        held: of all workers together, in the order of the parts; the first one to come fills it.
         compression: of what is pushed.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        parts: Sequence[Part],
-        recipe: Recipe,
-        flat: Flat,
-        held: list[Held],
-        compression: Compression | None,
-    ) -> None:
-        self.worker, self.parts, self.values, self.held = worker, parts, flat.values, held
-        self.step, self.stop_at, self._compression = 0, 0, compression
+    owner: SessionOwner
+
+    def __init__(self, flat: Flat, recipe: Recipe, held: list[Held], compression: Compression | None) -> None:
+        self.parts, self.values, self.held = flat.parts, flat.values, held
+        self._compression = compression
         self._pushed: dict[int, tuple[Tensor, bytes]] = {}
-        self._told: Order | None = None
+        self._order: Order | None = None
         if not held:
-            held += [Held(part, recipe) for part in parts]
+            held += [Held(part, recipe) for part in flat.parts]
+
+    # For the replay
 
     def take(self, part: int, values: Tensor) -> None:
-        """What the servers have given to this worker."""
+        """Give this worker what the servers have given it."""
         self.values[part].copy_(values)
+        with self.owner.lock:
+            self._arrived(part)
 
     def stepped(self) -> Stepped:
-        """What was pushed and ordered in the step that has just been taken."""
-        if self._told is None or len(self._pushed) < len(self.parts):
+        """Return what was pushed and ordered in the step that has just been taken."""
+        if self._order is None or len(self._pushed) < len(self.parts):
             raise UsageError("a step that is replayed has pushed nothing, or not everything")
-        stepped = Stepped(self._pushed, self._told)
-        self._pushed, self._told = {}, None
+        stepped = Stepped(self._pushed, self._order)
+        self._pushed, self._order = {}, None
         return stepped
 
-    def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
-        if self._compression is not None:
-            gradient = self._compression.decode(gradient, self.parts[part].length, self.parts[part].dtype)
-        self._pushed[part] = gradient, present
+    # For the client
 
-    def order(self, order: Order) -> None:
-        self._told = order
-        self.step += 1
+    def start(self, owner: SessionOwner) -> None:
+        """Be the only shard, which has all parts."""
+        self.owner = owner
+        self.carry_out(owner.session.placement_changed(Placement(1, (0,) * len(self.parts))))
+        self.carry_out(owner.session.connected(View(0, epoch=1, primary=0)))
 
-    def wait(self, parts: Iterable[int]) -> None:
-        """What is needed is there before a step begins."""
+    def carry_out(self, actions: Iterable[SessionAction]) -> None:
+        for action in actions:
+            match action:
+                case ToShard(_, message):
+                    self._take_message(message)
+                case ValuesArrived() | QueryAnswered() | ShardFailed():
+                    self.owner.handle(action)
+                case ConnectShard() | DisconnectShard() | RetryLater():
+                    pass  # the only shard is always there
 
-    def pull(self) -> None:
-        for part, held in enumerate(self.held):
-            self.take(part, held.values)
+    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
+        """There is nothing to place by them."""
 
-    def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        for part, state in enumerate(states):
-            self.held[part].load(self.values[part], list(state), 0)
-
-    def begin(self) -> None:
-        """The values are those that were loaded."""
-
-    def state(self, part: int) -> list[dict[str, Any]]:
-        return self.held[part].state()
-
-    def close(self, limit_s: float = 0.0) -> None:
+    def close(self, limit_s: float) -> None:
         """There is no connection to close."""
+
+    def _take_message(self, message: ShardMessage) -> None:
+        match message:
+            case PushMessage(part, _, gradient, present):
+                self._pushed[part] = self._decoded(part, gradient), present
+            case StepMessage(_, payload):
+                self._order = unpack_order(memoryview(payload))
+            case QueryMessage(Op.PULL, part):
+                self.values[part].copy_(self.held[part].values)
+                self._arrived(part)
+            case QueryMessage(Op.LOAD, part, _, payload) if isinstance(payload, bytes):
+                values, state, _ = unpack_part(memoryview(payload))
+                self.held[part].load(values, list(state), 0)
+                self._answer(Op.LOAD, part, b"")
+            case QueryMessage(Op.STATE, part):
+                held = self.held[part]
+                self._answer(Op.STATE, part, pack_part(held.values, list(held.state()), {}))
+            case _:
+                raise UsageError(f"{message} to servers that are replayed, which only do again")
+
+    def _decoded(self, part: int, gradient: Tensor) -> Tensor:
+        layout, packed = self.parts[part], self._compression
+        return gradient if packed is None else packed.decode(gradient, layout.length, layout.dtype)
+
+    def _arrived(self, part: int) -> None:
+        """Values of the step that is under way are in the worker's memory."""
+        session = self.owner.session
+        values = ValuesMessage(part, session.step, session.step)
+        session.accept(0, values)
+        self.carry_out(session.receive(0, values))
+
+    def _answer(self, op: Op, part: int, payload: bytes) -> None:
+        message = AnswerMessage(op, part, memoryview(payload))
+        self.carry_out(self.owner.session.receive(0, message))

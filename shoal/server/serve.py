@@ -18,11 +18,12 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.server.arbiter import Address, View
@@ -57,11 +58,19 @@ class Plan:
     settings: ShardSettings
 
 
-class Server:
-    """Serves one shard on a listening socket, until it is closed or is a member no longer."""
+OnMessage = Callable[[int, Peer, Header, memoryview, bytes], Iterable[Out]]
 
-    def __init__(self, plan: Plan, listener: socket.socket) -> None:
+
+class Server:
+    """Serves one shard on a listening socket, until it is closed or is a member no longer.
+
+    Args: on_message: takes every message of a worker in place of the method of this name. The lock
+        is held.
+    """
+
+    def __init__(self, plan: Plan, listener: socket.socket, on_message: OnMessage | None = None) -> None:
         self.plan = plan
+        self._on_message = on_message or self.on_message
         settings = plan.settings
         self.slots = Slots(settings.parts, settings.workers, settings.staleness)
         self.shard = self._new_shard()
@@ -79,7 +88,7 @@ class Server:
             plan.transport,
             settings.lease_s,
         )
-        self.replication = Replication(self.shard, self.membership, self.inbox, self.lock, self._send)
+        self.replication = Replication(self.shard, self.membership, self.inbox, self.lock, self.send)
         self.moving = Moving(plan.shard, self.shard, self.membership, self.lock, self._free, settings.lease_s)
 
     def _new_shard(self) -> Shard:
@@ -162,27 +171,29 @@ class Server:
                 self.received_bytes += header.length
                 if number < FIRST_SERVER:
                     try:
-                        self._send(self._take(number, peer, header, payload, about))
+                        self._refuse_strangers(number, header)
+                        self.send(self._on_message(number, peer, header, payload, about))
                     except Elsewhere as where:
                         peer.post(Op.MOVED, part=where.part, step=header.op)
                 elif header.op == Op.GIVE:
-                    self._send(self.moving.take_in(number, header, payload))
+                    self.send(self.moving.take_in(number, header, payload))
                 else:
                     self.replication.repeat(number, peer, header, payload, about)
 
-    def _take(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
-        """What a worker says."""
-        shard, step, part = self.shard, header.step, header.part
+    def _refuse_strangers(self, worker: int, header: Header) -> None:
         if not self.membership.is_primary:
             raise Refused(f"server {self.plan.server} is not the primary of shard {self.plan.shard}")
-        if worker not in shard.workers and header.op != Op.FIGURES:
-            raise Refused(f"worker {worker} is none of {shard.workers}")
+        if worker not in self.shard.workers and header.op != Op.FIGURES:
+            raise Refused(f"worker {worker} is none of {self.shard.workers}")
+
+    def on_message(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
+        """Take a worker's message. Holds the lock. Raises Elsewhere, Refused."""
+        shard, step, part = self.shard, header.step, header.part
         match header.op:
             case Op.PUSH:
-                segments = shard.held_part(part).part.segments
-                there = about or b"\1" * len(segments)
-                gradient = self.inbox.pushed(worker, header, payload)
-                return shard.push(worker, step, part, gradient, there, sparse=bool(header.flags & BLOCKS))
+                gradient, present = self.pushed(worker, header, payload, about)
+                sparse = bool(header.flags & BLOCKS)
+                return shard.push(worker, step, part, gradient, present, sparse)
             case Op.ORDER:
                 ordered = shard.order(worker, step, unpack_order(payload))
                 self.moving.discard()
@@ -204,7 +215,7 @@ class Server:
                 state_bytes = pack_part(held.values, list(held.state()), shard.done[part])
                 peer.post(Op.STATE, state_bytes, part=part, step=held.clock)
             case Op.FIGURES:
-                peer.post(Op.FIGURES, json.dumps(self._figures()).encode(), part=part)
+                peer.post(Op.FIGURES, json.dumps(self.figures()).encode(), part=part)
             case Op.RECORD:
                 shard.record()
             case Op.HISTORY:
@@ -212,6 +223,11 @@ class Server:
             case _:
                 raise Refused(f"message {header.op}, which is not known")
         return []
+
+    def pushed(self, worker: int, header: Header, payload: memoryview, about: bytes) -> tuple[Tensor, bytes]:
+        """A worker's gradient, and which of its segments there are. Raises Elsewhere, Refused."""
+        segments = self.shard.held_part(header.part).part.segments
+        return self.inbox.pushed(worker, header, payload), about or b"\1" * len(segments)
 
     def _share(self, worker: int, peer: Peer, payload: memoryview) -> None:
         """A worker of this machine lends its gradients, or takes what was lent to it."""
@@ -224,7 +240,8 @@ class Server:
 
     # What is said
 
-    def _send(self, out: Iterable[Out]) -> None:
+    def send(self, out: Iterable[Out]) -> None:
+        """Have everyone told. Holds the lock."""
         for message in out:
             if isinstance(message, (Applied, Filled)):
                 self.membership.tell(message)
@@ -256,7 +273,7 @@ class Server:
         if self.unsaid:
             with self.lock:
                 unsaid, self.unsaid = self.unsaid, []
-                self._send(unsaid)
+                self.send(unsaid)
 
     def _facts(self) -> dict[str, Any]:
         """What `shoal servers list` says of it."""
@@ -271,7 +288,8 @@ class Server:
             "clock": min((each.clock for each in held), default=0),
         }
 
-    def _figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
+        """Return what this server tells workers of itself."""
         return {
             **self._holds(),
             "shard": self.plan.shard,

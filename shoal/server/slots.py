@@ -23,6 +23,13 @@ def slot_of(worker: int, staleness: int | None) -> int:
     return 0 if staleness == 0 else 1 + worker
 
 
+def read_offsets(parts: Sequence[Part], worker: int, staleness: int | None) -> list[int]:
+    """Where in a server's memory a worker reads each part, in bytes."""
+    places, slot_bytes = offsets(parts)
+    begin = slot_of(worker, staleness) * slot_bytes
+    return [begin + places[part.number] for part in parts]
+
+
 class Slots:
     """One server's.
 
@@ -42,6 +49,8 @@ class Slots:
 
     def copy(self, worker: int, number: int, values: Tensor) -> Tensor:
         """A part's values, where this worker reads them until it asks again."""
+        if self._count == 1:
+            return values
         part = self._parts[number]
         at = self._starts_of_copies[worker] + self._places[number]
         return self.memory.tensor(at, part.length, part.dtype).copy_(values)

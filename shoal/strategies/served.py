@@ -8,7 +8,7 @@ forward   of the next step: before each unit, a wait for the values that it read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from shoal.comm.compress import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
-from shoal.server.client import Client
+from shoal.server.client import Client, connect_to_servers
 from shoal.server.flat import Flat
 from shoal.server.fleet import Job
 from shoal.server.history import Event
-from shoal.server.layout import Part as Layout
 from shoal.server.layout import Shape, bytes_of_a_part, cut, place
+from shoal.server.push_trace import PushTrace
 from shoal.server.recipe import Recipe, recipe_of, settings_of
 from shoal.server.report import report
 from shoal.server.said import Order
@@ -56,13 +56,18 @@ class Engine(StrategyState):
     It is the part's `Remote`, which steps, and its `StrategyState`, for the servers keep the
     optimizer's state.
 
+    Args:
+        connect: has servers with the optimizer that a recipe says, and returns a client of them. The
+            engine's flat memory is there by then. Collective.
+
     Raises: ConfigError: compress of an unknown kind.
     """
 
     in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
-    def __init__(self, options: ServerOptions, part: Part, mesh: Mesh) -> None:
+    def __init__(self, options: ServerOptions, part: Part, mesh: Mesh, connect: Connect | None = None) -> None:
         self.options, self.part, self.mesh = options, part, mesh
+        self._connect = connect or start_servers
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.together = self.staleness == 0
@@ -142,33 +147,12 @@ class Engine(StrategyState):
         most_bytes, one_machine = int(self.options.part_mb * MIB), self.mesh.place.local_world == self.mesh.place.world
         parts = cut(shapes, bytes_of_a_part(shapes, self.options.servers, most_bytes, one_machine=one_machine))
         self.flat = Flat(owned, parts)
-        self.client = self.connect(parts, recipe)
+        self.client = self._connect(self, recipe)
         self.connected = True
         self.pushing = Pushing(self.client, self.flat, self.compression)
         self.spread(optimizer)
         self.pushing.watch()
         self._wait_in_layers()
-
-    def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
-        """Start the servers of a model that is cut so, and talk to them. Collective."""
-        options, owners = self.options, tuple(place(parts, self.options.servers))
-
-        def make(transport: Transport, folder: Path, workers: int) -> Job:
-            settings = ShardSettings(tuple(parts), recipe, workers, self.staleness, options.lease_s, self.compression)
-            return Job(transport, folder, settings, owners, options.servers, options.replicas)
-
-        job, arbiter = self.staff.start(make)
-        return Client(
-            self.staff.worker,
-            parts,
-            arbiter,
-            self.flat,
-            transport=job.transport,
-            staleness=self.staleness,
-            shares=self.options.shared_memory and self.compression is None,
-            recorder=self.mesh.recorder,
-            awaited=tuple(r for r in range(self.mesh.size) if self.together and r != self.mesh.rank),
-        )
 
     def gradients(self) -> dict[str, Tensor | None]:
         """What the servers have summed, whole. Collective."""
@@ -280,3 +264,29 @@ class Engine(StrategyState):
     def _refuse_stale(self, call: str) -> None:
         if not self.together:
             raise UsageError(f"{call}: with staleness={self.options.staleness} no step is shared by all workers.")
+
+
+Connect = Callable[[Engine, Recipe], Client]
+
+
+def start_servers(engine: Engine, recipe: Recipe) -> Client:
+    """Start the servers of an engine's parts, and connect to them. Collective."""
+    options, flat, staleness = engine.options, engine.flat, engine.staleness
+    owners = tuple(place(flat.parts, options.servers))
+
+    def make(transport: Transport, folder: Path, workers: int) -> Job:
+        settings = ShardSettings(tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression)
+        return Job(transport, folder, settings, owners, options.servers, options.replicas)
+
+    job, arbiter = engine.staff.start(make)
+    ranks = range(engine.mesh.size) if engine.together else ()
+    others = tuple(rank for rank in ranks if rank != engine.mesh.rank)
+    return connect_to_servers(
+        engine.staff.worker,
+        flat,
+        arbiter,
+        job.transport,
+        staleness=staleness,
+        shares=options.shared_memory and engine.compression is None,
+        trace=PushTrace(engine.mesh.recorder, others),
+    )

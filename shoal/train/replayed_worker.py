@@ -19,9 +19,8 @@ from shoal.run.run import RunSettings
 from shoal.server.client import Client
 from shoal.server.course import Stepped
 from shoal.server.held import Held
-from shoal.server.layout import Part as Layout
 from shoal.server.recipe import Recipe
-from shoal.server.replayed import Replayed
+from shoal.server.replayed import ReplayedServers
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.base import Part, Strategy
@@ -53,7 +52,9 @@ class Worker:
         )
         seed_all(job.seed)
         built = build(job, mesh.device)
-        self.run = Run(mesh, _strategies(job, held), RunSettings(job.seed, job.train.accumulate), None, _silent)
+        strategies = _strategies(job, held)
+        self._servers = next(s for s in strategies if isinstance(s, _Servers))
+        self.run = Run(mesh, strategies, RunSettings(job.seed, job.train.accumulate), None, _silent)
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(built.model, optimizer, built.train_loader)
         self.run.load_state(start.tensors, start.info, start.private[rank])
@@ -64,14 +65,14 @@ class Worker:
 
     def take(self, part: int, values: Tensor) -> None:
         """Begin the next step with these values of a part."""
-        self._client.take(part, values)
+        self._servers.replayed.take(part, values)
 
     def step(self) -> Stepped:
         """The next step of this worker: what it pushed there."""
         load_random_state(self.random)
         next(self._steps)
         self.random = random_state(self.run.device)
-        return self._client.stepped()
+        return self._servers.replayed.stepped()
 
     def buffers(self) -> list[Tensor]:
         """Copies."""
@@ -81,13 +82,6 @@ class Worker:
         """The inverse."""
         for own, other in zip(self.model.buffers(), buffers, strict=True):
             own.copy_(other)
-
-    @property
-    def _client(self) -> Replayed:
-        engine = self.run.remote
-        assert isinstance(engine, _Engine)
-        assert isinstance(engine.client, Replayed)
-        return engine.client
 
     def _all_steps(self) -> Iterator[None]:
         """As `shoal.train.loop.Training` takes them, without all that changes no weight."""
@@ -116,24 +110,23 @@ def _strategies(job: Job, held: list[Held]) -> list[Strategy]:
 
 
 class _Servers(Strategy):
-    """Cuts as `Server` with the same options does."""
+    """Cuts as `Server` with the same options does.
+
+    Attributes: replayed: in place of servers, once the optimizer is known.
+    """
+
+    replayed: ReplayedServers
 
     def __init__(self, options: Server, held: list[Held]) -> None:
         self.options, self.held = options, held
 
     def cut(self, part: Part, mesh: Mesh) -> Part:
-        engine = _Engine(self.options, part, mesh)
-        engine.held = self.held
+        engine = Engine(self.options, part, mesh, self._connect)
         return replace(part, forward=engine.forward, run=engine.run, gather=engine.gather, remote=engine, kept=engine)
 
-
-class _Engine(Engine):
-    """A worker's steps, without servers."""
-
-    held: list[Held]
-
-    def connect(self, parts: list[Layout], recipe: Recipe) -> Client:
-        return Replayed(self.mesh.rank, parts, recipe, self.flat, self.held, self.compression)
+    def _connect(self, engine: Engine, recipe: Recipe) -> Client:
+        self.replayed = ReplayedServers(engine.flat, recipe, self.held, engine.compression)
+        return Client(engine.flat, self.replayed, engine.staleness)
 
 
 @dataclass(frozen=True)

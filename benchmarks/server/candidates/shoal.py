@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.server.crew import Crew, Place, Worker
 from shoal.launch.nursery import Nursery
-from shoal.server.client import Client
+from shoal.server.client import Client, connect_to_servers
 from shoal.server.flat import Flat
 from shoal.server.fleet import Fleet, Job, Judge
 from shoal.server.key import new_key_file, read_key
@@ -65,14 +65,8 @@ class Pusher(Worker):
         self.parts = cut(shapes, bytes_of_a_part(shapes, self.place.servers))
         self.flat = Flat(parameters, self.parts)
         job, file, host, port = self._fleet()
-        self.client = Client(
-            self.place.index,
-            self.parts,
-            (host, port),
-            self.flat,
-            transport=Transport(read_key(Path(file)), job),
-            shares=self.shares,
-        )
+        transport = Transport(read_key(Path(file)), job)
+        self.client = connect_to_servers(self.place.index, self.flat, (host, port), transport, shares=self.shares)
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
         self.order = Order([{"lr": 1.0}])
