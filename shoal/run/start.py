@@ -22,6 +22,7 @@ from shoal.run.tracing import Tracing
 from shoal.strategies import base, build_strategies, parse_line
 from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.compile import Compile
+from shoal.strategies.options import mesh_sizes
 from shoal.strategies.precision import LossScale, Precision
 
 PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -93,7 +94,7 @@ def begin(
     window = None if trace is None else parse_window(trace, "trace")
     chosen = build_strategies(parse_line(strategy))
     helpers = any(one.helpers for one in chosen)
-    mesh = join(read(os.environ), helpers, Degrees(**base.spans(chosen)))
+    mesh = join(read(os.environ), helpers, Degrees(**mesh_sizes(chosen)))
     _seed_generators(seed)
     scale = LossScale() if precision == "fp16" else None
     transforms: list[base.Strategy] = [Precision(precision, scale), *([Compile()] if compile else [])]

@@ -178,11 +178,6 @@ class Strategy(StrategyOptions, ABC):
         """Return what this rank holds afterwards. Collective: every rank of the mesh calls it."""
 
     @property
-    def spans(self) -> Mapping[str, int]:
-        """Sizes of the mesh axes that it spans, such as {"tensor": 2}; see `shoal.comm.layout`."""
-        return {}
-
-    @property
     def notes(self) -> list[str]:
         """Sentences for the beginning of a run, about numbers that are not those of one device."""
         return []
@@ -194,11 +189,6 @@ class Strategy(StrategyOptions, ABC):
         Raises: StrategyRefused: its options do not fit the model.
         """
         return []
-
-
-def spans(strategies: Iterable[Strategy]) -> dict[str, int]:
-    """Sizes of the mesh axes that strategies span. The mesh is made before anything is cut."""
-    return {axis: size for strategy in strategies for axis, size in strategy.spans.items()}
 
 
 def whole(module: nn.Module, sample: Sample | None = None) -> Part:

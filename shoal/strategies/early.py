@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from shoal.comm.layout import Degrees, problems
 from shoal.config.job import Job
 from shoal.strategies import StrategyLine
-from shoal.strategies.options import PipelineOptions, TensorOptions, ZeroOptions
+from shoal.strategies.options import ZeroOptions, mesh_sizes
 
 TAKE_NO_SHARDS = ("Adafactor", "Rprop")
 
@@ -28,16 +28,7 @@ def refusals_of_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
 
 def _degrees(line: StrategyLine) -> Degrees:
     """Sizes of the mesh axes that the strategies span."""
-    sizes: dict[str, int] = {}
-    for spec in line.specs:
-        match spec.options:
-            case PipelineOptions(ranks=ranks):
-                sizes["pipeline"] = ranks
-            case TensorOptions(degree=degree):
-                sizes["tensor"] = degree
-            case ZeroOptions(hybrid=hybrid):
-                sizes["shard"] = hybrid
-    return Degrees(**sizes)
+    return Degrees(**mesh_sizes(spec.options for spec in line.specs if spec.options is not None))
 
 
 def _of_one(line: StrategyLine, ranks: int) -> Iterator[str]:

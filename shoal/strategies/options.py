@@ -6,7 +6,7 @@ before any process is started. Each class raises ConfigError with all that is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -33,6 +33,16 @@ class StrategyOptions:
     """
 
     value: ClassVar[str] = ""
+
+    @property
+    def spans(self) -> dict[str, int]:
+        """Sizes of the mesh axes that it spans, such as {"tensor": 2}; see `shoal.comm.layout`."""
+        return {}
+
+
+def mesh_sizes(strategies: Iterable[StrategyOptions]) -> dict[str, int]:
+    """Sizes of the mesh axes that strategies span. The mesh is made before anything is cut."""
+    return {axis: size for strategy in strategies for axis, size in strategy.spans.items()}
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,10 @@ class PipelineOptions(StrategyOptions):
                 found.append(f"cuts={self.cuts}: {begun} {said}")
         _refuse(found)
 
+    @property
+    def spans(self) -> dict[str, int]:
+        return {"pipeline": self.ranks}
+
 
 @dataclass(frozen=True)
 class TensorOptions(StrategyOptions):
@@ -95,6 +109,10 @@ class TensorOptions(StrategyOptions):
         found = [] if self.degree > 0 else [f"tensor={self.degree}: must be 1 or more"]
         wrong = [f"{pattern}:{how}" if how else pattern for pattern, how in self.plan if how not in HOWS or not pattern]
         _refuse(found + [f"cut_by: '{word}' is not PATTERN:column or PATTERN:row" for word in wrong])
+
+    @property
+    def spans(self) -> dict[str, int]:
+        return {"tensor": self.degree}
 
     @property
     def plan(self) -> list[tuple[str, str]]:
@@ -164,6 +182,10 @@ class ZeroOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         _refuse([] if self.hybrid >= 0 else [f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"])
+
+    @property
+    def spans(self) -> dict[str, int]:
+        return {"shard": self.hybrid}
 
 
 @dataclass(frozen=True)

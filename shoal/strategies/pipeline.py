@@ -56,11 +56,6 @@ class Pipeline(PipelineOptions, Strategy):
 
     slices: ClassVar[bool] = True
 
-    @property
-    def spans(self) -> dict[str, int]:
-        """How far it spans the mesh."""
-        return {"pipeline": self.ranks}
-
     def cut(self, part: Part, mesh: Mesh) -> Part:
         """Replaces module, forward, run, owned. Collective.
 

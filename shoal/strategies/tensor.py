@@ -54,10 +54,6 @@ PARTED = "a stage of the pipeline begins between it and what makes a pair with i
 class TensorParallel(TensorOptions, Strategy):
     """Cuts layers along the tensor axis."""
 
-    @property
-    def spans(self) -> dict[str, int]:
-        return {"tensor": self.degree}
-
     def together(self, uncut: FullModel) -> list[Colocation]:
         """What can only be cut where it lies in one stage. Raises StrategyRefused: a name that is none of the model's.
 

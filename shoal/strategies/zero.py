@@ -90,10 +90,6 @@ class Zero1(ZeroOptions, Strategy):
             said += (f"in a pipeline, zero{self.stage} keeps what zero1 keeps: optimizer states are sharded.",)
         return replace(part, run=late.run, owned=late.owned, reduce=late.reduce, gather=late.gather, said=said)
 
-    @property
-    def spans(self) -> dict[str, int]:
-        return {"shard": self.hybrid}
-
     def _policy(self, mesh: Mesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if self.offload else OffloadPolicy()
 
