@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from shoal.comm.norm import local
@@ -29,3 +30,20 @@ def buckets(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
             found[-1].append(tensor)
             filled += more
     return found
+
+
+def apply_flattened(
+    function: Callable[[Tensor], Tensor],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Call `function` once for all `tensors`, flattened one after the other.
+
+    Args:
+        function: returns as many elements as it is given; its dtype is the result's.
+        tensors: at least one, of one dtype.
+
+    Returns: views of what `function` returned, in the shapes of `tensors`.
+    """
+    flat = function(torch.cat([tensor.flatten() for tensor in tensors]))
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.buckets import buckets
+from shoal.comm.buckets import apply_flattened, buckets
 from shoal.comm.fewer import plain_bytes
 from shoal.comm.mesh import Mesh
 from shoal.comm.ordered import mean
@@ -221,11 +221,11 @@ class _Engine:
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Over ranks, of tensors that are sent as one; in float32 at least."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(_wide(tensors[0].dtype))
-        if self.data.size > 1:
-            mean(flat, self.data)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        return apply_flattened(self._mean_of_flat, tensors)
+
+    def _mean_of_flat(self, flat: Tensor) -> Tensor:
+        flat = flat.to(_wide(flat.dtype))
+        return mean(flat, self.data) if self.data.size > 1 else flat
 
     def _share_buffers(self) -> None:
         """What no mean can be taken of becomes the first rank's, where any rank has changed it."""

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.buckets import apply_flattened
 from shoal.comm.fewer.base import Member, Memory, plain_bytes, wide
 from shoal.comm.ordered import ordered_mean
 
@@ -121,6 +122,4 @@ def _means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[T
     """Means over ranks, sent as one. Collective, unless there are none."""
     if not tensors:
         return []
-    flat = ordered_mean(torch.cat([tensor.flatten() for tensor in tensors]), group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    return apply_flattened(lambda flat: ordered_mean(flat, group), tensors)

@@ -23,7 +23,7 @@ def with_own_group(axis: Axis) -> Axis:
     return replace(axis, group=axis.new_group()) if axis.device.type == "cpu" else axis
 
 
-class Work(Protocol):
+class PendingMean(Protocol):
     """A mean that is under way, as torch.distributed.Work."""
 
     def wait(self) -> Any: ...
@@ -49,20 +49,20 @@ class BucketWorker:
         if reduce.blocks and axis.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="bucket-mean")
 
-    def start_mean(self, message: Tensor, members: Sequence[Member] = ()) -> Work:
+    def start_mean(self, message: Tensor, members: Sequence[Member] = ()) -> PendingMean:
         """Start to put the mean over ranks in the place of `message`. Collective.
 
         Args: members: whose gradients it holds; empty for a message that is no bucket, which is
             averaged exactly.
         """
         if self._thread is not None:
-            return _FutureWork(self._thread.submit(self.reduce.mean, message, members))
+            return _ThreadedMean(self._thread.submit(self.reduce.mean, message, members))
         if self.reduce.blocks:
             self.reduce.mean(message, members)
-            return _CompletedWork()
+            return _FinishedMean()
         message.div_(self._num_ranks)
-        work: Work = dist.all_reduce(message, group=self._group, async_op=True)
-        return work
+        pending: PendingMean = dist.all_reduce(message, group=self._group, async_op=True)
+        return pending
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the thread and the process group."""
@@ -71,7 +71,7 @@ class BucketWorker:
         self._group = None
 
 
-class _FutureWork:
+class _ThreadedMean:
     def __init__(self, future: Future[object]) -> None:
         self._future = future
 
@@ -79,6 +79,6 @@ class _FutureWork:
         self._future.result()
 
 
-class _CompletedWork:
+class _FinishedMean:
     def wait(self) -> None:
         """Return at once."""

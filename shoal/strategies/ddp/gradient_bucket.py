@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.buckets import buckets
 from shoal.comm.fewer import Member
 from shoal.comm.norm import local
-from shoal.strategies.ddp.bucket_worker import BucketWorker, Work
+from shoal.strategies.ddp.bucket_worker import BucketWorker, PendingMean
 
 MIB = 2**20
 
@@ -31,7 +31,7 @@ class GradientBucket:
         self.members = members
         self.num_missing = len(parameters)
         self._message: Tensor | None = None
-        self._work: Work | None = None
+        self._pending: PendingMean | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,16 +45,16 @@ class GradientBucket:
     def start_mean(self, worker: BucketWorker) -> None:
         """Copy the gradients, zeros for missing ones, and start their mean. Collective."""
         self._message = self._packed()
-        self._work = worker.start_mean(self._message, self.members)
+        self._pending = worker.start_mean(self._message, self.members)
 
     def finish_mean(self, used: Sequence[bool]) -> None:
         """Wait, and put means in the place of gradients.
 
         Args: used: for each parameter if any rank had a gradient; where none had, none stays.
         """
-        assert self._work is not None
+        assert self._pending is not None
         assert self._message is not None
-        self._work.wait()
+        self._pending.wait()
         means = self._message.split([member.count for member in self.members])
         for parameter, mean, by_any_rank in zip(self.parameters, means, used, strict=True):
             if not by_any_rank:
@@ -64,14 +64,14 @@ class GradientBucket:
             else:
                 local(parameter.grad).copy_(mean.view_as(local(parameter)))
         self._message = None
-        self._work = None
+        self._pending = None
 
     def clear(self) -> None:
         """Let go of what a step that was broken off has sent."""
-        if self._work is not None:
-            self._work.wait()
+        if self._pending is not None:
+            self._pending.wait()
         self._message = None
-        self._work = None
+        self._pending = None
 
     def _packed(self) -> Tensor:
         return torch.cat([_dense_or_zeros(parameter) for parameter in self.parameters])
