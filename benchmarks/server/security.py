@@ -1,10 +1,11 @@
 """Throughput of the ways to protect a connection: one way over loopback, by turns; prints tables.
 
-    sender process ──> receiver process     a plain socket; Shoal's frames with each MAC; TLS 1.3
+    sender process ──> receiver process     plain socket; frames with each MAC; TLS 1.3
 
-Each way keeps two processes for the whole measurement. In a round every way takes one turn, in an order of chance, so
-a ratio compares neighbours in time. TLS is measured twice: by `ssl.SSLSocket`, whose every record is a system call, and
-by memory BIOs, which let 256 KiB of records go by one. Both ends hold the certificate of the job, as mutual TLS needs.
+Each way keeps two processes for the whole measurement. In a round every way takes one turn, in an
+order of chance, so a ratio compares neighbours in time. TLS is measured twice: by `ssl.SSLSocket`,
+whose every record is a system call, and by memory BIOs, which let 256 KiB of records go by one.
+Both ends hold the certificate of the job, as mutual TLS needs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SENDS = Session(send_key=b"a" * 32, receive_key=b"b" * 32)
 RECEIVES = Session(send_key=b"b" * 32, receive_key=b"a" * 32)
 AES_128, AES_256 = "TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384"
 MAKE_CERTIFICATE = (
-    "openssl req -x509 -newkey rsa:3072 -nodes -days 1 -subj /CN=shoal -keyout job.pem -out crt.pem "
-    "&& cat crt.pem >> job.pem"
+    "openssl req -x509 -newkey rsa:3072 -nodes -days 1 -subj /CN=shoal "
+    "-keyout job.pem -out crt.pem && cat crt.pem >> job.pem"
 )
 
 
@@ -71,7 +72,13 @@ class PlainEnd:
 class ChannelEnd:
     def __init__(self, sock: socket.socket, sends: bool, authenticates: bool, mac: int) -> None:
         session = replace(SENDS if sends else RECEIVES, mac=mac)
-        self.channel = Channel(sock, session, authenticate_payload=authenticates, limit_bytes=max(FRAMES_BYTES))
+        limit_bytes = max(FRAMES_BYTES)
+        self.channel = Channel(
+            sock,
+            session,
+            authenticate_payload=authenticates,
+            limit_bytes=limit_bytes,
+        )
 
     def send(self, payload: memoryview) -> None:
         self.channel.send(Header(op=1), payload)
@@ -82,7 +89,8 @@ class ChannelEnd:
 
 class TlsSocketEnd:
     def __init__(self, sock: socket.socket, sends: bool, cipher: str, certificate: Path) -> None:
-        self.sock = context(certificate, server_side=not sends).wrap_socket(sock, server_side=not sends)
+        made = context(certificate, server_side=not sends)
+        self.sock = made.wrap_socket(sock, server_side=not sends)
         refuse_other_cipher(self.sock.cipher(), cipher)
         self.header = memoryview(bytearray(HEADER_BYTES))
 
@@ -171,7 +179,8 @@ class Way:
             theirs, _ = listener.accept()
         self.pipes: list[Connection] = []
         self.processes = []
-        if openssl_conf is not None:  # in Python before 3.15 nothing else names the ciphers of TLS 1.3
+        # Before Python 3.15 nothing else names the ciphers of TLS 1.3.
+        if openssl_conf is not None:
             os.environ["OPENSSL_CONF"] = str(openssl_conf)
         for sock, sends in ((ours, True), (theirs, False)):
             here, there = spawned.Pipe()
@@ -269,7 +278,8 @@ def main() -> None:
             way.close()
     yardstick = f"payloads too, {'AES-256-GMAC' if known() & GMAC else 'HMAC-SHA256'}"
     for frame_bytes in FRAMES_BYTES:
-        rows = [[name, *_columns(found[frame_bytes, name], found[frame_bytes, yardstick])] for name in running]
+        best = found[frame_bytes, yardstick]
+        rows = [[name, *_columns(found[frame_bytes, name], best)] for name in running]
         head = f"one way, frames of {frame_bytes // KIB} KiB, {rounds} rounds"
         core = "s of the sender's core a GB"
         print(table([head, "GB/s (quartiles)", f"of {yardstick.split()[-1]}", core], rows))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from shoal.comm.norm import local

@@ -32,6 +32,8 @@ from shoal.server.shard_settings import ShardSettings
 from shoal.server.transport_settings import Transport
 
 ARBITER = "arbiter"
+_OF_SERVERS = (Op.JOIN, Op.BEAT, Op.HELD, Op.IN_SYNC)
+_OF_USERS = (Op.ADD, Op.REMOVE, Op.LIST)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Arbitration:
         self.court = court
         self.door = Door(listener, "the arbiter", court.transport.for_arbiter(), ARBITER)
         self.sizes = tuple(part.size_bytes for part in court.settings.parts)
-        self.arbiter = Arbiter(court.owners, self.sizes, court.shards, court.settings.lease_s, court.replicas)
+        lease_s = court.settings.lease_s
+        self.arbiter = Arbiter(court.owners, self.sizes, court.shards, lease_s, court.replicas)
         if court.file.exists():
             self.arbiter.restore(court.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
@@ -67,8 +70,8 @@ class Arbitration:
         """Until every worker has said that it will not come back."""
         threading.Thread(target=self.door.admit, args=(self._attend,), daemon=True).start()
         with self.left:
-            settings = self.court.settings
-            while not self.left.wait_for(lambda: len(self.gone) >= settings.workers, settings.lease_s / 20):
+            workers, tick_s = self.court.settings.workers, self.court.settings.lease_s / 20
+            while not self.left.wait_for(lambda: len(self.gone) >= workers, tick_s):
                 self._publish(self.arbiter.tick(time.monotonic()))
         peers = list(self.peers.values())
         for peer in peers:
@@ -99,12 +102,21 @@ class Arbitration:
             peer.close()
 
     def _take(self, number: int, peer: Peer, header: Header, payload: memoryview) -> None:
-        now, server = time.monotonic(), number - FIRST_SERVER
+        if header.op in _OF_SERVERS:
+            self._take_from_server(number - FIRST_SERVER, peer, header, payload)
+        elif header.op in _OF_USERS:
+            self._take_from_user(peer, header)
+        elif header.op == Op.BYE:
+            self.gone.add(number)
+            self.left.notify_all()
+            peer.post(Op.BYE)
+        elif header.op == Op.SPEEDS:
+            self.arbiter.measured({int(shard): speed for shard, speed in unpack(payload)})
+            self._publish([])
+
+    def _take_from_server(self, server: int, peer: Peer, header: Header, payload: memoryview) -> None:
+        now = time.monotonic()
         match header.op:
-            case Op.BYE:
-                self.gone.add(number)
-                self.left.notify_all()
-                peer.post(Op.BYE)
             case Op.JOIN:
                 found = unpack(payload)
                 host, port = found["address"]
@@ -119,9 +131,11 @@ class Arbitration:
                     peer.post(Op.REFUSED)
             case Op.HELD:
                 self._publish(self.arbiter.held(server, header.part, header.epoch, header.worker))
-            case Op.SPEEDS:
-                self.arbiter.measured({int(shard): speed for shard, speed in unpack(payload)})
-                self._publish([])
+            case Op.IN_SYNC:
+                self._publish(self.arbiter.in_sync(header.part, header.worker, header.epoch))
+
+    def _take_from_user(self, peer: Peer, header: Header) -> None:
+        match header.op:
             case Op.ADD:
                 view = self.arbiter.add()
                 self._publish([view])
@@ -132,8 +146,6 @@ class Arbitration:
                 peer.post(Op.REMOVE, why_not.encode())
             case Op.LIST:
                 peer.post(Op.LIST, json.dumps(self._listed()).encode())
-            case Op.IN_SYNC:
-                self._publish(self.arbiter.in_sync(header.part, header.worker, header.epoch))
 
     def _publish(self, changed: list[View]) -> None:
         moved = self.arbiter.placement.version != self.told

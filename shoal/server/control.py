@@ -63,7 +63,8 @@ class Control:
         host, port = told["arbiter"]
         try:
             transport = Transport(read_key(folder / KEY_FILE), told["job"])
-            channel = transport.connect((host, port), ARBITER, FIRST_USER + secrets.randbelow(2**20))
+            number = FIRST_USER + secrets.randbelow(2**20)
+            channel = transport.connect((host, port), ARBITER, number)
         except (OSError, WireError) as error:
             raise ServerLost(f"{directory}: its arbiter at {host}:{port} does not answer: {error}.") from error
         self._peer = Peer(channel, "arbiter")

@@ -13,9 +13,10 @@ A proof is HMAC-SHA256(key, label + both greetings + what it is about). Both non
 nothing; the label differs by role, so one end's own proof sent back to it is worth nothing either. A server proves
 itself first: that tells a stranger nothing about a key of 256 random bits, and lets a worker say what is wrong.
 All servers of a job hold one key, so their number belongs in the name of the job, `digits/2`: else someone in between
-could lead a worker to another server than it asked for. Payloads get the best MAC that both ends know (`mac.py`); what
-an end knows is part of its greeting, and so of the proofs: nobody in between can talk the two into a lesser one.
-Nothing is encrypted: who can listen sees gradients and weights. docs/security.md argues what is proven and what is not.
+could lead a worker to another server than it asked for. Payloads get the best MAC that both ends
+know (`mac.py`); what an end knows is part of its greeting, and so of the proofs: nobody in between
+can talk the two into a lesser one. Nothing is encrypted: who can listen sees gradients and weights.
+docs/security.md argues what is proven and what is not.
 
 Magic and version stay the first six bytes in all versions to come, so that each can tell the other from itself.
 """

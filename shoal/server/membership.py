@@ -12,8 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.errors import WireError
 from shoal.server.arbiter import Address, View
@@ -27,6 +26,31 @@ from shoal.server.views import Views
 
 BEATS_IN_A_LEASE = 8
 log = logging.getLogger("shoal.server")
+
+
+class MembershipHandler(Protocol):
+    """Receiver of what a membership learns. It is called in threads of the membership's."""
+
+    def on_view(self, view: View) -> None:
+        """Handle a view of this server's shard, once this server is a member."""
+
+    def on_placement(self, placement: Placement) -> None:
+        """Handle a placement."""
+
+    def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
+        """Handle a backup's word that it has all updates of a part before `clock`.
+
+        Args: filled: the backup has answered a whole part, not an update.
+        """
+
+    def on_lease_renewed(self) -> None:
+        """Handle the answer to a beat."""
+
+    def on_removed(self) -> None:
+        """Handle the end of the membership: the arbiter counts on this server no more."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what a user may want to know of this server. Every beat tells the arbiter."""
 
 
 class Membership:
@@ -59,35 +83,16 @@ class Membership:
         self._arbiter = arbiter
         self.views: Views
 
-    def begin(
-        self,
-        *,
-        follow: Callable[[View], None],
-        placed: Callable[[Placement], None],
-        acknowledged: Callable[[int, int, int, bool], None],
-        facts: Callable[[], dict[str, Any]],
-        leased: Callable[[], None],
-        out: Callable[[], None],
-    ) -> None:
-        """Be known to the arbiter.
-
-        Args:
-            follow: is told of every view of the shard after this server has become a member.
-            placed: is told of every placement.
-            acknowledged: is told (backup, part, clock, whether it was filled).
-            facts: what a user may want to know of this server; told with every beat.
-            leased: is called when a beat was answered.
-            out: is called when this server is a member no longer.
-        """
-        self._follow, self._acknowledged, self._leased, self._out = follow, acknowledged, leased, out
-        self._facts = facts
+    def begin(self, handler: MembershipHandler) -> None:
+        """Connect to the arbiter, and tell `handler` what it says from now on."""
+        self._handler = handler
         self.views = Views(
             FIRST_SERVER + self.server,
             self._arbiter,
             self.transport,
             first=self._introduce,
             changed=self._see,
-            placed=placed,
+            placed=handler.on_placement,
             answered=self._answered,
         )
         self.views.begin()
@@ -107,7 +112,8 @@ class Membership:
         if address is None:
             return None
         try:
-            channel = self.transport.connect(address, server, FIRST_SERVER + self.server, self.lease_s / 2)
+            own_number = FIRST_SERVER + self.server
+            channel = self.transport.connect(address, server, own_number, self.lease_s / 2)
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None
@@ -132,14 +138,15 @@ class Membership:
             payload = pack_part(message.values, list(message.state), message.done)
             link.post(Op.FILL, payload, part=message.part, step=message.clock, epoch=epoch)
             return
+        update = message.update
         about: dict[str, Any] = {
-            "worker": message.worker,
-            "step": message.step,
-            "present": message.present.hex(),
+            "worker": update.worker,
+            "step": update.step,
+            "present": update.present.hex(),
             "settings": message.settings,
         }
         link.post(Op.ABOUT, json.dumps(about).encode(), part=message.part)
-        link.post(Op.APPLY, message.gradient, part=message.part, step=message.clock, epoch=epoch)
+        link.post(Op.APPLY, update.gradient, part=message.part, step=message.clock, epoch=epoch)
 
     def primary_of(self, shard: int) -> tuple[int, Address] | None:
         """Another shard's primary and where it listens, if it has one."""
@@ -163,7 +170,7 @@ class Membership:
         if self._joined.is_set():
             return  # the next beat tells
         host, port = self.here
-        joining = {"shard": self.shard, "address": [host, port], "facts": self._facts()}
+        joining = {"shard": self.shard, "address": [host, port], "facts": self._handler.status()}
         peer.post(Op.JOIN, json.dumps(joining).encode())
 
     def _see(self, view: View) -> None:
@@ -171,11 +178,11 @@ class Membership:
             return
         member = self.server in view.members
         if self._joined.is_set() and not member:
-            self._out()
+            self._handler.on_removed()
         if member:
             self.view = view
             self._joined.set()
-            self._follow(view)
+            self._handler.on_view(view)
 
     def _beat(self) -> None:
         number = 0
@@ -184,15 +191,15 @@ class Membership:
             number += 1
             self._sent = {n: at for n, at in self._sent.items() if n > number - 4 * BEATS_IN_A_LEASE}
             self._sent[number] = time.monotonic()
-            self.views.post(Op.BEAT, json.dumps(self._facts()).encode(), step=number)
+            self.views.post(Op.BEAT, json.dumps(self._handler.status()).encode(), step=number)
             time.sleep(self.lease_s / BEATS_IN_A_LEASE)
 
     def _answered(self, header: Header) -> None:
         if header.op == Op.BEAT:
             self._leased_until = max(self._leased_until, self._sent.get(header.step, 0.0) + self.lease_s)
-            self._leased()
+            self._handler.on_lease_renewed()
         elif header.op in (Op.REFUSED, Op.BYE):
-            self._out()
+            self._handler.on_removed()
 
     def _listen(self, backup: int, link: Peer) -> None:
         try:
@@ -201,7 +208,7 @@ class Membership:
                 if header.op == Op.REFUSED:
                     log.info("server %d was replaced: its backup %d follows another", self.server, backup)
                     continue
-                self._acknowledged(backup, header.part, header.step, bool(header.flags))
+                self._handler.on_acknowledged(backup, header.part, header.step, bool(header.flags))
         except WireError:
             link.close()
             if self.links.get(backup) is link:

@@ -18,7 +18,7 @@ from shoal.server.inbox import Inbox
 from shoal.server.membership import Membership
 from shoal.server.messages import FIRST_SERVER, Op, unpack, unpack_part
 from shoal.server.peer import Peer
-from shoal.server.said import Acknowledged, Applied, Filled, Out, Refused
+from shoal.server.said import Acknowledged, Applied, Filled, GradientUpdate, Out, Refused
 from shoal.server.shard import Shard
 
 
@@ -82,8 +82,9 @@ class Replication:
         elif header.op == Op.APPLY:
             found = unpack(memoryview(about))
             gradient = self._inbox.update(primary, header)
-            whose, present = (found["worker"], found["step"]), bytes.fromhex(found["present"])
-            out = self._shard.repeat(Applied(0, part, clock, *whose, gradient, present, found["settings"]))
+            present = bytes.fromhex(found["present"])
+            update = GradientUpdate(found["worker"], found["step"], gradient, present)
+            out = self._shard.repeat(Applied(0, part, clock, update, found["settings"]))
         else:
             raise Refused(f"message {header.op} from a server")
         for message in out:

@@ -44,16 +44,22 @@ class Gradient(NamedTuple):
     present: bytes
 
 
+class GradientUpdate(NamedTuple):
+    """The gradient of one update of a part."""
+
+    worker: int  # whose push it was; -1 for the sum of all
+    step: int  # of that worker
+    gradient: Tensor
+    present: bytes  # a byte for each segment: 1 where it has a gradient
+
+
 class Applied(NamedTuple):
     """An update, for a backup to repeat."""
 
     backup: int
     part: int
     clock: int  # before it
-    worker: int  # whose push it was; -1 for the sum of all
-    step: int
-    gradient: Tensor
-    present: bytes
+    update: GradientUpdate
     settings: Settings
 
 

@@ -37,6 +37,7 @@ from shoal.server.membership import Membership
 from shoal.server.messages import BLOCKS, FIRST_SERVER, SMALL_BYTES, Op, pack_part, unpack, unpack_order, unpack_part
 from shoal.server.moving import Moving
 from shoal.server.peer import Peer
+from shoal.server.placement import Placement
 from shoal.server.replication import Replication
 from shoal.server.said import Adopted, Applied, Elsewhere, Filled, InSync, Out, Refused
 from shoal.server.shard import Shard
@@ -45,6 +46,7 @@ from shoal.server.slots import Slots
 from shoal.server.transport_settings import Transport
 
 log = logging.getLogger("shoal.server")
+_OF_A_STEP = (Op.ORDER, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,7 @@ class Server:
 
     def run(self) -> None:
         """Accept connections until this server is closed."""
-        self.membership.begin(
-            follow=self._follow,
-            placed=self.moving.placed,
-            acknowledged=self.replication.acknowledged,
-            facts=self._facts,
-            leased=self._leased,
-            out=self.close,
-        )
+        self.membership.begin(self)
         self.door.admit(self._attend)
 
     def close(self) -> None:
@@ -188,12 +183,22 @@ class Server:
 
     def on_message(self, worker: int, peer: Peer, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
         """Take a worker's message. Holds the lock. Raises Elsewhere, Refused."""
+        if header.op == Op.PUSH:
+            return self._push(worker, header, payload, about)
+        if header.op in _OF_A_STEP:
+            return self._step(worker, header, payload)
+        self._answer(worker, peer, header, payload)
+        return []
+
+    def _push(self, worker: int, header: Header, payload: memoryview, about: bytes) -> Iterable[Out]:
+        gradient, present = self.pushed(worker, header, payload, about)
+        sparse = bool(header.flags & BLOCKS)
+        return self.shard.push(worker, header.step, header.part, gradient, present, sparse)
+
+    def _step(self, worker: int, header: Header, payload: memoryview) -> Iterable[Out]:
+        """Handle what belongs to a step; the shard answers it."""
         shard, step, part = self.shard, header.step, header.part
         match header.op:
-            case Op.PUSH:
-                gradient, present = self.pushed(worker, header, payload, about)
-                sparse = bool(header.flags & BLOCKS)
-                return shard.push(worker, step, part, gradient, present, sparse)
             case Op.ORDER:
                 ordered = shard.order(worker, step, unpack_order(payload))
                 self.moving.discard()
@@ -202,14 +207,20 @@ class Server:
                 return shard.ask(worker, step, part, whole=header.op == Op.GRADIENT)
             case Op.PULL:
                 return shard.pull(worker, part)
+            case Op.LOAD:
+                values, state, _ = unpack_part(payload)
+                return shard.load(worker, part, values, list(state), step)
+        raise AssertionError(header.op)
+
+    def _answer(self, worker: int, peer: Peer, header: Header, payload: memoryview) -> None:
+        """Handle what is answered at once, or not at all."""
+        shard, part = self.shard, header.part
+        match header.op:
             case Op.STOP:
                 newest = max((order_step for order_step, _ in shard.orders.values()), default=0)
                 self.audience.stop_after(newest + 3)  # nobody has got that far, so everyone hears of it in time
             case Op.SHARE:
                 self._share(worker, peer, payload)
-            case Op.LOAD:
-                values, state, _ = unpack_part(payload)
-                return shard.load(worker, part, values, list(state), step)
             case Op.STATE:
                 held = shard.held_part(part)
                 state_bytes = pack_part(held.values, list(held.state()), shard.done[part])
@@ -222,7 +233,6 @@ class Server:
                 peer.post(Op.HISTORY, json.dumps(self._history(unpack(payload))).encode(), part=part)
             case _:
                 raise Refused(f"message {header.op}, which is not known")
-        return []
 
     def pushed(self, worker: int, header: Header, payload: memoryview, about: bytes) -> tuple[Tensor, bytes]:
         """A worker's gradient, and which of its segments there are. Raises Elsewhere, Refused."""
@@ -254,9 +264,9 @@ class Server:
             else:
                 self.unsaid.append(message)
 
-    # What the arbiter and backups say
+    # What the arbiter and backups say: a MembershipHandler
 
-    def _follow(self, view: View) -> None:
+    def on_view(self, view: View) -> None:
         """Be what the view says."""
         with self.lock:
             self.roles.notify_all()
@@ -266,8 +276,20 @@ class Server:
         self.replication.link()
         self.moving.give()
 
-    def _leased(self) -> None:
-        """A beat was answered."""
+    def on_placement(self, placement: Placement) -> None:
+        """Answer for the parts that are this shard's now."""
+        self.moving.placed(placement)
+
+    def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
+        """Send the answers that have waited for this backup."""
+        self.replication.acknowledged(backup, part, clock, filled)
+
+    def on_removed(self) -> None:
+        """Serve nobody any more."""
+        self.close()
+
+    def on_lease_renewed(self) -> None:
+        """Say what could not be said without a lease, and try again what has failed."""
         self.replication.link()
         self.moving.give()
         if self.unsaid:
@@ -275,8 +297,8 @@ class Server:
                 unsaid, self.unsaid = self.unsaid, []
                 self.send(unsaid)
 
-    def _facts(self) -> dict[str, Any]:
-        """What `shoal servers list` says of it."""
+    def status(self) -> dict[str, Any]:
+        """Return what `shoal servers list` says of this server."""
         with self.lock:
             return {"pid": os.getpid(), "host": socket.gethostname(), **self._holds()}
 

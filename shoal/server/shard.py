@@ -37,6 +37,7 @@ from shoal.server.said import (
     Elsewhere,
     Filled,
     Given,
+    GradientUpdate,
     InSync,
     Loaded,
     Order,
@@ -282,8 +283,9 @@ class Shard:
         if applied.clock > held.clock:
             raise Refused(f"update {applied.clock} of part {applied.part} came before update {held.clock}")
         if applied.clock == held.clock:
-            held.apply(applied.gradient, applied.present, applied.settings)
-            self._count(applied.part, applied.worker, applied.step)
+            update = applied.update
+            held.apply(update.gradient, update.present, applied.settings)
+            self._count(applied.part, update.worker, update.step)
         return [Acknowledged(applied.part, held.clock)]
 
     # How steps are taken
@@ -296,7 +298,7 @@ class Shard:
         step, order = self.orders[self.workers[0]]
         self.sums[part] = Sum(sum_.memory)
         before = held.values.clone() if sum_.sparse else None
-        told = self._apply(part, -1, step, sum_.total(), sum_.present, order)
+        told = self._apply(part, GradientUpdate(-1, step, sum_.total(), sum_.present), order)
         self.changed.pop(part, None)
         if before is not None:
             self.changed[part] = (held.clock, changed(before, held.values))
@@ -309,20 +311,21 @@ class Shard:
         if push is None or order is None or step != push.step:
             return []
         del self.pushed[worker, part]
-        told = self._apply(part, worker, step, push.gradient, push.present, order)
+        update = GradientUpdate(worker, step, push.gradient, push.present)
+        told = self._apply(part, update, order)
         self.readers[part][worker] = step + 1
         return [*told, *self.backups.hold(part, self.held[part].clock, self._readable(part))]
 
-    def _apply(self, part: int, worker: int, step: int, gradient: Tensor, present: bytes, order: Order) -> list[Out]:
+    def _apply(self, part: int, update: GradientUpdate, order: Order) -> list[Out]:
         held = self.held[part]
         settings = order.settings[held.part.group]
         if order.scale != 1.0:
-            gradient = gradient * order.scale
+            update = update._replace(gradient=update.gradient * order.scale)
         clock = held.clock
-        held.apply(gradient, present, settings)
-        self._count(part, worker, step)
-        self._note(Event("a", part, clock, worker, step))
-        return [Applied(b, part, clock, worker, step, gradient, present, settings) for b in self.backups.clocks]
+        held.apply(update.gradient, update.present, settings)
+        self._count(part, update.worker, update.step)
+        self._note(Event("a", part, clock, update.worker, update.step))
+        return [Applied(backup, part, clock, update, settings) for backup in self.backups.clocks]
 
     def _count(self, part: int, worker: int, step: int) -> None:
         done = self.done[part]

@@ -1,4 +1,4 @@
-"""Settings by which the processes of a job reach each other, from the strategy's options down to the socket.
+"""Settings by which the processes of a job reach each other, from the launcher down to the socket.
 
 launcher ── Transport ──> server    accept a connection, as the listener of that name
               └─────────> worker    connect to the listener of that name
@@ -31,7 +31,8 @@ class Transport:
     Args:
         key: proves that a process belongs to the job.
         job: the job's name. Both ends must say the same.
-        limit_bytes: the longest payload that is sent or accepted. The default is enough for an arbiter's messages.
+        limit_bytes: the longest payload that is sent or accepted. The default is enough for an
+            arbiter's messages.
     """
 
     key: Key
@@ -79,7 +80,8 @@ class Transport:
 
         Returns: the channel, and the number that the peer has given.
 
-        Raises: WireError: the peer does not hold the key, is of another job or version, is silent or gone.
+        Raises:
+            WireError: the peer does not hold the key, is of another job or version, silent or gone.
         """
         is_remote = not is_loopback(connection)
         name, macs = self._name_of(listener), self._macs(is_remote)

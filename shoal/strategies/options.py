@@ -19,9 +19,10 @@ from shoal.pipeline.schedules import SCHEDULES, problems
 HOWS = ("column", "row")
 _MOST_CONNECTIONS = 16
 _NO_TLS = (
-    "servers no longer encrypt their connections. Both ends prove that they hold the key of this job, and "
-    "between machines every frame is authenticated (docs/security.md), but who can listen sees gradients and "
-    "weights. Leave tls out; where that matters, use a network that encrypts, such as WireGuard or IPsec"
+    "servers no longer encrypt their connections. Both ends prove that they hold the key of this "
+    "job, and between machines every frame is authenticated (docs/security.md), but who can listen "
+    "sees gradients and weights. Leave tls out; where that matters, use a network that encrypts, "
+    "such as WireGuard or IPsec"
 )
 
 
@@ -202,7 +203,8 @@ class ServerOptions(StrategyOptions):
     shared_memory: workers and servers of one machine read each other's memory instead of sending it.
     aggregate: where there are several machines with several workers, those of one sum their gradients before they
         push, and share one pull; synchronous steps without compression only.
-    connections: has no effect any more, and is accepted from 1 to 16 for configurations and checkpoints that name it.
+    connections: has no effect any more, and is accepted from 1 to 16 for configurations and
+        checkpoints that name it.
     tls: only none; a certificate is refused, for connections are authenticated and not encrypted.
     """
 

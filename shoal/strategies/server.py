@@ -70,5 +70,6 @@ class Server(ServerOptions, Strategy):
         if self.compress != "none":
             notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
         if self.connections > 1:
-            notes.append(f"connections={self.connections}: has no effect; one connection to each server is used.")
+            said = f"connections={self.connections}: has no effect; one connection to each server"
+            notes.append(f"{said} is used.")
         return notes

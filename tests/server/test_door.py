@@ -59,7 +59,8 @@ def visit(address: tuple[str, int], number: int) -> None:
 
 
 def test_strangers_that_say_nothing_do_not_keep_out_who_holds_the_key(monkeypatch):
-    monkeypatch.setattr(settings, "accept", partial(accept, limit_s=600.0))  # they would keep it for ten minutes
+    # They would keep it for ten minutes.
+    monkeypatch.setattr(settings, "accept", partial(accept, limit_s=600.0))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address = listener.getsockname()
     with opened(listener) as (door, came), contextlib.ExitStack() as silent:

@@ -135,6 +135,12 @@ def test_no_read_is_staler_than_allowed_and_each_push_is_applied_once(seed: int,
     assert sorted(applied) == sorted((p.number, w, s) for p in PARTS for w in range(3) for s in range(4))
 
 
+def _copied(applied: Applied) -> Applied:
+    """The message as it would come over a connection, with a gradient of its own."""
+    gradient = applied.update.gradient.clone()
+    return applied._replace(update=applied.update._replace(gradient=gradient))
+
+
 class Replica:
     """A backup that is told of everything in order, as a connection would."""
 
@@ -147,7 +153,7 @@ class Replica:
     def take(self, out: list[Out]) -> list[Out]:
         """Keep what is for this replica; the rest is for others."""
         mine = [m for m in out if isinstance(m, (Filled, Applied)) and m.backup == self.number]
-        self.inbox += [m._replace(gradient=m.gradient.clone()) if isinstance(m, Applied) else m for m in mine]
+        self.inbox += [_copied(m) if isinstance(m, Applied) else m for m in mine]
         return [m for m in out if not (isinstance(m, (Filled, Applied)) and m.backup == self.number)]
 
     def hear(self, primary: Shard) -> list[Out]:

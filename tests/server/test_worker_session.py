@@ -176,6 +176,7 @@ class World:
         sizes = [part.size_bytes for part in PARTS]
         self.arbiter = Arbiter([number % 2 for number in NUMBERS], sizes, 2, LEASE_S)
         self.now = 0.0
+        self.troubles = chance.choice([5, 30, 200])  # then all is calm, and nothing makes up for a loss
         self.parcels: list[Parcel] = []
         self.given_out: dict[tuple[int, int, int], list[Tensor]] = {}
         self.servers = [self.new_server(number, number % 2) for number in range(4)]
@@ -216,7 +217,7 @@ class World:
         self.now += 0.01
         server, worker = self.chance.choice(self.servers), self.chance.choice(self.workers)
         match self.chance.randrange(18):
-            case 0 if self.chance.random() < 0.3:
+            case 0 if self.is_trouble(0.3):
                 speeds = {shard: self.chance.choice([1.0, 3.0]) for shard in (0, 1)}
                 self.arbiter.measured(speeds)
             case 1:
@@ -233,9 +234,9 @@ class World:
             case 6 if worker.retries:
                 retry = worker.retries.pop(self.chance.randrange(len(worker.retries)))
                 self.do(worker, worker.session.resend(retry.partition, retry.op))
-            case 7 if self.chance.random() < 0.1 and worker.wires:
+            case 7 if worker.wires and self.is_trouble(0.1):
                 self.cut(worker, self.chance.choice(list(worker.wires)))
-            case 8 if self.chance.random() < 0.02:
+            case 8 if self.is_trouble(0.02):
                 self.lose(server)
             case 9 | 10:
                 self.replicate(server)
@@ -247,6 +248,13 @@ class World:
                 self.deliver(worker, self.chance.choice(list(worker.wires)))
             case _:
                 self.work(worker)
+
+    def is_trouble(self, probability: float) -> bool:
+        """Decide that it is time for one more trouble, or not."""
+        if not self.troubles or self.chance.random() > probability:
+            return False
+        self.troubles -= 1
+        return True
 
     # Workers
 
@@ -278,6 +286,8 @@ class World:
             self.do(worker, session.query(Op.NORM, dict.fromkeys(NUMBERS, b"")))
         elif not worker.asks or (worker.norms is not None and len(worker.norms) == len(PARTS)):
             self.check_norms(worker)
+            for number in NUMBERS:
+                self.check_values(worker, number)  # nobody has written to them since
             worker.pushed, worker.norms = set(), None
             self.do(worker, session.request_step(b""))
 

@@ -229,7 +229,7 @@ def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact
     assert made.notes == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
 
 
-def test_an_old_configuration_with_several_connections_is_accepted_and_told_that_one_is_used() -> None:
+def test_several_connections_are_accepted_as_in_old_configurations_and_not_used() -> None:
     (made,) = build_strategies(parse_line("server=2,connections=4"))
     assert made.notes == [  # type: ignore[attr-defined]
         "connections=4: has no effect; one connection to each server is used."
