@@ -24,6 +24,7 @@ from shoal.server.worker_messages import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,
+    NoticeMessage,
     PushMessage,
     QueryAnswered,
     QueryMessage,
@@ -62,8 +63,6 @@ class ReplayedServers:
     def take(self, part: int, values: Tensor) -> None:
         """Give this worker what the servers have given it."""
         self.values[part].copy_(values)
-        with self.owner.lock:
-            self._arrived(part)
 
     def stepped(self) -> Stepped:
         """Return what was pushed and ordered in the step that has just been taken."""
@@ -98,14 +97,18 @@ class ReplayedServers:
         """There is no connection to close."""
 
     def _take_message(self, message: ShardMessage) -> None:
+        session = self.owner.session
         match message:
             case PushMessage(part, _, gradient, present):
                 self._pushed[part] = self._decoded(part, gradient), present
             case StepMessage(_, payload):
                 self._order = unpack_order(memoryview(payload))
+                session.begin()  # what the next step needs is there before it begins
             case QueryMessage(Op.PULL, part):
                 self.values[part].copy_(self.held[part].values)
-                self._arrived(part)
+                values = ValuesMessage(part, session.step, session.step)
+                session.accept(0, values)
+                self.carry_out(session.receive(0, values))
             case QueryMessage(Op.LOAD, part, _, payload) if isinstance(payload, bytes):
                 values, state, _ = unpack_part(memoryview(payload))
                 self.held[part].load(values, list(state), 0)
@@ -113,19 +116,12 @@ class ReplayedServers:
             case QueryMessage(Op.STATE, part):
                 held = self.held[part]
                 self._answer(Op.STATE, part, pack_part(held.values, list(held.state()), {}))
-            case _:
-                raise UsageError(f"{message} to servers that are replayed, which only do again")
+            case QueryMessage(op) | NoticeMessage(op):
+                raise UsageError(f"a run that is replayed has no servers to ask for {op.name}")
 
     def _decoded(self, part: int, gradient: Tensor) -> Tensor:
         layout, packed = self.parts[part], self._compression
         return gradient if packed is None else packed.decode(gradient, layout.length, layout.dtype)
-
-    def _arrived(self, part: int) -> None:
-        """Values of the step that is under way are in the worker's memory."""
-        session = self.owner.session
-        values = ValuesMessage(part, session.step, session.step)
-        session.accept(0, values)
-        self.carry_out(session.receive(0, values))
 
     def _answer(self, op: Op, part: int, payload: bytes) -> None:
         message = AnswerMessage(op, part, memoryview(payload))
