@@ -23,15 +23,15 @@ test-slow: $(VENV)/.test  ## Run the tests that take minutes.
 
 # Each fault of the parameter servers 300 times: hours. Fewer: make test-faults TRIALS=20
 TRIALS ?= 300
-FAULTS := tests/strategies/test_server_faults.py tests/strategies/test_server_network.py \
-  tests/strategies/test_server_workers.py tests/strategies/test_server_strangers.py tests/strategies/test_server_elastic.py
+FAULTS := tests/strategies/server/test_server_faults.py tests/strategies/server/test_server_network.py \
+  tests/strategies/server/test_server_workers.py tests/strategies/server/test_server_hostile_clients.py tests/strategies/server/test_server_elastic.py
 
 test-faults: $(VENV)/.test  ## Kill, stop and cut off parameter servers and workers, TRIALS times each (default: 300).
 	SHOAL_FAULT_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n auto --maxprocesses 8 $(FAULTS)
 
 # A rank that dies or stops in the middle of a collective, 300 times, and of a compiled all-reduce, 60 times.
 test-collectives: $(VENV)/.test  ## Kill or stop a rank in the middle of a collective, 300 times.
-	$(BIN)/python -m pytest tests/comm/test_backend_faults.py tests/comm/test_express.py
+	$(BIN)/python -m pytest tests/shm_backend/test_backend_faults.py tests/shm_backend/test_native.py
 
 test-gpu: $(VENV)/.test  ## Run the tests that need CUDA devices.
 	$(BIN)/python -m pytest -m gpu
@@ -49,7 +49,7 @@ $(BIN)/python:
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 # The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
-COMPILED := shoal/comm/backend/express.c
+COMPILED := shoal/shm_backend/native.c
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
@@ -65,7 +65,7 @@ $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	@touch $@
 
 verified: $(VENV)/.demo  ## Write docs/verified.md anew: every strategy against one device, on every model.
-	$(BIN)/python -m shoal.proof.matrix docs/verified.md
+	$(BIN)/python -m shoal.verification.matrix docs/verified.md
 
 bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure

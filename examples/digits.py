@@ -1,4 +1,5 @@
-"""Handwritten digits with a script of your own. The lines marked `# shoal` are the five that changed.
+"""Handwritten digits with a script of your own. The lines marked `# shoal` are the five that
+changed.
 
 python examples/digits.py                          one process
 shoal launch -n 4 examples/digits.py               four; the same losses
@@ -11,13 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal  # shoal
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import load
 
 run = shoal.init()  # shoal
-digits = load(Data(name="digits"), seed=0)
+digits = load(DataConfig(name="digits"), seed=0)
 
-model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)).to(run.device)
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)).to(
+    run.device
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(digits.train, batch_size=64, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)  # shoal

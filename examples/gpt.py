@@ -1,4 +1,5 @@
-"""A small GPT on the source text of Python's standard library: one script, cut in any way, the same losses.
+"""A small GPT on the source text of Python's standard library: one script, cut in any way, the same
+losses.
 
     python examples/gpt.py                                                       one process
     shoal launch -n 2 --strategy ddp examples/gpt.py                             the batch is shared out
@@ -7,23 +8,25 @@
     shoal launch -n 2 --strategy pipeline=2 examples/gpt.py                      the model is cut in stages
     shoal launch -n 8 --strategy tensor=2,pipeline=2,zero1 examples/gpt.py       all of it at once
 
-What the model is cut into, the head of each run says. In float64 the losses agree in every digit that is shown.
-"""
+What the model is cut into, the head of each run says. In float64 the losses agree in every digit
+that is shown."""
 
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Subset
 
 import shoal
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import load
 from shoal.models import build
 
 torch.set_default_dtype(torch.float64)
 run = shoal.init()
-text = load(Data(name="stdlib", sequence_length=32), seed=0)
+text = load(DataConfig(name="stdlib", sequence_length=32), seed=0)
 
-model = build("gpt", text.num_classes, text.input_shape, {"width": 32, "layers": 4, "heads": 4}).to(run.device)
+model = build("gpt", text.num_classes, text.input_shape, {"width": 32, "layers": 4, "heads": 4}).to(
+    run.device
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 loader = DataLoader(Subset(text.train, range(320)), batch_size=16, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)

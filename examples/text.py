@@ -3,24 +3,28 @@
     python examples/text.py                            one process
     shoal launch -n 2 examples/text.py                 two; the same losses
 
-Sentences of different length in one batch would weigh their tokens wrongly if each rank took its own mean: the loss
-below returns a sum and a count, and the gradients are divided by the count of all ranks.
-"""
+Sentences of different length in one batch would weigh their tokens wrongly if each rank took its
+own mean: the loss below returns a sum and a count, and the gradients are divided by the count of
+all ranks."""
 
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Subset
 
 import shoal
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import load
 from shoal.models import build
 
-torch.set_default_dtype(torch.float64)  # so that the losses of one process and of many agree in every digit shown
+torch.set_default_dtype(
+    torch.float64
+)  # so that the losses of one process and of many agree in every digit shown
 run = shoal.init()
-text = load(Data(name="stdlib", sequence_length=64), seed=0)
+text = load(DataConfig(name="stdlib", sequence_length=64), seed=0)
 
-model = build("gpt", text.num_classes, text.input_shape, {"width": 64, "layers": 2, "heads": 4}).to(run.device)
+model = build("gpt", text.num_classes, text.input_shape, {"width": 64, "layers": 2, "heads": 4}).to(
+    run.device
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 loader = DataLoader(Subset(text.train, range(1200)), batch_size=40, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.comm.registration import register
+from shoal.shm_backend.registration import register
 
 if TYPE_CHECKING:
     from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
     from shoal.errors import ShoalError
-    from shoal.proof import Verdict, verify
     from shoal.run import Run, init
     from shoal.train.checkpoint import Checkpoints
+    from shoal.verification import Verdict, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,8 +36,8 @@ __all__ = [
 _HOMES = {
     "init": "shoal.run",
     "Run": "shoal.run",
-    "verify": "shoal.proof",
-    "Verdict": "shoal.proof",
+    "verify": "shoal.verification",
+    "Verdict": "shoal.verification",
     "Checkpoints": "shoal.train.checkpoint",
     "ShoalError": "shoal.errors",
     "allreduce": "shoal.comm.arrays",

@@ -75,8 +75,10 @@ class CheckpointError(ShoalError):
     """A checkpoint is corrupt, missing, or belongs to another experiment."""
 
 
-class TidyingFailed(CheckpointError):
-    """A checkpoint is saved and whole, but what belongs to it was not done: its hints, or the removal of older ones."""
+class CleanupFailed(CheckpointError):
+    """A checkpoint is saved and whole, but what belongs to it was not done: its hints, or the
+    removal of older ones.
+    """
 
 
 class RecordError(ShoalError):
@@ -88,7 +90,9 @@ class ServerLost(ShoalError):
 
 
 class CollectiveFailed(ShoalError, RuntimeError):
-    """Ranks do not make the same collective calls, or one did not come in time. The group cannot be used any more."""
+    """Ranks do not make the same collective calls, or one did not come in time. The group
+    cannot be used any more.
+    """
 
 
 class PeerLost(CollectiveFailed):
@@ -96,7 +100,9 @@ class PeerLost(CollectiveFailed):
 
 
 class WireError(ShoalError):
-    """What came over a socket is not what this job's peer would send; nothing more is read from that socket."""
+    """What came over a socket is not what this job's peer would send; nothing more is read from
+    that socket.
+    """
 
 
 class ConnectionLost(WireError):

@@ -1,4 +1,6 @@
-"""Ranks of test worlds are forked from a server that imports what stands here, once for all tests."""
+"""Ranks of test worlds are forked from a server that imports what stands here, once for all
+tests.
+"""
 
 import signal
 
@@ -8,7 +10,8 @@ import torch.distributed.checkpoint  # noqa: F401
 
 import shoal.train.loop  # noqa: F401
 
-# A shell's background jobs are started to ignore Ctrl-C, and what ignores it at its start goes on to do so by design.
+# A shell's background jobs are started to ignore Ctrl-C, and what ignores it at its start goes on
+# to do so by design.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

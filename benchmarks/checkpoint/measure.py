@@ -1,10 +1,10 @@
-"""How long training stands still for a save, in one interleaved run on 2 ranks; then `memory`, what an export needs.
-Run it by `make bench-checkpoint`.
+"""How long training stands still for a save, in one interleaved run on 2 ranks; then `memory`, what
+an export needs. Run it by `make bench-checkpoint`.
 
     round    torch.save │ Shoal, waiting │ Shoal, beside training: copy ─ steps while the thread writes ─ wait
 
-Each saves the same state, a GPT and its AdamW moments under ddp, to a fresh directory on the same disk, and fsyncs it.
-"""
+Each saves the same state, a GPT and its AdamW moments under ddp, to a fresh directory on the same
+disk, and fsyncs it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.checkpoint import memory
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 from shoal.models import build
 from shoal.testing import world
-from shoal.train.checkpoint import Background, Checkpoints
+from shoal.train.checkpoint import AsyncSaver, Checkpoints
 
 RESULT = Path(__file__).with_name("result.json")
 ROUNDS, RANKS, STEPS = 6, 2, 3  # the first round is not counted
@@ -41,7 +41,9 @@ def measured(folder: Path) -> dict[str, list[float]]:
     model = build("gpt", VOCABULARY, (TIME,), {"width": 512, "layers": 8, "heads": 8})
     tokens = torch.randint(0, VOCABULARY, (4 * RANKS * 1000, TIME))
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(tokens, tokens), batch_size=4))
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(tokens, tokens), batch_size=4)
+    )
     batches = iter(loader)
 
     def steps(count: int = STEPS) -> None:
@@ -54,7 +56,7 @@ def measured(folder: Path) -> dict[str, list[float]]:
     steps(1)
     waiting = Checkpoints(folder / "waiting", keep=1)
     beside = Checkpoints(folder / "beside", keep=1, group=run.mesh.new_group())
-    background = Background(beside)
+    background = AsyncSaver(beside)
     found: dict[str, list[float]] = {}
 
     def note(number: int, what: str, action: Callable[[], object]) -> None:
@@ -68,17 +70,25 @@ def measured(folder: Path) -> dict[str, list[float]]:
     for number in range(1, ROUNDS + 1):
         note(number, "steps", steps)
         tensors, info, private = run.state()
-        plain = partial(_torch_save, folder / "plain.pt", tensors) if run.rank == 0 else partial(int)
+        plain = (
+            partial(_torch_save, folder / "plain.pt", tensors) if run.rank == 0 else partial(int)
+        )
         note(number, "torch.save", plain)
         note(number, "waiting", partial(waiting.save, number, tensors, info, private))
-        note(number, "beside, stall", partial(background.start, number, tensors, info, private, best=False))
+        note(
+            number,
+            "beside, stall",
+            partial(background.start, number, tensors, info, private, best=False),
+        )
         note(number, "beside, steps meanwhile", steps)
         note(number, "beside, the rest", background.wait)
         note(number, "restore", partial(waiting.load, print))
         note(number, "torch.load", partial(torch.load, folder / "plain.pt", weights_only=True))
     background.close()
     found["bytes, torch.save"] = [os.path.getsize(folder / "plain.pt")]
-    found["bytes, Shoal"] = [sum(f.stat().st_size for f in (folder / "waiting").rglob("*") if f.is_file())]
+    found["bytes, Shoal"] = [
+        sum(f.stat().st_size for f in (folder / "waiting").rglob("*") if f.is_file())
+    ]
     found["bytes, tensors"] = [sum(t.numel() * t.element_size() for t in tensors.values())]
     return found
 
@@ -99,7 +109,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
         found = world.run(RANKS, measured, Path(folder), timeout_s=600)[0]
         bytes_above = memory.measured(Path(folder))
-    RESULT.write_text(json.dumps({"circumstances": facts, "found": found, "memory": bytes_above}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"circumstances": facts, "found": found, "memory": bytes_above}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

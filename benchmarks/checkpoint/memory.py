@@ -1,6 +1,7 @@
-"""What `shoal export` and `model.weights` need in memory, each in a fresh process; `measure` calls it.
+"""What `shoal export` and `model.weights` need in memory, each in a fresh process; `measure` calls
+it.
 
-    shoal train (2 ranks, 1 step) ─> shoal.train.export.export ─> shoal.train.weights.load_weights
+    shoal train (2 ranks, 1 step) ─> shoal.train.weight_export.export ─> shoal.train.weights.load_weights
 
 The peak is VmHWM of /proc/self/status, less what the process held before the call.
 """
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 
 from shoal.train.build import build
-from shoal.train.directory import job_of
-from shoal.train.export import export
+from shoal.train.run_directory import job_of
+from shoal.train.weight_export import export
 from shoal.train.weights import load_weights
 
 STRATEGIES = ("ddp", "zero3")
@@ -53,7 +54,9 @@ def _of_run(run: Path, strategy: str) -> dict[str, int]:
 
 def _python(*words: str) -> str:
     """What a fresh process prints."""
-    return subprocess.run([sys.executable, "-m", *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", *words], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def _export(run: Path, file: Path) -> dict[str, int]:
@@ -77,7 +80,8 @@ def _load(run: Path, file: Path) -> dict[str, int]:
 
 @contextmanager
 def _watched() -> Iterator[dict[str, int]]:
-    """How far memory rises above what is held now: `resident`, known to the kernel, and `private`, looked at every half
+    """How far memory rises above what is held now: `resident`, known to the kernel, and `private`,
+    looked at every half
     millisecond: without the pages of mapped files, which the kernel can take back."""
     with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # VmHWM begins anew
@@ -95,12 +99,19 @@ def _watched() -> Iterator[dict[str, int]]:
     finally:
         ended.set()
         looking.join()
-    peaks |= {"resident": _status()["VmHWM"] - before["VmRSS"], "private": max(private) - private[0]}
+    peaks |= {
+        "resident": _status()["VmHWM"] - before["VmRSS"],
+        "private": max(private) - private[0],
+    }
 
 
 def _status() -> dict[str, int]:
     """The sizes in /proc/self/status, in bytes."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.endswith(" kB")]
+    lines = [
+        line.split()
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.endswith(" kB")
+    ]
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in lines}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 ROWS = {
@@ -27,13 +27,24 @@ def main() -> None:
     for key, name in ROWS.items():
         ratios = [a / b for a, b in zip(found[key], found["torch.save"], strict=True)]
         rows.append([name, _spread(found[key], 2), _spread(ratios, 2)])
-    slowdown = [a / b for a, b in zip(found["beside, steps meanwhile"], found["steps"], strict=True)]
+    slowdown = [
+        a / b for a, b in zip(found["beside, steps meanwhile"], found["steps"], strict=True)
+    ]
     sizes = {key: found[f"bytes, {key}"][0] / 2**20 for key in ("tensors", "torch.save", "Shoal")}
     text = "\n\n".join(
         [
-            table([f"median of {len(slowdown)} rounds (min to max)", "seconds", "share of `torch.save`"], rows),
-            f"Steps beside a save take {_spread(slowdown, 2)} of the time of undisturbed ones. The state: "
-            f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from `torch.save`, "
+            table(
+                [
+                    f"median of {len(slowdown)} rounds (min to max)",
+                    "seconds",
+                    "share of `torch.save`",
+                ],
+                rows,
+            ),
+            f"Steps beside a save take {_spread(slowdown, 2)} of the time of undisturbed ones. The "
+            "state: "
+            f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from "
+            "`torch.save`, "
             f"{sizes['Shoal']:.0f} MiB from Shoal.",
             _memory(result["memory"]),
             told(result["circumstances"]),
@@ -49,10 +60,17 @@ def _memory(found: Mapping[str, Mapping[str, int]]) -> str:
         for strategy, of in found.items()
     ]
     of = next(iter(found.values()))
-    rows.append(["`model.weights` from it, beside the model: private memory", *_tensors(of, "load, private")])
+    rows.append(
+        [
+            "`model.weights` from it, beside the model: private memory",
+            *_tensors(of, "load, private"),
+        ]
+    )
     rows.append(["the same, with the pages of the file that it maps", *_tensors(of, "load")])
     sizes = f"largest tensor {of['largest tensor'] / 2**20:.0f} MiB, model {of['model'] / 2**20:.0f} MiB"
-    return table([f"peak above what the process held before; {sizes}", "MiB", "largest tensors"], rows)
+    return table(
+        [f"peak above what the process held before; {sizes}", "MiB", "largest tensors"], rows
+    )
 
 
 def _tensors(of: Mapping[str, int], what: str) -> list[str]:

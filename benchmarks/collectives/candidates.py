@@ -1,4 +1,6 @@
-"""An all-reduce of one tensor, in place, by each library: `reduce(tensor)` on every rank is done when it returns."""
+"""An all-reduce of one tensor, in place, by each library: `reduce(tensor)` on every rank is
+done when it returns.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.memory import Attached, Memory, attach
+from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
 
 WORDS_BYTES = 4096
 
@@ -64,7 +66,9 @@ class OpenMpi:
 
 
 class Horovod:
-    """Over Gloo, which is what it has for CPUs without MPI. Its ranks must be told where to meet, as by horovodrun."""
+    """Over Gloo, which is what it has for CPUs without MPI. Its ranks must be told where to
+    meet, as by horovodrun.
+    """
 
     name = "Horovod"
 
@@ -79,10 +83,24 @@ class Horovod:
             port[0] = self.server.start()
             self.server.init(get_host_assignments(parse_hosts(f"localhost:{size}"), size))
         dist.broadcast_object_list(port)
-        places = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-        ways = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "localhost", "GLOO_IFACE": "lo"}
+        places = {
+            "RANK": rank,
+            "SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": size,
+            "CROSS_RANK": 0,
+            "CROSS_SIZE": 1,
+        }
+        ways = {
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+            "HOSTNAME": "localhost",
+            "GLOO_IFACE": "lo",
+        }
         meeting = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port[0]}
-        os.environ |= {f"HOROVOD_{key}": str(value) for key, value in {**places, **ways, **meeting}.items()}
+        os.environ |= {
+            f"HOROVOD_{key}": str(value) for key, value in {**places, **ways, **meeting}.items()
+        }
         hvd.init()
         self.hvd = hvd
 
@@ -91,7 +109,9 @@ class Horovod:
 
 
 class DeepSpeed:
-    """Its shared-memory all-reduce, which it has for inference. It is compiled when it is first used."""
+    """Its shared-memory all-reduce, which it has for inference. It is compiled when it is first
+    used.
+    """
 
     name = "DeepSpeed"
 
@@ -110,19 +130,25 @@ class DeepSpeed:
 
 
 class HandMade:
-    """The limit: two copies and a sum, with nothing around them: no checks, no errors, no time-out, spinning only."""
+    """The limit: two copies and a sum, with nothing around them: no checks, no errors, no
+    time-out, spinning only.
+    """
 
     name = "by hand"
 
     def __init__(self, largest_bytes: int) -> None:
         self.rank, self.size, self.turn = dist.get_rank(), dist.get_world_size(), 0
-        own = Memory(WORDS_BYTES + 2 * largest_bytes)
+        own = SharedSegment(WORDS_BYTES + 2 * largest_bytes)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own.description)
-        others = {rank: attach(description) for rank, description in enumerate(found) if rank != self.rank}
+        others = {
+            rank: attach(description) for rank, description in enumerate(found) if rank != self.rank
+        }
         dist.barrier()
         own.close()
-        self.memories: list[Memory | Attached] = [others.get(rank) or own for rank in range(self.size)]
+        self.memories: list[SharedSegment | AttachedSegment] = [
+            others.get(rank) or own for rank in range(self.size)
+        ]
         self.turns = [memory.raw(0, 64).cast("q") for memory in self.memories]
         self.second = largest_bytes
         self.views: dict[int, list[list[Tensor]]] = {}
@@ -176,7 +202,9 @@ class Copy:
 ALL = {kind.name: kind for kind in (Shoal, Gloo, OpenMpi, Horovod, DeepSpeed, HandMade, Copy)}
 
 
-def all_that_there_are(names: Sequence[str], largest_bytes: int) -> tuple[list[Candidate], Mapping[str, str]]:
+def all_that_there_are(
+    names: Sequence[str], largest_bytes: int
+) -> tuple[list[Candidate], Mapping[str, str]]:
     """The candidates of these names, and why some are missing. Collective."""
     found: list[Candidate] = []
     missing = {}

@@ -1,12 +1,13 @@
-"""Measures all candidates in turns, in the same processes, and writes result.json. Run it by `make bench-collectives`.
+"""Measures all candidates in turns, in the same processes, and writes result.json. Run it by `make
+bench-collectives`.
 
     64 KB, round 1   Gloo  shoal  memcpy  Open MPI  by hand        so many calls each, a barrier before each;
     64 KB, round 2   shoal  by hand  Gloo  memcpy  Open MPI        the order is drawn anew in every round
 
-Called without arguments it starts itself under mpirun, or as plain processes where there is none, for every number of
-ranks. Horovod has processes of its own, beside `shoal` and Gloo: its thread in each of them looks around a thousand
-times a second, and whoever waits for a processor notices.
-"""
+Called without arguments it starts itself under mpirun, or as plain processes where there is none,
+for every number of
+ranks. Horovod has processes of its own, beside `shoal` and Gloo: its thread in each of them looks
+around a thousand times a second, and whoever waits for a processor notices."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ import torch.distributed as dist
 import shoal  # noqa: F401 - the backend
 from benchmarks.collectives import steps
 from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
 RANKS = (2, 4)
 BESIDE_HOROVOD = ("shoal", "Gloo", "Horovod")
-CREWS = {"times_s": tuple(name for name in ALL if name != "Horovod"), "beside_horovod_s": BESIDE_HOROVOD}
+CREWS = {
+    "times_s": tuple(name for name in ALL if name != "Horovod"),
+    "beside_horovod_s": BESIDE_HOROVOD,
+}
 SIZES_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 26, 1 << 28)
 TURN_BYTES = 1 << 26  # how much a candidate reduces in one turn, about
 MOST_CALLS = 100
@@ -66,17 +70,33 @@ def _start(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def _start_crew(crew: str, ranks: int, options: argparse.Namespace) -> Any:
     part = options.out.with_suffix(f".{ranks}.json")
-    arguments = [f"--crew={crew}", f"--part={part}", f"--rounds={options.rounds}", f"--largest-mb={options.largest_mb}"]
+    arguments = [
+        f"--crew={crew}",
+        f"--part={part}",
+        f"--rounds={options.rounds}",
+        f"--largest-mb={options.largest_mb}",
+    ]
     program = [sys.executable, "-m", "benchmarks.collectives.measure", *arguments]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": "1"}
     if shutil.which("mpirun"):
-        mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle"]
+        mpirun = [
+            "mpirun",
+            "-n",
+            str(ranks),
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "--mca",
+            "mpi_yield_when_idle",
+        ]
         mpirun += ["1" if ranks > (os.cpu_count() or 1) else "0"]
         mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         subprocess.run([*mpirun, *program], env={**os.environ, **meeting}, check=True)
     else:
         numbers = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-        processes = [subprocess.Popen(program, env={**os.environ, **meeting, **number}) for number in numbers]
+        processes = [
+            subprocess.Popen(program, env={**os.environ, **meeting, **number}) for number in numbers
+        ]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit("a rank has failed")

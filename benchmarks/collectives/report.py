@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 OURS, YARDSTICK = "shoal", "Gloo"
@@ -28,7 +28,12 @@ def _part(ranks: int, part: dict[str, Any]) -> str:
     names = [name for name in next(iter(sizes.values())) if name != OURS]
     if "Horovod" in next(iter(beside.values())):
         names.insert(names.index(YARDSTICK) + 1, "Horovod")
-    head = [f"{ranks} ranks: time of an all-reduce", OURS, *(f"{name} / {OURS}" for name in names), "goal for Gloo"]
+    head = [
+        f"{ranks} ranks: time of an all-reduce",
+        OURS,
+        *(f"{name} / {OURS}" for name in names),
+        "goal for Gloo",
+    ]
     rows = []
     for size, times_s in sizes.items():
         runs = {name: beside[size] if name == "Horovod" else times_s for name in names}
@@ -48,7 +53,13 @@ def _part(ranks: int, part: dict[str, Any]) -> str:
 
 
 def _steps(ranks: int, networks: dict[str, Any]) -> str:
-    head = [f"{ranks} ranks: step of DDP / over Gloo", "shoal", "none", "shoal, computing", "none, computing"]
+    head = [
+        f"{ranks} ranks: step of DDP / over Gloo",
+        "shoal",
+        "none",
+        "shoal, computing",
+        "none, computing",
+    ]
     rows = []
     for network, found in networks.items():
         cells = [

@@ -1,4 +1,6 @@
-"""A step of training by a hand-written DistributedDataParallel loop, the same on each backend, and on none at all."""
+"""A step of training by a hand-written DistributedDataParallel loop, the same on each backend,
+and on none at all.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], int]]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Seconds for a step, of the clock and of this rank's computing; by network and by backend. Collective."""
-    groups = {"Gloo": dist.new_group(backend="gloo"), "shoal": dist.new_group(backend="cpu:shoal"), "none": None}
+    """Seconds for a step, of the clock and of this rank's computing; by network and by backend.
+    Collective.
+    """
+    groups = {
+        "Gloo": dist.new_group(backend="gloo"),
+        "shoal": dist.new_group(backend="cpu:shoal"),
+        "none": None,
+    }
     chance, found = random.Random(0), {}
     for network, (make, steps) in networks().items():
         loops = {name: by_hand(make, group) for name, group in groups.items()}
@@ -42,13 +50,20 @@ def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     return found
 
 
-def by_hand(make: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> Callable[[int], Tensor]:
-    """Takes so many steps when it is called. Args: group: to average over; None for no other rank."""
+def by_hand(
+    make: Callable[[], nn.Module], group: dist.ProcessGroup | None
+) -> Callable[[int], Tensor]:
+    """Takes so many steps when it is called. Args: group: to average over; None for no other
+    rank.
+    """
     torch.manual_seed(0)
     model = make()
     if group is not None:
         model = DistributedDataParallel(model, process_group=group)
-    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), samples(dist.get_rank())
+    optimizer, (x, y) = (
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        samples(dist.get_rank()),
+    )
 
     def run(steps: int) -> Tensor:
         for _ in range(steps):

@@ -23,18 +23,28 @@ class Case(NamedTuple):
 WORKERS = 4
 YARDSTICK = "ddp"
 TASKS = {
-    "digits": Task("digits: residual CNN, 12 epochs, SGD with momentum", ("digits", "--train.epochs", "12")),
-    # Bounded staleness knows no step that all workers share, so nothing can be clipped: here nobody clips.
+    "digits": Task(
+        "digits: residual CNN, 12 epochs, SGD with momentum", ("digits", "--train.epochs", "12")
+    ),
+    # Bounded staleness knows no step that all workers share, so nothing can be clipped: here nobody
+    # clips.
     "lstm": Task(
         "stdlib_lstm, shortened: width 256, 64 bytes a sample, 200 steps, AdamW",
         (
             *("stdlib_lstm", "--train.max_steps", "200", "--data.sequence_length", "64"),
-            *("--model.options.width", "256", "--schedule.warmup_epochs", "0.0015", "--train.clip_norm", "null"),
+            *(
+                "--model.options.width",
+                "256",
+                "--schedule.warmup_epochs",
+                "0.0015",
+                "--train.clip_norm",
+                "null",
+            ),
         ),
     ),
 }
-# Adam divides by the size of one worker's gradients, which are noisier than the mean of all: steps are shorter by up to
-# the square root of the workers.
+# Adam divides by the size of one worker's gradients, which are noisier than the mean of all: steps
+# are shorter by up to the square root of the workers.
 LONGER = ("--optimizer.lr", "8e-3")
 CASES = {
     YARDSTICK: Case("ddp"),
@@ -42,5 +52,7 @@ CASES = {
     "server=2,staleness=3": Case("server=2,staleness=3"),
     "server=2,staleness=async": Case("server=2,staleness=async"),
     f"{YARDSTICK}, twice the learning rate": Case("ddp", LONGER, ("lstm",)),
-    "server=2,staleness=3, twice the learning rate": Case("server=2,staleness=3", LONGER, ("lstm",)),
+    "server=2,staleness=3, twice the learning rate": Case(
+        "server=2,staleness=3", LONGER, ("lstm",)
+    ),
 }

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.convergence.cases import CASES, TASKS, YARDSTICK
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 Run = dict[str, Any]
@@ -17,18 +17,30 @@ Run = dict[str, Any]
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
-    parts = [task_table(name, [run for run in result["runs"] if run["task"] == name]) for name in TASKS]
+    parts = [
+        task_table(name, [run for run in result["runs"] if run["task"] == name]) for name in TASKS
+    ]
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
     print(text)
 
 
 def task_table(name: str, runs: Sequence[Run]) -> str:
-    """One row a way to train; differences are taken within a seed, over the seeds that both have."""
+    """One row a way to train; differences are taken within a seed, over the seeds that both
+    have.
+    """
     by_case = {case: {run["seed"]: run for run in runs if run["case"] == case} for case in CASES}
     yardstick = by_case[YARDSTICK]
     title = f"{TASKS[name].title}; {len(yardstick)} seeds"
-    head = [title, "top1, %", f"less {YARDSTICK}'s", "loss", f"less {YARDSTICK}'s", "steps ahead", "seconds"]
+    head = [
+        title,
+        "top1, %",
+        f"less {YARDSTICK}'s",
+        "loss",
+        f"less {YARDSTICK}'s",
+        "steps ahead",
+        "seconds",
+    ]
     return table(head, [row(case, found, yardstick) for case, found in by_case.items() if found])
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.hosts.network import address
+from benchmarks.hosts.namespaces import address
 from shoal.errors import LaunchError
 
 
@@ -19,7 +19,9 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": address(1),
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "eth0",
-        "SHOAL_HOST": address(rank + 1),  # hosts are networks of one machine: ranks could reach each other's memory
+        "SHOAL_HOST": address(
+            rank + 1
+        ),  # hosts are networks of one machine: ranks could reach each other's memory
     }
 
 
@@ -28,4 +30,6 @@ def shoal(arguments: list[str], environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "shoal", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise LaunchError(f"`shoal {' '.join(arguments)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise LaunchError(
+            f"`shoal {' '.join(arguments)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )

@@ -1,7 +1,8 @@
-"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, or by an all-reduce of Shoal's own.
+"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, or by an all-reduce of
+Shoal's own.
 
-Each host holds the same parameters; the gradient of rank r is r + 1 everywhere and the learning rate 1, so that the
-right values are known after any number of steps, and are checked.
+Each host holds the same parameters; the gradient of rank r is r + 1 everywhere and the learning
+rate 1, so that the right values are known after any number of steps, and are checked.
 
 Time to compute is slept, a third of it forward: nothing else is to be waited for than the links.
 """
@@ -24,19 +25,23 @@ from torch import Tensor, nn
 
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
-from shoal.comm.ordered import ordered_mean
-from shoal.launch.nursery import Nursery
-from shoal.server.arbiter import Address
-from shoal.server.client import connect_to_servers
-from shoal.server.flat import Flat
-from shoal.server.fleet import Fleet, Job, Judge
-from shoal.server.key import read_key
-from shoal.server.layout import Part, Shape, cut, place
-from shoal.server.recipe import Recipe, recipe_of, settings_of
-from shoal.server.said import Order
-from shoal.server.shard_settings import ShardSettings
-from shoal.server.transport_settings import Transport
-from shoal.tensors import MIB
+from shoal.comm.deterministic import rank_order_mean
+from shoal.launch.helper_spawner import HelperSpawner
+from shoal.parameter_server.coordinator.coordinator import Address
+from shoal.parameter_server.events import StepRequest
+from shoal.parameter_server.launcher.server_pool import (
+    ClusterConfig,
+    CoordinatorProcess,
+    ServerPool,
+)
+from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
+from shoal.parameter_server.partitioning import ParamMeta, Partition, assign, partition
+from shoal.parameter_server.shard_settings import ShardSettings
+from shoal.parameter_server.transport.key import read_key
+from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.client import connect_to_servers
+from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.platform.tensors import MIB
 
 from .cast import answer, await_end
 from .closed_form import FORWARD
@@ -67,55 +72,63 @@ class Work:
         return self.size_mib * MIB // 4
 
     @property
-    def parts(self) -> list[Part]:
-        return cut({"weight": Shape(self.numbers, torch.float32, 0)}, int(self.part_mib * MIB))
+    def parts(self) -> list[Partition]:
+        return partition(
+            {"weight": ParamMeta(self.numbers, torch.float32, 0)}, int(self.part_mib * MIB)
+        )
 
     def model(self) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         weight = nn.Parameter(torch.zeros(self.numbers))
         return weight, torch.optim.SGD([weight], lr=1.0)
 
 
-def new_job(work: Work, key_file: Path, workers: int, servers: int) -> Job:
+def new_job(work: Work, key_file: Path, workers: int, servers: int) -> ClusterConfig:
     """What servers and workers of one measurement have to know."""
     parts, recipe = work.parts, recipe_of(work.model()[1])
-    settings = ShardSettings(tuple(parts), Recipe(*recipe), workers, staleness=0, lease_s=LEASE_S)
+    settings = ShardSettings(
+        tuple(parts), OptimizerSpec(*recipe), workers, staleness=0, lease_s=LEASE_S
+    )
     transport = Transport(read_key(key_file), key_file.parent.name)
-    return Job(transport, key_file.parent, settings, tuple(place(parts, servers)), servers)
+    return ClusterConfig(
+        transport, key_file.parent, settings, tuple(assign(parts, servers)), servers
+    )
 
 
-def judge(pipe: Connection, job: Job, host: int) -> None:
+def judge(pipe: Connection, job: ClusterConfig, host: int) -> None:
     """Be the arbiter's keeper; tells its address."""
-    nursery = Nursery()
-    found = Judge(nursery, job, address(host))
+    nursery = HelperSpawner()
+    found = CoordinatorProcess(nursery, job, address(host))
     answer(pipe, found.address)
     await_end(pipe)
     found.listener.close()
     nursery.close()
 
 
-def server(pipe: Connection, job: Job, shard: int, arbiter: Address, host: int) -> None:
+def server(pipe: Connection, job: ClusterConfig, shard: int, arbiter: Address, host: int) -> None:
     """Hold one shard."""
-    nursery = Nursery()
-    fleet = Fleet(nursery, job, arbiter, address(host), machine=shard, machines=job.shards)
+    nursery = HelperSpawner()
+    fleet = ServerPool(nursery, job, arbiter, address(host), machine=shard, machines=job.shards)
     await_end(pipe)
     fleet.close(0)
     nursery.close()
 
 
-def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) -> dict[str, float]:
+def worker(
+    pipe: Connection, work: Work, job: ClusterConfig, arbiter: Address, rank: int
+) -> dict[str, float]:
     """Step through the servers; seconds of a step, and what else was seen."""
     _gather(rank, job.settings.workers)
     weight, optimizer = work.model()
     parts = work.parts
-    flat = Flat({"weight": weight}, parts)
+    flat = FlatParams({"weight": weight}, parts)
     client = connect_to_servers(rank, flat, arbiter, job.transport, shares=False)
     if rank == 0:
         client.load([[{}] for _ in parts])
-    client.begin()
+    client.connect()
     _barrier()
     for gradient in flat.gradients:
         gradient.fill_(rank + 1)
-    order = Order([settings_of(group) for group in optimizer.param_groups])
+    order = StepRequest([settings_of(group) for group in optimizer.param_groups])
 
     def step() -> None:
         for part in parts:
@@ -124,7 +137,7 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
         for part in reversed(parts):
             _compute(work, 1 - FORWARD)
             client.push(part.number, flat.gradients[part.number], b"\1")
-        client.order(order)
+        client.request_step(order)
 
     found = _timed(step, lambda: client.wait(range(len(parts))), work.steps)
     _check(weight, job.settings.workers, work.steps)
@@ -134,7 +147,9 @@ def worker(pipe: Connection, work: Work, job: Job, arbiter: Address, rank: int) 
 
 
 def link(pipe: Connection, size_bytes: int, rank: int) -> dict[str, float]:
-    """Bytes a second from rank 1 to rank 0, by one connection; counted by rank 0, from the first byte on."""
+    """Bytes a second from rank 1 to rank 0, by one connection; counted by rank 0, from the
+    first byte on.
+    """
     _gather(rank, 2)
     block = torch.zeros(size_bytes // 4)
     found = {}
@@ -176,15 +191,15 @@ def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> d
 def _reduction(by: str, rank: int, workers: int) -> Callable[[Tensor], Callable[[], object]]:
     """What starts to sum a bucket over all workers, and gives what waits for it.
 
-    Args: by: "ring (Gloo)"; "ordered", Shoal's sum in the order of ranks, which waits at once; or the name of an
-        algorithm of Shoal's, in a thread beside the backward pass as in ddp.
+    Args: by: "ring (Gloo)"; "ordered", Shoal's sum in the order of ranks, which waits at once; or
+        the name of an algorithm of Shoal's, in a thread beside the backward pass as in ddp.
     """
     if workers == 1:
         return lambda bucket: lambda: None
     if by == "ring (Gloo)":
         return lambda bucket: dist.all_reduce(bucket, async_op=True).wait
     if by == "ordered":
-        return lambda bucket: partial(bool, ordered_mean(bucket).mul_(workers)[0])
+        return lambda bucket: partial(bool, rank_order_mean(bucket).mul_(workers)[0])
     algorithm = NamedAllReduce(by, Axis(rank, workers, torch.device("cpu")))
     beside = ThreadPoolExecutor(1)
     return lambda bucket: beside.submit(lambda: algorithm.mean(bucket).mul_(workers)).result
@@ -210,8 +225,8 @@ def _timed(step: Callable[[], None], finish: Callable[[], None], steps: int) -> 
 
 
 def _busy_s() -> list[int]:
-    """Ticks in which this machine's cores worked, and in which they were idle, or as good as that: what runs at a lower
-    priority gives way."""
+    """Ticks in which this machine's cores worked, and in which they were idle, or as good as that:
+    what runs at a lower priority gives way."""
     ticks = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = ticks[1] + ticks[3] + ticks[4]
     return [sum(ticks) - idle, idle]
@@ -227,7 +242,9 @@ def _gather(rank: int, workers: int, backend: str = "gloo") -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if workers > 1:
         meeting = f"tcp://{address(1)}:{RENDEZVOUS_PORT}"
-        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT)
+        dist.init_process_group(
+            backend, init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT
+        )
 
 
 def _barrier() -> None:

@@ -1,4 +1,6 @@
-"""Rounds of measurements on hosts: a link by itself, then every cell once, in an order that chance makes."""
+"""Rounds of measurements on hosts: a link by itself, then every cell once, in an order that
+chance makes.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,25 @@ C = TypeVar("C", bound=Cell)
 
 
 def measure_round(
-    result: dict[str, Any], number: int, cells: Sequence[C], measured: Callable[[C], dict[str, float]], size_bytes: int
+    result: dict[str, Any],
+    number: int,
+    cells: Sequence[C],
+    measured: Callable[[C], dict[str, float]],
+    size_bytes: int,
 ) -> None:
-    """Add round `number` to the lists in `result["cells"]`, and a link's speed to `result["link_bytes_per_s"]`.
+    """Add round `number` to the lists in `result["cells"]`, and a link's speed to
+    `result["link_bytes_per_s"]`.
 
-    Args: measured: seconds of a step, and the share of the cores' time that was used. size_bytes: sent over the link.
-    """
+    Args: measured: seconds of a step, and the share of the cores' time that was used. size_bytes:
+    sent over the link."""
     result["link_bytes_per_s"].append(link(size_bytes))
     for cell in random.Random(number).sample(cells, len(cells)):
         found = measured(cell)
-        print(*cell._asdict().values(), {name: round(value, 3) for name, value in found.items()}, flush=True)
+        print(
+            *cell._asdict().values(),
+            {name: round(value, 3) for name, value in found.items()},
+            flush=True,
+        )
         known = [kept for kept in result["cells"] if {**kept, **cell._asdict()} == kept]
         if not known:
             known = [{**cell._asdict(), "step_s": [], "busy": []}]

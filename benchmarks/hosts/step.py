@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from shoal.server.key import new_key_file
+from shoal.parameter_server.transport.key import new_key_file
 
 from . import exchange
 from .cast import Cast
@@ -28,7 +28,10 @@ def by_servers(work: Work, workers: int, servers: int, first_host: int) -> dict[
         for shard in range(servers):
             host = first_host + shard
             cast.start(host, exchange.server, job, shard, arbiter, host)
-        actors = [cast.start(rank + 1, exchange.worker, work, job, arbiter, rank) for rank in range(workers)]
+        actors = [
+            cast.start(rank + 1, exchange.worker, work, job, arbiter, rank)
+            for rank in range(workers)
+        ]
         return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
 
 
@@ -36,7 +39,10 @@ def by_all_reduce(work: Work, by: str, workers: int, ranks_per_host: int = 1) ->
     """The same without servers. Args: by: what reduces; see `exchange.reduced`."""
     with Cast() as cast:
         hosts = [rank // ranks_per_host + 1 for rank in range(workers)]
-        actors = [cast.start(host, exchange.reduced, work, workers, rank, by) for rank, host in enumerate(hosts)]
+        actors = [
+            cast.start(host, exchange.reduced, work, workers, rank, by)
+            for rank, host in enumerate(hosts)
+        ]
         return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
 
 

@@ -1,10 +1,11 @@
-"""Seconds from the command to the first all-reduce and to the first step on all ranks. Run it by `make bench-launch`.
+"""Seconds from the command to the first all-reduce and to the first step on all ranks. Run it by
+`make bench-launch`.
 
     round 1   1 rank: mpirun  shoal  torchrun  accelerate    2 ranks: torchrun  mpirun ...    the order is drawn anew
     round 2   ...             each once with reduce.py, once with step.py
 
-One command runs at a time. The first round is not counted: it brings files into memory, for all alike.
-"""
+One command runs at a time. The first round is not counted: it brings files into memory, for all
+alike."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks.launch.launchers import Command, installed
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
 LIMIT_S = 120
@@ -41,17 +42,22 @@ def main() -> None:
     for counted in [False] + [True] * options.rounds:
         for ranks in options.ranks if counted else options.ranks[:1]:
             for name in chance.sample(list(launchers), len(launchers)):
-                # It binds each process to a core and is refused by Open MPI when there are more processes.
+                # It binds each process to a core and is refused by Open MPI when there are more
+                # processes.
                 if name == "accelerate launch" and ranks > (os.cpu_count() or 1):
                     continue
                 seconds: dict[str, float] = {}
                 for script in SCRIPTS:
                     with tempfile.TemporaryDirectory() as folder:
-                        seconds |= timed(launchers[name](ranks, script, Path(folder)), ranks, Path(folder))
+                        seconds |= timed(
+                            launchers[name](ranks, script, Path(folder)), ranks, Path(folder)
+                        )
                 if counted:
                     times_s[name][str(ranks)].append(seconds)
         # After every round, so that a run that is cut short has measured something.
-        options.out.write_text(json.dumps({"circumstances": facts, "times_s": times_s}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"circumstances": facts, "times_s": times_s}, indent=1) + "\n"
+        )
 
 
 def timed(command: Command, ranks: int, folder: Path) -> dict[str, float]:
@@ -60,13 +66,23 @@ def timed(command: Command, ranks: int, folder: Path) -> dict[str, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     started_s = time.monotonic()
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    # What counts is in the notes. The exit code does not: ranks of torch 2.13 can abort while they leave.
-    notes = [json.loads(note.read_text()) for rank in range(ranks) if (note := folder / str(rank)).exists()]
+    # What counts is in the notes. The exit code does not: ranks of torch 2.13 can abort while they
+    # leave.
+    notes = [
+        json.loads(note.read_text())
+        for rank in range(ranks)
+        if (note := folder / str(rank)).exists()
+    ]
     if len(notes) < ranks:
         raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
     if [note["world"] for note in notes] != [ranks] * ranks:
-        raise SystemExit(f"{' '.join(words)} made worlds of {[note['world'] for note in notes]} ranks, not {ranks}")
-    return {mark: max(note[mark] for note in notes) - started_s for mark in notes[0] if mark != "world"}
+        raise SystemExit(
+            f"{' '.join(words)} made worlds of {[note['world'] for note in notes]} ranks, not "
+            f"{ranks}"
+        )
+    return {
+        mark: max(note[mark] for note in notes) - started_s for mark in notes[0] if mark != "world"
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A script that does one all-reduce. `reduce.py FOLDER` notes in FOLDER/RANK the sum that it found, and when."""
+"""A script that does one all-reduce. `reduce.py FOLDER` notes in FOLDER/RANK the sum that it
+found, and when.
+"""
 
 import json
 import os
@@ -18,5 +20,7 @@ found = torch.ones(1)
 dist.all_reduce(found)
 all_reduce_s = time.monotonic()  # one clock for all processes of a machine
 
-Path(sys.argv[1], str(rank)).write_text(json.dumps({"world": int(found.item()), "all-reduce": all_reduce_s}))
+Path(sys.argv[1], str(rank)).write_text(
+    json.dumps({"world": int(found.item()), "all-reduce": all_reduce_s})
+)
 dist.destroy_process_group()

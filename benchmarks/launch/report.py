@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from benchmarks.page import bars, fill, table, told
+from benchmarks.report_page import bars, fill, table, told
 
 HERE = Path(__file__).parent
 OURS, YARDSTICK = "shoal launch", "torchrun"
@@ -33,12 +33,19 @@ def main() -> None:
         for all_times in [result["times_s"]]
         for mark in MARKS
     }
-    rounds = min(len(times) for by_ranks in result["times_s"].values() for times in by_ranks.values() if times)
+    rounds = min(
+        len(times)
+        for by_ranks in result["times_s"].values()
+        for times in by_ranks.values()
+        if times
+    )
     parts = [_table(MARKS[mark], by_ranks, rounds) for mark, by_ranks in spreads.items()]
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
     groups = {
-        f"{ranks} rank{'s' if ranks != '1' else ''}": {("Shoal" if n == OURS else n): s for n, s in spread.items()}
+        f"{ranks} rank{'s' if ranks != '1' else ''}": {
+            ("Shoal" if n == OURS else n): s for n, s in spread.items()
+        }
         for ranks, spread in spreads["optimizer step"].items()
     }
     bars(
@@ -56,12 +63,17 @@ def _spread(values: list[float]) -> Spread:
 
 
 def _table(mark: str, by_ranks: dict[str, dict[str, Spread]], rounds: int) -> str:
-    head = [f"seconds to {mark}: median of {rounds} (min to max)", *(f"-n {ranks}" for ranks in by_ranks)]
+    head = [
+        f"seconds to {mark}: median of {rounds} (min to max)",
+        *(f"-n {ranks}" for ranks in by_ranks),
+    ]
     names = list(next(iter(by_ranks.values())))
     rows = []
     for name in names:
         cells = [
-            f"{spread[name][1]:.2f} ({spread[name][0]:.2f} to {spread[name][2]:.2f})" if name in spread else "-"
+            f"{spread[name][1]:.2f} ({spread[name][0]:.2f} to {spread[name][2]:.2f})"
+            if name in spread
+            else "-"
             for spread in by_ranks.values()
         ]
         rows.append([f"**{name}**" if name == OURS else name, *cells])

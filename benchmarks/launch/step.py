@@ -1,4 +1,6 @@
-"""A script that trains, stopped after its first step. `step.py FOLDER` notes in FOLDER/RANK what it found, and when."""
+"""A script that trains, stopped after its first step. `step.py FOLDER` notes in FOLDER/RANK
+what it found, and when.
+"""
 
 import json
 import os
@@ -27,6 +29,10 @@ F.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
 optimizer.step()
 step_s = time.monotonic()
 
-notes = {"world": int(found.item()), "all-reduce of that script": all_reduce_s, "optimizer step": step_s}
+notes = {
+    "world": int(found.item()),
+    "all-reduce of that script": all_reduce_s,
+    "optimizer step": step_s,
+}
 Path(sys.argv[1], str(rank)).write_text(json.dumps(notes))
 dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Counts the bytes of tensors that are alive: what a process holds, not what its allocator keeps.
 
-Every operation's results are noticed by their storage, and forgotten when it dies. Storages that a strategy empties for
-a while, as `fully_shard` does with gathered parameters, count for what they hold at that moment. Tensors that are made
-of others, shards and 8-bit moments, count for what these hold, and so do the operations inside them.
-"""
+Every operation's results are noticed by their storage, and forgotten when it dies. Storages that a
+strategy empties for a while, as `fully_shard` does with gathered parameters, count for what they
+hold at that moment. Tensors that are made of others, shards and 8-bit moments, count for what these
+hold, and so do the operations inside them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Inside, counts what is in `parameters`, their gradients, `state` and what is made since, on one device.
+    """Inside, counts what is in `parameters`, their gradients, `state` and what is made since, on
+    one device.
 
     Args:
         parameters, state: what the optimizer of this rank owns, wherever that lies.
         device: of the model; other devices' tensors are left out.
 
-    Attributes:
-        peak_bytes: the most that was held at once.
-        beside_bytes: the most that was held at once of all that is neither owned nor memory of gradients.
-        gradient_bytes: the most that gradients of `parameters` held at once, wherever they lie.
+    Attributes: peak_bytes: the most that was held at once. beside_bytes: the most that was held at
+        once of all that is neither owned nor memory of gradients. gradient_bytes: the most that
+        gradients of `parameters` held at once, wherever they lie.
     """
 
     def __init__(self, parameters: list[Tensor], state: list[Tensor], device: torch.device) -> None:
@@ -51,7 +51,9 @@ class Peak(TorchDispatchMode):
         return results
 
     def _notice(self, tensor: Tensor) -> None:
-        self.storages.update(storage for storage in _storages(tensor) if storage.device.type == self.device.type)
+        self.storages.update(
+            storage for storage in _storages(tensor) if storage.device.type == self.device.type
+        )
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -69,7 +71,10 @@ class Peak(TorchDispatchMode):
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes behind `tensors` on this rank, each memory once."""
-    return sum(storage.nbytes() for storage in {storage for tensor in tensors for storage in _storages(tensor)})
+    return sum(
+        storage.nbytes()
+        for storage in {storage for tensor in tensors for storage in _storages(tensor)}
+    )
 
 
 def _storages(tensor: Any) -> Iterator[UntypedStorage]:

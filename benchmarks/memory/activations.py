@@ -1,4 +1,5 @@
-"""About how many bytes a step holds beside the states: a rough formula, from the shapes of the GPT alone.
+"""About how many bytes a step holds beside the states: a rough formula, from the shapes of the GPT
+alone.
 
     block       64 for each number of the stream, in float32: 34 in 16 bits (Korthikanti et al., 2022), without its two
                 masks of dropout; attention keeps no matrix of scores
@@ -7,13 +8,13 @@
     zero1, 2    the whole model gathered, and one unit's gradients
     zero3       two units gathered and one unit's gradients, and what is in no unit
 
-What operations need for a moment is left out, and so is the optimizer's step, which may come on top in backward.
-"""
+What operations need for a moment is left out, and so is the optimizer's step, which may come on top
+in backward."""
 
 from __future__ import annotations
 
 from benchmarks.memory.cases import BATCH, LAYERS, TIME, VOCABULARY, WIDTH, Case, gpt
-from shoal.strategies.units import units
+from shoal.strategies.wrap_units import units
 
 NUMBER, BLOCK = 4, 64
 

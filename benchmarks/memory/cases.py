@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal.adamw8bit import AdamW8bit
 from shoal.models import build
+from shoal.optim.adamw8bit import AdamW8bit
 
 RANKS = (1, 2, 4, 8)
 TIME, VOCABULARY, BATCH = 64, 256, 16
@@ -21,7 +21,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A strategy as its line is written, an optimizer of `OPTIMIZERS`, and whether it steps in the backward pass."""
+    """A strategy as its line is written, an optimizer of `OPTIMIZERS`, and whether it steps in
+    the backward pass.
+    """
 
     strategy: str
     optimizer: str = "AdamW"
@@ -30,7 +32,9 @@ class Case(NamedTuple):
     @property
     def label(self) -> str:
         optimizer = [] if self.optimizer == "AdamW" else [self.optimizer]
-        return ", ".join([self.strategy, *optimizer, *(["in backward"] if self.in_backward else [])])
+        return ", ".join(
+            [self.strategy, *optimizer, *(["in backward"] if self.in_backward else [])]
+        )
 
     @property
     def offloaded(self) -> bool:

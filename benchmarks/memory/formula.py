@@ -2,14 +2,15 @@
 
     parameters  4 each
     gradients   4 each; in backward, those that live at once:
-                on one rank the largest parameter's, on several the largest unit's, which is reduced as one
+                on one rank the largest parameter's, on several the largest unit's, which is reduced
+                as one
     optimizer   AdamW      8 for each parameter: two moments
-                AdamW8bit  2 for each, 4 for each block and moment, 1,024 for the map of each moment;
-                           8 for each of those that stay in full precision
+                AdamW8bit  2 for each, 4 for each block and moment, 1,024 for the map of each
+                           moment; 8 for each of those that stay in full precision
                 Adafactor  4 for each row and each column of a matrix, 4 for each entry of a vector
 
-Shards are cut along dimension 0 and rounded up. AdamW's count of steps, 4 bytes a parameter tensor, is left out.
-"""
+Shards are cut along dimension 0 and rounded up. AdamW's count of steps, 4 bytes a parameter tensor,
+is left out."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from collections.abc import Iterable
 from torch import Size, nn
 
 from benchmarks.memory.cases import Case, gpt
-from shoal.adamw8bit import AdamW8bit
-from shoal.strategies.units import units
+from shoal.optim.adamw8bit import AdamW8bit
+from shoal.strategies.wrap_units import units
 
 MAP_ENTRIES = 256
 
@@ -40,7 +41,9 @@ def _freed_together(model: nn.Module, parts: int) -> list[list[nn.Parameter]]:
     """Sets of parameters whose gradients are freed together in the backward pass."""
     if parts == 1:
         return [[parameter] for parameter in model.parameters()]
-    inside = [list(unit.parameters()) for unit in units(model).values()]  # a GPT's lie beside each other
+    inside = [
+        list(unit.parameters()) for unit in units(model).values()
+    ]  # a GPT's lie beside each other
     taken = {parameter for unit in inside for parameter in unit}
     return [*inside, [parameter for parameter in model.parameters() if parameter not in taken]]
 
@@ -58,12 +61,16 @@ def _optimizer(name: str, model: nn.Module, parts: int) -> int:
 def _moment(parameter: nn.Parameter, block_length: int | None, parts: int) -> int:
     """Bytes of one moment of AdamW8bit."""
     numel = _numel([parameter], parts)
-    return 4 * numel if block_length is None else numel + 4 * (numel // block_length) + 4 * MAP_ENTRIES
+    return (
+        4 * numel if block_length is None else numel + 4 * (numel // block_length) + 4 * MAP_ENTRIES
+    )
 
 
 def _means(shape: Size) -> int:
     """Numbers that Adafactor keeps for a parameter."""
-    return shape.numel() if len(shape) < 2 else shape.numel() // shape[-1] + shape.numel() // shape[-2]
+    return (
+        shape.numel() if len(shape) < 2 else shape.numel() // shape[-1] + shape.numel() // shape[-2]
+    )
 
 
 def _numel(parameters: Iterable[nn.Parameter], parts: int) -> int:

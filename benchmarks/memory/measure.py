@@ -1,4 +1,5 @@
-"""Bytes on each rank in every case, counted tensor by tensor, beside the formula. Run it by `make bench-memory`.
+"""Bytes on each rank in every case, counted tensor by tensor, beside the formula. Run it by `make
+bench-memory`.
 
 A GPT takes four steps in float32 on Gloo; counted in the last, for the rank that holds most:
 
@@ -23,9 +24,9 @@ from benchmarks.memory.accounting import Peak, held_bytes
 from benchmarks.memory.activations import rough
 from benchmarks.memory.cases import BATCH, CASES, OPTIMIZERS, RANKS, TIME, VOCABULARY, Case, gpt
 from benchmarks.memory.formula import expected
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 from shoal.errors import StrategyRefused
-from shoal.strategies.units import units
+from shoal.strategies.wrap_units import units
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")
@@ -45,7 +46,9 @@ def counted(case: Case) -> dict[str, int] | str:
     except StrategyRefused as refused:
         return str(refused)
     *before, last = loader
-    for batch in before:  # ddp looks on in the first, makes its buckets in the second, and others in the third
+    for batch in (
+        before
+    ):  # ddp looks on in the first, makes its buckets in the second, and others in the third
         optimizer.zero_grad()
         run.forward_backward(_loss, model, *batch)
         optimizer.step()
@@ -81,7 +84,12 @@ def main() -> None:
         "cases": [],
     }
     for case in CASES:
-        entry: dict[str, Any] = {**case._asdict(), "label": case.label, "offloaded": case.offloaded, "ranks": {}}
+        entry: dict[str, Any] = {
+            **case._asdict(),
+            "label": case.label,
+            "offloaded": case.offloaded,
+            "ranks": {},
+        }
         for ranks in RANKS:
             entry["ranks"][str(ranks)] = _entry(case, ranks)
             print(case.label, ranks, entry["ranks"][str(ranks)], flush=True)
@@ -96,7 +104,11 @@ def _entry(case: Case, ranks: int) -> dict[str, Any]:
         return {"refused": refused[0]}
     held = [bytes_of for bytes_of in found if not isinstance(bytes_of, str)]
     most = max(held, key=lambda rank: rank["peak"])
-    return {"found": most, "expected": expected(case, ranks), "rough": {"beside": rough(case, ranks)}}
+    return {
+        "found": most,
+        "expected": expected(case, ranks),
+        "rough": {"beside": rough(case, ranks)},
+    }
 
 
 if __name__ == "__main__":

@@ -23,8 +23,13 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
     """Writes `picture`. Each kind is drawn at its own most; the number is the most at once."""
     ranks = list(cases[0]["ranks"])
     figure = Figure(figsize=(15, 6.2), layout="constrained")
-    figure.suptitle("MiB on the fullest rank: each kind at its most; the number is the most held at once on the device")
-    for axes, number in zip(figure.subplots(1, len(ranks), sharex=True, sharey=True), ranks, strict=True):
+    figure.suptitle(
+        "MiB on the fullest rank: each kind at its most; the number is the most held at once on "
+        "the device"
+    )
+    for axes, number in zip(
+        figure.subplots(1, len(ranks), sharex=True, sharey=True), ranks, strict=True
+    ):
         for row, case in enumerate(cases):
             _bar(axes, row, case["ranks"][number], case["offloaded"])
         axes.set_title(f"{number} rank{'s' if number != '1' else ''}", fontsize=10)
@@ -53,5 +58,7 @@ def _bar(axes: Axes, row: int, entry: dict[str, Any], offloaded: bool) -> None:
 
 
 def _longest(cases: list[dict[str, Any]]) -> float:
-    found = [entry["found"] for case in cases for entry in case["ranks"].values() if "found" in entry]
+    found = [
+        entry["found"] for case in cases for entry in case["ranks"].values() if "found" in entry
+    ]
     return float(max(sum(kinds[kind] for kind in KINDS) for kinds in found)) / MIB

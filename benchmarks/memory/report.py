@@ -1,4 +1,6 @@
-"""Turns result.json into the tables of README.md and docs/strategies/lean.md, and memory.png. Measures nothing."""
+"""Turns result.json into the tables of README.md and docs/strategies/lean.md, and memory.png.
+Measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory.picture import draw
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 LEAN = HERE.parents[1] / "docs" / "strategies" / "lean.md"
@@ -19,7 +21,14 @@ DASH = "–"
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     circumstances = told(result["circumstances"])
-    parts = [_states(result), _exactness(result), _beside(result), _peaks(result), _gathered(result), circumstances]
+    parts = [
+        _states(result),
+        _exactness(result),
+        _beside(result),
+        _peaks(result),
+        _gathered(result),
+        circumstances,
+    ]
     fill(HERE / "README.md", "\n\n".join(parts))
     fill(LEAN, f"{_lean(result)}\n\nMiB on the fullest rank. {circumstances}")
     draw(result["cases"], HERE / "memory.png")
@@ -28,7 +37,9 @@ def main() -> None:
 
 def _states(result: dict[str, Any]) -> str:
     def cell(entry: dict[str, Any]) -> str:
-        found, expected = (sum(entry[which][kind] for kind in entry["expected"]) for which in ("found", "expected"))
+        found, expected = (
+            sum(entry[which][kind] for kind in entry["expected"]) for which in ("found", "expected")
+        )
         return f"{found / MIB:.1f} ({_distance(found, expected, 2)})"
 
     return _by_ranks("states on a rank, MiB (against the formula)", result, cell)
@@ -43,7 +54,11 @@ def _beside(result: dict[str, Any]) -> str:
 
 
 def _peaks(result: dict[str, Any]) -> str:
-    return _by_ranks("peak of a step on the device, MiB", result, lambda entry: f"{entry['found']['peak'] / MIB:.1f}")
+    return _by_ranks(
+        "peak of a step on the device, MiB",
+        result,
+        lambda entry: f"{entry['found']['peak'] / MIB:.1f}",
+    )
 
 
 def _exactness(result: dict[str, Any]) -> str:
@@ -60,7 +75,8 @@ def _exactness(result: dict[str, Any]) -> str:
 def _gathered(result: dict[str, Any]) -> str:
     unit, outside = (4 * result[name] / MIB for name in ("largest_unit", "outside_units"))
     return (
-        f"The model: {result['parameters']:,} parameters in float32; its largest unit takes {unit:.2f} MiB when it is "
+        f"The model: {result['parameters']:,} parameters in float32; its largest unit takes "
+        f"{unit:.2f} MiB when it is "
         f"gathered, what is in no unit {outside:.2f} MiB. {DASH}: refused."
     )
 
@@ -73,7 +89,15 @@ def _lean(result: dict[str, Any]) -> str:
         for case in sorted(result["cases"], key=lambda case: case["strategy"])
         if case["strategy"] in chosen and "found" in case["ranks"][chosen[case["strategy"]]]
     ]
-    head = ["on one rank", "parameters", "gradients", "optimizer state", "sum", "state per parameter", "peak of a step"]
+    head = [
+        "on one rank",
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "sum",
+        "state per parameter",
+        "peak of a step",
+    ]
     return table(head, rows)
 
 
@@ -83,13 +107,21 @@ def _lean_row(case: dict[str, Any], ranks: str, parameters: int) -> list[str]:
     label = case["label"].replace(case["strategy"], f"{case['strategy']} of {ranks}", 1)
     shards = int(ranks) if "zero" in case["strategy"] else 1
     each = f"{found['optimizer'] * shards / parameters:.2f} bytes"
-    return [label, *(f"{size / MIB:.1f}" for size in (*held, sum(held))), each, f"{found['peak'] / MIB:.1f}"]
+    return [
+        label,
+        *(f"{size / MIB:.1f}" for size in (*held, sum(held))),
+        each,
+        f"{found['peak'] / MIB:.1f}",
+    ]
 
 
 def _by_ranks(head: str, result: dict[str, Any], cell: Any) -> str:
     """A row for each case, a column for each number of ranks."""
     rows = [
-        [f"`{case['label']}`", *(cell(entry) if "found" in entry else DASH for entry in case["ranks"].values())]
+        [
+            f"`{case['label']}`",
+            *(cell(entry) if "found" in entry else DASH for entry in case["ranks"].values()),
+        ]
         for case in result["cases"]
     ]
     ranks = [f"{ranks} rank{'s' if ranks != '1' else ''}" for ranks in result["cases"][0]["ranks"]]
@@ -98,7 +130,9 @@ def _by_ranks(head: str, result: dict[str, Any], cell: Any) -> str:
 
 def _entries(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Of all cases on all ranks that were not refused."""
-    return (entry for case in result["cases"] for entry in case["ranks"].values() if "found" in entry)
+    return (
+        entry for case in result["cases"] for entry in case["ranks"].values() if "found" in entry
+    )
 
 
 def _relative(found: int, expected: int) -> float:

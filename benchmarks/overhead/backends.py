@@ -1,11 +1,11 @@
-"""The steps of three strategies over each backend, beside the hand-written step over Gloo, in turns. Writes
-backends.json. Run it by `make bench-overhead`.
+"""The steps of three strategies over each backend, beside the hand-written step over Gloo, in
+turns. Writes backends.json. Run it by `make bench-overhead`.
 
       world over Gloo     by hand over Gloo │ Shoal over Gloo
       world over shoal    by hand over Gloo │ Shoal over shoal │ by hand over shoal       ratios are formed in a round
 
-A process has one world, so these are two runs; each has the hand-written step over Gloo among its candidates.
-"""
+A process has one world, so these are two runs; each has the hand-written step over Gloo among its
+candidates."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.collectives import steps
-from benchmarks.page import circumstances
+from benchmarks.interleaved import in_turns
+from benchmarks.report_page import circumstances
 from benchmarks.tensor import measure as tensor
-from benchmarks.turns import in_turns
 from benchmarks.zero import measure as zero
 
 RESULT = Path(__file__).with_name("backends.json")
@@ -50,7 +50,10 @@ def main() -> None:
     for task, (count, shoals, by_hand) in tasks().items():
         if options.only and task not in options.only:
             continue
-        hands = {f"by hand over {name}": by_hand(group) for name, group in zip(BACKENDS, made, strict=False)}
+        hands = {
+            f"by hand over {name}": by_hand(group)
+            for name, group in zip(BACKENDS, made, strict=False)
+        }
         epochs: Mapping[str, Any] = {f"Shoal over {options.backend}": shoals(), **hands}
         found[task] = in_turns(epochs, count, options.rounds)
     if dist.get_rank() == 0:
@@ -61,12 +64,22 @@ def main() -> None:
 
 
 def tasks() -> dict[str, tuple[int, Callable[[], Epoch], Callable[[Any], Epoch]]]:
-    """How many steps an epoch has, how Shoal takes one, and how a hand-written loop does over a group."""
+    """How many steps an epoch has, how Shoal takes one, and how a hand-written loop does over a
+    group.
+    """
     found: dict[str, tuple[int, Callable[[], Epoch], Callable[[Any], Epoch]]] = {}
     for name, (make, count) in steps.networks().items():
-        found[f"ddp, {name}"] = (count, partial(_ddp, make, count), partial(_ddp_by_hand, make, count))
+        found[f"ddp, {name}"] = (
+            count,
+            partial(_ddp, make, count),
+            partial(_ddp_by_hand, make, count),
+        )
     zero3, sliced = partial(zero.by_shoal, "zero3"), partial(tensor.by_shoal, "")
-    found["zero3, GPT of 5 million"] = (zero.STEPS, zero3, lambda group: zero.by_hand(reshard=True, mesh=_line(group)))
+    found["zero3, GPT of 5 million"] = (
+        zero.STEPS,
+        zero3,
+        lambda group: zero.by_hand(reshard=True, mesh=_line(group)),
+    )
     found["tensor=2, GPT of 5 million"] = (
         tensor.STEPS,
         sliced,
@@ -78,9 +91,14 @@ def tasks() -> dict[str, tuple[int, Callable[[], Epoch], Callable[[Any], Epoch]]
 def _ddp(make: Callable[[], nn.Module], count: int) -> Epoch:
     torch.manual_seed(0)
     run, model = shoal.init("ddp", announce=lambda _: None), make()
-    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), steps.samples(seed=0)
+    optimizer, (x, y) = (
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        steps.samples(seed=0),
+    )
     ranks, rows = dist.get_world_size(), len(y)
-    batches = DataLoader(TensorDataset(x.repeat(ranks * count, 1, 1, 1), y.repeat(ranks * count)), ranks * rows)
+    batches = DataLoader(
+        TensorDataset(x.repeat(ranks * count, 1, 1, 1), y.repeat(ranks * count)), ranks * rows
+    )
     model, optimizer, loader = run.prepare(model, optimizer, batches)
     fetched = list(loader)
 

@@ -1,7 +1,8 @@
-"""The same training, written for each library as its own tutorial writes it. One `epoch()` is one pass over the data.
+"""The same training, written for each library as its own tutorial writes it. One `epoch()` is one
+pass over the data.
 
-Every loop takes one optimizer step for each batch of RANK_BATCH samples on every rank, and drops an incomplete batch.
-"""
+Every loop takes one optimizer step for each batch of RANK_BATCH samples on every rank, and drops an
+incomplete batch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Shoal:
         self.run = shoal.init(announce=lambda _: None)
         model = task.model()
         loader = DataLoader(task.dataset, RANK_BATCH * ranks, shuffle=shuffle, drop_last=True)
-        self.model, self.optimizer, self.loader = self.run.prepare(model, optimizer(model.parameters()), loader)
+        self.model, self.optimizer, self.loader = self.run.prepare(
+            model, optimizer(model.parameters()), loader
+        )
 
     def epoch(self) -> Tensor:
         for x, y in self.loader:
@@ -103,7 +106,9 @@ LOOPS = (HandWritten, Shoal, Accelerate, Fabric)
 
 
 class Trainer(lightning.LightningModule):
-    """Lightning's Trainer owns the loop, so it is `fit` that calls us before and after each of its epochs."""
+    """Lightning's Trainer owns the loop, so it is `fit` that calls us before and after each of
+    its epochs.
+    """
 
     name = "Lightning Trainer"
 

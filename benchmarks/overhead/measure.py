@@ -1,11 +1,12 @@
-"""Measures all candidates in turns, in the same two processes, and writes result.json. Run it by `make bench-overhead`.
+"""Measures all candidates in turns, in the same two processes, and writes result.json. Run it by
+`make bench-overhead`.
 
     round 1   Shoal  Fabric  hand-written  Accelerate  Trainer         one epoch each; a barrier before each; the order
     round 2   hand-written  Accelerate  Shoal  Fabric  Trainer  ...    is drawn anew in every round
 
-Whatever slows the machine down for longer than a round slows all of them down, so it is the ratios within a round that
-are believed. Lightning's Trainer owns its loop: the others run between two of its epochs, when its clock stands.
-"""
+Whatever slows the machine down for longer than a round slows all of them down, so it is the ratios
+within a round that are believed. Lightning's Trainer owns its loop: the others run between two of
+its epochs, when its clock stands."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.overhead.tasks import RANK_BATCH, Task, cnn, mlp  # before lightning: it makes torchvision importable
-from benchmarks.page import circumstances
+from benchmarks.overhead.tasks import (  # before lightning: it makes torchvision importable
+    RANK_BATCH,
+    Task,
+    cnn,
+    mlp,
+)
+from benchmarks.report_page import circumstances
 
 from benchmarks.overhead.candidates import LOOPS, HandWritten, Trainer, fit  # isort: skip
 
@@ -42,7 +48,9 @@ def main() -> None:
     result = {
         "circumstances": facts,
         "difference_after_one_epoch": unlike_the_yardstick(mlp()),
-        "tasks": {task.name: measure(task, options.rounds or task.rounds) for task in (mlp(), cnn())},
+        "tasks": {
+            task.name: measure(task, options.rounds or task.rounds) for task in (mlp(), cnn())
+        },
     }
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -73,7 +81,8 @@ def measure(task: Task, rounds: int) -> dict[str, object]:
 
     trainer = Trainer(task, all_others_then_start, stop)
     gc.collect()
-    gc.freeze()  # what one library keeps in memory shall not lengthen the collections in another's turn
+    # what one library keeps in memory shall not lengthen the collections in another's turn
+    gc.freeze()
     fit(trainer, task, ranks, WARM_UP + rounds, shuffle=True)
     gc.unfreeze()
     losses[Trainer.name] = trainer.loss.item()
@@ -87,11 +96,13 @@ def measure(task: Task, rounds: int) -> dict[str, object]:
 
 
 def unlike_the_yardstick(task: Task) -> dict[str, float]:
-    """How far each candidate's parameters are from the hand-written loop's after one epoch in the data's own order.
+    """How far each candidate's parameters are from the hand-written loop's after one epoch in the
+    data's own order.
 
-    Unshuffled, all libraries put the same samples in a global batch, and the averaged gradients must be the same. (With
-    BatchNorm they are not: each rank normalises over its own samples, and which ones these are is a library's choice.)
-    """
+    Unshuffled, all libraries put the same samples in a global batch, and the averaged gradients
+    must be the same. (With
+    BatchNorm they are not: each rank normalises over its own samples, and which ones these are is a
+    library's choice.)"""
     ranks = dist.get_world_size()
     models = {}
     for loop in (loop(task, ranks, shuffle=False) for loop in LOOPS):
@@ -100,9 +111,14 @@ def unlike_the_yardstick(task: Task) -> dict[str, float]:
     trainer = Trainer(task, _nothing, _nothing)
     fit(trainer, task, ranks, epochs=1, shuffle=False)
     models[Trainer.name] = trainer.model
-    values = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
+    values = {
+        name: torch.cat([p.detach().flatten() for p in model.parameters()])
+        for name, model in models.items()
+    }
     yardstick = values[HandWritten.name]
-    moved = (yardstick - torch.cat([p.detach().flatten() for p in task.model().parameters()])).norm()
+    moved = (
+        yardstick - torch.cat([p.detach().flatten() for p in task.model().parameters()])
+    ).norm()
     return {name: ((value - yardstick).norm() / moved).item() for name, value in values.items()}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.page import bars, fill, table, told
+from benchmarks.report_page import bars, fill, table, told
 
 HERE = Path(__file__).parent
 YARDSTICK = "hand-written DDP"
@@ -27,31 +27,52 @@ def main() -> None:
 
 
 def spreads(task: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """Lower quartile, median and upper quartile of each candidate's ratio to the yardstick in the same round."""
+    """Lower quartile, median and upper quartile of each candidate's ratio to the yardstick in
+    the same round.
+    """
     yardstick = task["step_s"][YARDSTICK]
-    ratios = {name: [a / b for a, b in zip(times, yardstick, strict=True)] for name, times in task["step_s"].items()}
+    ratios = {
+        name: [a / b for a, b in zip(times, yardstick, strict=True)]
+        for name, times in task["step_s"].items()
+    }
     found = {name: tuple(quantiles(values, n=4)) for name, values in ratios.items()}
     return found  # type: ignore[return-value]  # quantiles of 4 parts are three
 
 
 def _rows(measured: dict[str, Any], tasks: dict[str, dict[str, tuple[float, float, float]]]) -> str:
-    head = ["ratio of step times: median (quartiles)", *(f"{n}, {t['rounds']} rounds" for n, t in measured.items())]
+    head = [
+        "ratio of step times: median (quartiles)",
+        *(f"{n}, {t['rounds']} rounds" for n, t in measured.items()),
+    ]
     rows = []
     for name in next(iter(tasks.values())):
         cells = []
         for task, found in tasks.items():
             low, middle, high = found[name]
             step_ms = median(measured[task]["step_s"][name]) * 1e3
-            cells.append(f"1 = {step_ms:.2f} ms" if name == YARDSTICK else f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            cells.append(
+                f"1 = {step_ms:.2f} ms"
+                if name == YARDSTICK
+                else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            )
         rows.append([f"**{name}**" if name == "Shoal" else name, *cells])
     return table(head, rows)
 
 
 def over_backends(measured: dict[str, Any]) -> str:
-    """The table of backends.json: medians, over rounds, of ratios to the hand-written step over Gloo."""
-    columns = [(run, name) for run, found in measured.items() for name in next(iter(found["step_s"].values()))]
+    """The table of backends.json: medians, over rounds, of ratios to the hand-written step over
+    Gloo.
+    """
+    columns = [
+        (run, name)
+        for run, found in measured.items()
+        for name in next(iter(found["step_s"].values()))
+    ]
     columns = [(run, name) for run, name in columns if name != BY_HAND]
-    head = ["step / the hand-written one over Gloo: median (quartiles)", *(name for _, name in columns)]
+    head = [
+        "step / the hand-written one over Gloo: median (quartiles)",
+        *(name for _, name in columns),
+    ]
     rows = []
     for task in next(iter(measured.values()))["step_s"]:
         cells = []
@@ -59,7 +80,9 @@ def over_backends(measured: dict[str, Any]) -> str:
             steps = measured[run]["step_s"].get(task)
             cells.append("" if steps is None else _ratio(steps[name], steps[BY_HAND]))
         rows.append([task, *cells])
-    facts = "\n\n".join(f"World over {run}: {told(found['circumstances'])}" for run, found in measured.items())
+    facts = "\n\n".join(
+        f"World over {run}: {told(found['circumstances'])}" for run, found in measured.items()
+    )
     return f"{table(head, rows)}\n\n{facts}"
 
 
@@ -71,7 +94,8 @@ def _ratio(step_s: list[float], yardstick_s: list[float]) -> str:
 def _same_work(result: dict[str, Any]) -> str:
     furthest = max(result["difference_after_one_epoch"].values())
     return (
-        f"Same work: after one unshuffled epoch of the MLP, no candidate's parameters are further from the "
+        "Same work: after one unshuffled epoch of the MLP, no candidate's parameters are further "
+        "from the "
         f"hand-written loop's than {furthest:.1e} of the way that training has moved them."
     )
 

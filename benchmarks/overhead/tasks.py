@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import load
-from shoal.vision import torchvision
+from shoal.platform.torchvision_import import torchvision
 
 RANK_BATCH = 32  # samples that one rank computes in one step
 
@@ -38,7 +38,7 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def mlp() -> Task:
     """As little work in a step as there may be: what is measured is nearly all overhead."""
-    digits = load(Data(name="digits"), seed=0).train
+    digits = load(DataConfig(name="digits"), seed=0).train
     rows = [digits[index] for index in range(len(digits))]
     images, labels = torch.stack([x for x, _ in rows]), torch.tensor([int(y) for _, y in rows])
     layers = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731

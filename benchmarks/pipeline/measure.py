@@ -1,8 +1,9 @@
-"""How long ranks of a pipeline are idle: stages that wait for a fixed time, and real ones. Writes result.json.
+"""How long ranks of a pipeline are idle: stages that wait for a fixed time, and real ones. Writes
+result.json.
 
-Every rank notes when it works, on the clock that all processes of a machine share. A step begins with the first piece
-of work on any rank and ends with the last; what a rank does not work in it, it is idle.
-"""
+Every rank notes when it works, on the clock that all processes of a machine share. A step begins
+with the first piece of work on any rank and ends with the last; what a rank does not work in it, it
+is idle."""
 
 from __future__ import annotations
 
@@ -19,26 +20,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.page import circumstances
-from benchmarks.pipeline.waiting import DIARY, waiting
+from benchmarks.pipeline.simulated_stages import DIARY, waiting
+from benchmarks.report_page import circumstances
 from shoal.models import build
-from shoal.pipeline.schedules import SCHEDULES, problems, table
-from shoal.pipeline.table import Table
-from shoal.pipeline.timing import formula, idle_shares, in_flight, length, timeline
-from shoal.pipeline.wire import Exchange
-from shoal.run import begin
+from shoal.run import init_with_place
+from shoal.strategies.pipeline.p2p import StageComm
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
+from shoal.strategies.pipeline.schedule_timing import (
+    bubble_fractions,
+    expected_bubble,
+    in_flight,
+    length,
+    timeline,
+)
+from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")
 OVERHEAD_S, AIM, LEAST_UNIT_S = 0.001, 0.03, 0.02
-"""What a machine adds to a unit of work, about; which share of the idle time it is to be at most; the shortest unit."""
+"""What a machine adds to a unit of work, about; which share of the idle time it is to be at
+most; the shortest unit.
+"""
 LONGEST_S, MOST_STEPS = 320.0, 3
 """For so long the steps of a case may go on, but there is one at least; and this many at most."""
 WARM_UP_UNIT_S, READY_AFTER_S = 0.002, 40.0
 
 
 def main() -> None:
-    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "waiting": [], "real": []}
+    result: dict[str, Any] = {
+        "circumstances": circumstances(("torch", "shoal")),
+        "waiting": [],
+        "real": [],
+    }
     for ranks in (2, 4):
         result["waiting"] += waiting_cases([case for case in cases() if case[1] == ranks])
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -51,34 +64,45 @@ def main() -> None:
 def cases() -> list[tuple[str, int, int]]:
     """Schedule, ranks, micro-batches."""
     found = [(name, ranks, m) for ranks in (2, 4) for name in SCHEDULES for m in (1, 4, 8, 16)]
-    return [case for case in found if (case[0] == "naive") == (case[2] == 1) and not problems(*case)]
+    return [
+        case for case in found if (case[0] == "naive") == (case[2] == 1) and not problems(*case)
+    ]
 
 
-def unit_s(made: Table) -> float:
+def unit_s(made: ScheduleTable) -> float:
     """So long that what the machine adds is a small share of the idle time."""
-    return max(LEAST_UNIT_S, OVERHEAD_S / (AIM * max(idle_shares(timeline(made)))))
+    return max(LEAST_UNIT_S, OVERHEAD_S / (AIM * max(bubble_fractions(timeline(made)))))
 
 
 def waiting_cases(wanted: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    """Schedules with stages that wait, all at the same time, for nobody computes; they begin once all are ready."""
+    """Schedules with stages that wait, all at the same time, for nobody computes; they begin
+    once all are ready.
+    """
     begin_at_s = time.monotonic() + READY_AFTER_S
     with ExitStack() as stack:
         worlds = []
         for name, ranks, microbatches in wanted:
             arguments = (name, ranks, microbatches, begin_at_s)
-            worlds.append(stack.enter_context(world.start(ranks, wait_through, *arguments, timeout_s=900)))
+            worlds.append(
+                stack.enter_context(world.start(ranks, wait_through, *arguments, timeout_s=900))
+            )
         found = [started.results() for started in worlds]
     return [told(*case, by_rank) for case, by_rank in zip(wanted, found, strict=True)]
 
 
 def told(
-    name: str, ranks: int, microbatches: int, by_rank: list[tuple[list[list[tuple[float, float]]], int]]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    by_rank: list[tuple[list[list[tuple[float, float]]], int]],
 ) -> dict[str, Any]:
     """What there is to say of one case: idle shares rank by rank, the median of steps."""
     made = table(name, ranks, microbatches)
     totals_s, shares = [], []
     for spans in zip(*(steps for steps, _ in by_rank), strict=True):
-        total_s = max(end for rank in spans for _, end in rank) - min(start for rank in spans for start, _ in rank)
+        total_s = max(end for rank in spans for _, end in rank) - min(
+            start for rank in spans for start, _ in rank
+        )
         totals_s.append(total_s)
         shares.append([1 - sum(end - start for start, end in rank) / total_s for rank in spans])
     found = {
@@ -90,8 +114,8 @@ def told(
         "step_s": median(totals_s),
         "actions": max(len(row) for row in made.rows),
         "idle": [median(column) for column in zip(*shares, strict=True)],
-        "formula": formula(name, ranks, microbatches, made.num_stages // ranks)[1],
-        "table": idle_shares(timeline(made)),
+        "formula": expected_bubble(name, ranks, microbatches, made.num_stages // ranks)[1],
+        "table": bubble_fractions(timeline(made)),
         "held": [peak for _, peak in by_rank],
         "in_flight": in_flight(made),
     }
@@ -105,7 +129,10 @@ def wait_through(
     """What one rank does: the spans of its work in each step, and the most activations it held."""
     made = table(name, ranks, microbatches)
     cuts = "/".join(str(stage) for stage in range(1, made.num_stages))
-    run = begin(f"pipeline={ranks},schedule={name},microbatches={microbatches},cuts={cuts}", announce=lambda _: None)
+    run = init_with_place(
+        f"pipeline={ranks},schedule={name},microbatches={microbatches},cuts={cuts}",
+        announce=lambda _: None,
+    )
     model = waiting(made.num_stages)
     data = TensorDataset(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
     loader = DataLoader(data, batch_size=microbatches)
@@ -140,17 +167,23 @@ def real_case(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
         "idle": [rank[0] for rank in found],
         "step_s": max(rank[1] for rank in found),
         "shares": found[0][2],
-        "formula": formula(name, ranks, microbatches, made.num_stages // ranks)[1],
+        "formula": expected_bubble(name, ranks, microbatches, made.num_stages // ranks)[1],
     }
 
 
 def compute_through(name: str, ranks: int, microbatches: int) -> tuple[float, float, str]:
-    """What one rank does with a real model: idle share and time of the median step, and what the header said."""
+    """What one rank does with a real model: idle share and time of the median step, and what
+    the header said.
+    """
     torch.set_num_threads(1)
     said: list[str] = []
-    run = begin(f"pipeline={ranks},schedule={name},microbatches={microbatches}", announce=said.append)
+    run = init_with_place(
+        f"pipeline={ranks},schedule={name},microbatches={microbatches}", announce=said.append
+    )
     model = build("gpt", 512, (64,), {"width": 192, "layers": 8, "heads": 4})
-    tokens = torch.randint(0, 512, (2 * microbatches, 65), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 512, (2 * microbatches, 65), generator=torch.Generator().manual_seed(0)
+    )
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2 * microbatches)
     model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     waited_s = _watch_waiting()
@@ -184,8 +217,8 @@ def _watch_waiting() -> list[float]:
 
         return call
 
-    Exchange.take = timed(Exchange.take)  # type: ignore[method-assign]
-    Exchange.take_back = timed(Exchange.take_back)  # type: ignore[method-assign]
+    StageComm.recv_forward = timed(StageComm.recv_forward)  # type: ignore[method-assign]
+    StageComm.recv_backward = timed(StageComm.recv_backward)  # type: ignore[method-assign]
     dist.all_reduce = timed(dist.all_reduce)
     return waited_s
 

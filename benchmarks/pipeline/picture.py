@@ -1,4 +1,6 @@
-"""Draws the idle share of every schedule over the number of micro-batches: lines by the formula, points as measured."""
+"""Draws the idle share of every schedule over the number of micro-batches: lines by the
+formula, points as measured.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
     """Writes `picture`; a panel for each number of ranks, both axes logarithmic."""
     all_ranks = sorted({case["ranks"] for case in cases})
     figure = Figure(figsize=(4.6 * len(all_ranks), 3.8), layout="constrained")
-    figure.suptitle("Idle share of a step: lines by the formula, points as measured, one for each rank")
+    figure.suptitle(
+        "Idle share of a step: lines by the formula, points as measured, one for each rank"
+    )
     panels = figure.subplots(1, len(all_ranks), sharey=True, squeeze=False)[0]
     for axes, ranks in zip(panels, all_ranks, strict=True):
         for name, colour in COLOURS.items():

@@ -6,12 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import fill, table, told
 from benchmarks.pipeline.picture import draw
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 WAITING = (
-    *("stages that wait", "ranks", "micro-batches", "unit", "formula", "measured, rank by rank", "apart, of a step"),
+    *(
+        "stages that wait",
+        "ranks",
+        "micro-batches",
+        "unit",
+        "formula",
+        "measured, rank by rank",
+        "apart, of a step",
+    ),
     *("ratio", "added to an action", "held", "by table"),
 )
 REAL = ("a GPT of eight blocks", "micro-batches", "formula", "waiting, rank by rank", "step")
@@ -33,13 +41,16 @@ def waiting_row(case: dict[str, Any]) -> list[str]:
     ideal, by_table = case["formula"], max(case["table"])
     apart = [100 * (idle - ideal) for idle in case["idle"]]
     ratios = [idle / ideal for idle in case["idle"]]
-    added_s = case["step_s"] * (sum(case["idle"]) - sum(case["table"])) / case["ranks"] / case["actions"]
+    added_s = (
+        case["step_s"] * (sum(case["idle"]) - sum(case["table"])) / case["ranks"] / case["actions"]
+    )
     return [
         f"`{case['schedule']}`",
         str(case["ranks"]),
         str(case["microbatches"]),
         f"{1000 * case['unit_s']:.0f} ms",
-        f"{100 * ideal:.2f} %" + ("" if abs(by_table - ideal) < 1e-9 else f", table {100 * by_table:.2f} %"),
+        f"{100 * ideal:.2f} %"
+        + ("" if abs(by_table - ideal) < 1e-9 else f", table {100 * by_table:.2f} %"),
         " ".join(f"{100 * idle:.2f}" for idle in case["idle"]) + " %",
         f"{min(apart):+.2f} to {max(apart):+.2f} %",
         f"{min(ratios):.3f} to {max(ratios):.3f}",

@@ -1,9 +1,10 @@
-"""Seconds from a SIGKILL, and from `shoal scale`, to the next step that is done. Run it by `make bench-restart`.
+"""Seconds from a SIGKILL, and from `shoal scale`, to the next step that is done. Run it by `make
+bench-restart`.
 
     shoal train digits -n 4      a rank is killed  ── goes on ──  scale 3 ── goes on ── scale 4 ── ...
 
-Which rank is killed, and when, follows from a seed. A step is done when its line is in metrics.jsonl.
-"""
+Which rank is killed, and when, follows from a seed. A step is done when its line is in
+metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -21,13 +22,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 HERE = Path(__file__).parent
 RESULT = HERE / "result.json"
 RANKS, LIMIT_S = 4, 60.0
 STRATEGIES = ("ddp", "server=2")
-SETTINGS = ("--train.epochs", "100000", "--log.every", "1", "--log.tensorboard", "false", "--restarts", "1000")
+SETTINGS = (
+    "--train.epochs",
+    "100000",
+    "--log.every",
+    "1",
+    "--log.tensorboard",
+    "false",
+    "--restarts",
+    "1000",
+)
 
 
 class Training:
@@ -36,7 +46,17 @@ class Training:
     def __init__(self, folder: Path, strategy: str) -> None:
         self.directory, self.notes = folder / "run", folder / "notes"
         self.notes.mkdir()
-        words = ["train", "digits", "-n", str(RANKS), "--strategy", strategy, "--out", str(self.directory), *SETTINGS]
+        words = [
+            "train",
+            "digits",
+            "-n",
+            str(RANKS),
+            "--strategy",
+            strategy,
+            "--out",
+            str(self.directory),
+            *SETTINGS,
+        ]
         words += ["--import", str(HERE / "noted.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(self.notes)}
         command = [sys.executable, "-m", "shoal", *words]
@@ -80,7 +100,11 @@ class Training:
         found = re.search(r"step-(\d+)", line)
         assert found is not None
         self.until(lambda: self.step() > int(found[1]))
-        return {"started": started_s - since_s, "resumed": resumed_s - since_s, "step": time.monotonic() - since_s}
+        return {
+            "started": started_s - since_s,
+            "resumed": resumed_s - since_s,
+            "step": time.monotonic() - since_s,
+        }
 
     def _said(self, known: int, text: str) -> tuple[float, str] | None:
         return next((line for line in self.lines[known:] if text in line[1]), None)
@@ -102,7 +126,11 @@ def main() -> None:
 def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     """What happened -> its times, of every round."""
     chance = random.Random(strategy)
-    found: dict[str, list[dict[str, float]]] = {"SIGKILL": [], "scale 4 to 3": [], "scale 3 to 4": []}
+    found: dict[str, list[dict[str, float]]] = {
+        "SIGKILL": [],
+        "scale 4 to 3": [],
+        "scale 3 to 4": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
         training = Training(Path(folder), strategy)
         try:
@@ -115,7 +143,14 @@ def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
                 for name in ("scale 4 to 3", "scale 3 to 4"):
                     settle(training, chance)
                     known, since_s = len(training.lines), time.monotonic()
-                    words = [sys.executable, "-m", "shoal", "scale", str(training.directory), name.split()[-1]]
+                    words = [
+                        sys.executable,
+                        "-m",
+                        "shoal",
+                        "scale",
+                        str(training.directory),
+                        name.split()[-1],
+                    ]
                     with subprocess.Popen(words, stdout=subprocess.DEVNULL):
                         found[name].append(training.gone_on(since_s, known))
         finally:

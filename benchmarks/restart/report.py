@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 
@@ -14,9 +14,17 @@ HERE = Path(__file__).parent
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     rounds = min(len(times) for kinds in result["seconds"].values() for times in kinds.values())
-    head = [f"seconds: median of {rounds} (min to max)", "ranks start again", "they have resumed", "a step is done"]
+    head = [
+        f"seconds: median of {rounds} (min to max)",
+        "ranks start again",
+        "they have resumed",
+        "a step is done",
+    ]
     rows = [
-        [f"{strategy}, {kind}", *(_spread([time[mark] for time in times]) for mark in ("started", "resumed", "step"))]
+        [
+            f"{strategy}, {kind}",
+            *(_spread([time[mark] for time in times]) for mark in ("started", "resumed", "step")),
+        ]
         for strategy, kinds in result["seconds"].items()
         for kind, times in kinds.items()
     ]

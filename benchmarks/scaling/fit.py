@@ -54,5 +54,9 @@ def _closed_s(by: str, hosts: int, each: int, rate: float, setting: Mapping[str,
     if "server" in by:
         servers = 1 if by == "one server" else hosts
         # A server with less than a part cannot send one while it takes another.
-        return servers_beside(size_bytes, rate, hosts, servers, max(parts / servers, 1), setting["compute_s"])
-    return reduced_beside(all_reduce(by, size_bytes, rate, hosts, each), parts, setting["compute_s"])
+        return servers_beside(
+            size_bytes, rate, hosts, servers, max(parts / servers, 1), setting["compute_s"]
+        )
+    return reduced_beside(
+        all_reduce(by, size_bytes, rate, hosts, each), parts, setting["compute_s"]
+    )

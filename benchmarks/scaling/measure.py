@@ -1,5 +1,5 @@
-"""Seconds of a step over 1 to 8 hosts with limited links, computing replaced by a wait. Needs Linux and root.
-Run it by `make bench-scaling`.
+"""Seconds of a step over 1 to 8 hosts with limited links, computing replaced by a wait. Needs Linux
+and root. Run it by `make bench-scaling`.
 
     round    a link by itself │ every cell once, in an order that chance makes
     cell     hosts' processes start ── one step ── barrier ── steps, timed ── weights checked ── they end
@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.hosts import network
+from benchmarks.hosts import namespaces
 from benchmarks.hosts.exchange import Work
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
 RATE_MBIT, SIZE_MIB, PART_MIB, STEPS, COMPUTE_S = 100, 4, 0.5, 3, 1.0
@@ -40,7 +40,9 @@ def cells() -> list[Cell]:
     """Those of a round."""
     found = [Cell("nothing", 1)]
     found += [Cell(by, hosts) for by in ALGORITHMS for hosts in HOSTS[1:]]
-    found += [Cell(by, hosts) for by in ("one server", "as many servers as workers") for hosts in HOSTS]
+    found += [
+        Cell(by, hosts) for by in ("one server", "as many servers as workers") for hosts in HOSTS
+    ]
     found += [Cell(by, hosts, 2) for by in ("ring", "hierarchical") for hosts in HOSTS_OF_TWO]
     return found
 
@@ -66,7 +68,7 @@ def main() -> None:
     if options.more:
         result = json.loads(options.out.read_text())
     first = len(result["link_bytes_per_s"])
-    with as_a_program(), network.hosts(2 * max(HOSTS), RATE_MBIT):
+    with as_a_program(), namespaces.hosts(2 * max(HOSTS), RATE_MBIT):
         for number in range(first, first + options.rounds):
             measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
             options.out.write_text(json.dumps(result, indent=1) + "\n")

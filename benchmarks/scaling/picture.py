@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.page import OURS, YARDSTICK
+from benchmarks.report_page import OURS, YARDSTICK
 
 from .fit import Point
 
@@ -29,7 +29,9 @@ def draw(path: Path, found: list[Point]) -> None:
             mine = [point for point in found if point.name == name]
             hosts, middle = [p.hosts for p in mine], [p.efficiency for p in mine]
             spread = [[p.efficiency - p.low for p in mine], [p.high - p.efficiency for p in mine]]
-            axes.errorbar(hosts, middle, yerr=spread, fmt="o", color=COLOURS[name], capsize=3, label=name)
+            axes.errorbar(
+                hosts, middle, yerr=spread, fmt="o", color=COLOURS[name], capsize=3, label=name
+            )
             axes.plot(hosts, [p.closed for p in mine], color=COLOURS[name], linewidth=1)
             axes.set_xticks(sorted({p.hosts for p in found}))
         axes.plot([], [], color="grey", linewidth=1, label="closed form")

@@ -1,4 +1,5 @@
-"""Bytes that a block of a transformer keeps for its backward pass, and sends, with the stream whole and in slices.
+"""Bytes that a block of a transformer keeps for its backward pass, and sends, with the stream whole
+and in slices.
 
 `make bench-sequence`. They are counted: the machine's speed is of no matter.
 """
@@ -19,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.memory.accounting import held_bytes
-from benchmarks.page import circumstances
-from shoal.comm import exchange
+from benchmarks.report_page import circumstances
+from shoal.comm import mappings
 from shoal.models import build
 from shoal.testing import world
 
@@ -30,7 +31,9 @@ TIME, VOCABULARY, WIDTH, BATCH, DEGREES = 64, 256, 256, 8, (2, 4)
 
 def gpt(layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return build("gpt", VOCABULARY, (TIME,), {"width": WIDTH, "layers": layers, "heads": 8, "dropout": 0.1})
+    return build(
+        "gpt", VOCABULARY, (TIME,), {"width": WIDTH, "layers": layers, "heads": 8, "dropout": 0.1}
+    )
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
@@ -38,12 +41,16 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def counted(strategy: str, layers: int) -> tuple[int, int]:
-    """Bytes kept by this rank's forward pass beside parameters, and bytes it sends in a step, in rings. Collective."""
+    """Bytes kept by this rank's forward pass beside parameters, and bytes it sends in a step,
+    in rings. Collective.
+    """
     torch.set_num_threads(1)
     run, model = shoal.init(strategy, announce=lambda _: None), gpt(layers)
     tokens = torch.randint(0, VOCABULARY, (2 * BATCH, TIME))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(tokens, tokens), BATCH))
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(tokens, tokens), BATCH)
+    )
     first, second = loader
     run.forward_backward(loss_of, model, *first)  # which compares
     kept: list[Tensor] = []
@@ -59,7 +66,9 @@ def counted(strategy: str, layers: int) -> tuple[int, int]:
 
 
 class _Sent:
-    """Counts what a ring sends: a sum is a reduce-scatter and an all-gather, each of (T-1)/T of the whole."""
+    """Counts what a ring sends: a sum is a reduce-scatter and an all-gather, each of (T-1)/T of
+    the whole.
+    """
 
     def __init__(self) -> None:
         self.sent_bytes, self.patches = 0, ExitStack()
@@ -67,8 +76,8 @@ class _Sent:
     def __enter__(self) -> _Sent:
         for owner, name, halves, whole in (
             (dist, "all_reduce", 2, 0),
-            (exchange, "_all_gather", 1, 0),
-            (exchange, "_reduce_scatter", 1, 1),
+            (mappings, "_all_gather", 1, 0),
+            (mappings, "_reduce_scatter", 1, 1),
         ):
             counting = self._counting(getattr(owner, name), halves, whole)
             self.patches.enter_context(patch.object(owner, name, counting))

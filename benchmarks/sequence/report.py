@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 FORMULA = {"whole": 4, "slices": 5}
-"""Sums of the stream in a block and step; of those in slices, one in five is half sums that gather it again."""
+"""Sums of the stream in a block and step; of those in slices, one in five is half sums that
+gather it again.
+"""
 
 
 def main() -> None:
@@ -25,11 +27,16 @@ def main() -> None:
                 f"T = {degree}",
                 *(f"{value / stream:.2f} b s h" for value in kept),
                 f"**{kept[1] / kept[0]:.3f}**",
-                *(f"{a / stream:.3f} b s h ({a / b:.4f})" for a, b in zip(sent, expected, strict=True)),
+                *(
+                    f"{a / stream:.3f} b s h ({a / b:.4f})"
+                    for a, b in zip(sent, expected, strict=True)
+                ),
             ]
         )
     head = ["", "kept, stream whole", "kept, in slices", "ratio", "sent, stream whole (of 4 sums)"]
-    text = "\n\n".join([table([*head, "sent, in slices (of 5 sums)"], rows), told(result["circumstances"])])
+    text = "\n\n".join(
+        [table([*head, "sent, in slices (of 5 sums)"], rows), told(result["circumstances"])]
+    )
     fill(HERE / "README.md", text)
     print(text)
 

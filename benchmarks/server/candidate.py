@@ -3,8 +3,8 @@
     gradients[0] --push--> ┌ server 0: first share  ┐ --pull--> worker 0 holds the sum
     gradients[1] --push--> └ server 1: second share ┘ --pull--> worker 1 holds the sum       one round
 
-An echo bounds what a server can do: it sends each worker its own gradient back, sums nothing and waits for nobody.
-"""
+An echo bounds what a server can do: it sends each worker its own gradient back, sums nothing and
+waits for nobody."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ CHECKED_FLOATS = 1 << 20  # compared at a time, so that a check needs little mem
 
 
 class Missing(Exception):
-    """This candidate cannot take part; the message says why. Raised on import or by `Candidate()`."""
+    """This candidate cannot take part; the message says why. Raised on import or by
+    `Candidate()`.
+    """
 
 
 class WrongResult(Exception):
-    """A worker does not hold what it should after a round: the candidate's figures would mean nothing."""
+    """A worker does not hold what it should after a round: the candidate's figures would mean
+    nothing.
+    """
 
 
 class Candidate(Protocol):
-    """One way to push and pull. Every module in `candidates/` defines a class of this name with these methods."""
+    """One way to push and pull. Every module in `candidates/` defines a class of this name with
+    these methods.
+    """
 
     def __init__(self, workers: int, servers: int) -> None:
         """Start that many processes of each role; return when all of them are connected.
@@ -38,17 +44,22 @@ class Candidate(Protocol):
         """
 
     def prepare(self, gradients: Sequence[Tensor]) -> None:
-        """From now on worker i pushes gradients[i] (float32, one dimension, in shared memory). Not timed."""
+        """From now on worker i pushes gradients[i] (float32, one dimension, in shared memory).
+        Not timed.
+        """
 
     def check(self) -> None:
-        """Do one round and compare what every worker holds with the sum over the workers. Not timed.
+        """Do one round and compare what every worker holds with the sum over the workers. Not
+        timed.
 
         Raises:
             WrongResult: some number is another one.
         """
 
     def turn(self, rounds: int) -> float:
-        """Do that many rounds without a pause; seconds from the first worker's start to the last worker's end."""
+        """Do that many rounds without a pause; seconds from the first worker's start to the
+        last worker's end.
+        """
 
     def close(self) -> None:
         """End every process."""
@@ -83,7 +94,10 @@ def compare(who: str, held: Sequence[Tensor], pushed: Tensor, factor: Fraction) 
         for piece in run.split(CHECKED_FLOATS):
             expected = pushed[begin : begin + len(piece)] * factor.numerator / factor.denominator
             if not torch.equal(piece, expected):
-                raise WrongResult(f"{who} holds {piece[:3].tolist()}... at {begin}, not {expected[:3].tolist()}...")
+                raise WrongResult(
+                    f"{who} holds {piece[:3].tolist()}... at {begin}, not "
+                    f"{expected[:3].tolist()}..."
+                )
             begin += len(piece)
     if begin != len(pushed):
         raise WrongResult(f"{who} holds {begin} numbers, not {len(pushed)}")

@@ -1,12 +1,13 @@
-"""Measures all candidates in turns, on one machine, and writes result.json. Run it by `make bench-server`.
+"""Measures all candidates in turns, on one machine, and writes result.json. Run it by `make
+bench-server`.
 
     (2 workers, 1 server), 16 MiB     round 1   TCP echo  Ray  Gloo  ...     a turn each, of one or more rounds of
                                       round 2   Gloo  TCP echo  Ray  ...     push and pull; the order is drawn anew
                                       ...
 
-Every candidate's processes are there all the time and wait for their turn. Whatever slows the machine down for longer
-than all turns of a round slows all candidates down, so it is the ratios within a round that are believed.
-"""
+Every candidate's processes are there all the time and wait for their turn. Whatever slows the
+machine down for longer than all turns of a round slows all candidates down, so it is the ratios
+within a round that are believed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 from benchmarks.server.candidate import Candidate, Missing, gradient
 
 RESULT = Path(__file__).with_name("result.json")
@@ -47,10 +48,19 @@ FLOAT_BYTES = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, nargs="+", default=list(ROUNDS_IN_A_TURN), choices=list(ROUNDS_IN_A_TURN))
-    parser.add_argument("--crews", nargs="+", default=[f"{m},{n}" for m, n in CREWS], help="WORKERS,SERVERS")
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=list(ROUNDS_IN_A_TURN), choices=list(ROUNDS_IN_A_TURN)
+    )
+    parser.add_argument(
+        "--crews", nargs="+", default=[f"{m},{n}" for m, n in CREWS], help="WORKERS,SERVERS"
+    )
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), choices=[*CANDIDATES])
-    parser.add_argument("--cell-s", type=float, default=8, help="once it has taken that long, FEWEST turns are enough")
+    parser.add_argument(
+        "--cell-s",
+        type=float,
+        default=8,
+        help="once it has taken that long, FEWEST turns are enough",
+    )
     parser.add_argument("--more", action="store_true", help="keep the other cells of result.json")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -59,7 +69,9 @@ def main() -> None:
     packages = ("torch", "ray", "pyzmq", "tensorflow_cpu")
     facts = circumstances([package for package in packages if find_spec(_module(package))])
     kept = json.loads(options.out.read_text()) if options.more else {"cells": [], "missing": {}}
-    cells: list[dict[str, Any]] = [cell for cell in kept["cells"] if not _is_measured(cell, options)]
+    cells: list[dict[str, Any]] = [
+        cell for cell in kept["cells"] if not _is_measured(cell, options)
+    ]
     missing: dict[str, dict[str, str]] = kept["missing"]
     for crew in options.crews:
         workers, servers = map(int, crew.split(","))
@@ -69,12 +81,16 @@ def main() -> None:
             times_s = measure(running, workers, mib, options.cell_s)
             cells.append({"workers": workers, "servers": servers, "mib": mib, "round_s": times_s})
             # After every cell, so that a run that is cut short has measured something.
-            options.out.write_text(json.dumps({"circumstances": facts, "missing": missing, "cells": cells}) + "\n")
+            options.out.write_text(
+                json.dumps({"circumstances": facts, "missing": missing, "cells": cells}) + "\n"
+            )
         for candidate in running.values():
             candidate.close()
 
 
-def start(names: list[str], workers: int, servers: int, missing: dict[str, str]) -> dict[str, Candidate]:
+def start(
+    names: list[str], workers: int, servers: int, missing: dict[str, str]
+) -> dict[str, Candidate]:
     """The candidates that can take part; why the others can't goes to `missing`."""
     running = {}
     for name in names:
@@ -87,7 +103,9 @@ def start(names: list[str], workers: int, servers: int, missing: dict[str, str])
     return running
 
 
-def measure(running: dict[str, Candidate], workers: int, mib: int, cell_s: float) -> dict[str, list[float]]:
+def measure(
+    running: dict[str, Candidate], workers: int, mib: int, cell_s: float
+) -> dict[str, list[float]]:
     """Seconds for a round of each candidate, one number for each of its turns."""
     gradients = [gradient(worker, mib * MIB // FLOAT_BYTES) for worker in range(workers)]
     rounds, chance = ROUNDS_IN_A_TURN[mib], random.Random(0)
@@ -103,7 +121,10 @@ def measure(running: dict[str, Candidate], workers: int, mib: int, cell_s: float
             break
         for name in chance.sample(list(running), len(running)):
             times_s[name].append(running[name].turn(rounds) / rounds)
-    print(f"{workers} workers, {mib} MiB: {ready_s - begun_s:.1f} s to get ready, {time.monotonic() - ready_s:.1f} s")
+    print(
+        f"{workers} workers, {mib} MiB: {ready_s - begun_s:.1f} s to get ready, "
+        f"{time.monotonic() - ready_s:.1f} s"
+    )
     return times_s
 
 

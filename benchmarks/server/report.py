@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.page import bars, fill, table, told
+from benchmarks.report_page import bars, fill, table, told
 from benchmarks.server.measure import CANDIDATES, MIB
 
 HERE = Path(__file__).parent
@@ -23,7 +23,9 @@ Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     by_crew: dict[str, dict[int, Cell]] = {}
-    for cell in sorted(result["cells"], key=lambda cell: (cell["workers"], cell["servers"], cell["mib"])):
+    for cell in sorted(
+        result["cells"], key=lambda cell: (cell["workers"], cell["servers"], cell["mib"])
+    ):
         by_crew.setdefault(f"{cell['workers']},{cell['servers']}", {})[cell["mib"]] = cell
     parts = [comparison(ours, by_crew, mib) for ours in OURS for mib in COMPARED_MIB]
     parts += [rates(crew, cells, result["missing"][crew]) for crew, cells in by_crew.items()]
@@ -31,24 +33,43 @@ def main() -> None:
     text = "\n\n".join(part for part in parts if part)
     fill(HERE / "README.md", text)
     groups = {
-        told_crew(crew): spreads(by_crew[crew][DRAWN_MIB]) for crew in DRAWN if DRAWN_MIB in by_crew.get(crew, {})
+        told_crew(crew): spreads(by_crew[crew][DRAWN_MIB])
+        for crew in DRAWN
+        if DRAWN_MIB in by_crew.get(crew, {})
     }
-    bars(HERE / "server.png", f"Push and pull of {DRAWN_MIB} MiB (median, quartiles)", "GB/s", groups, YARDSTICK)
+    bars(
+        HERE / "server.png",
+        f"Push and pull of {DRAWN_MIB} MiB (median, quartiles)",
+        "GB/s",
+        groups,
+        YARDSTICK,
+    )
     print(text)
 
 
 def spreads(cell: Cell) -> dict[str, Spread]:
     """GB/s of every candidate: what all workers push and pull in a round, over its time."""
     moved_gb = 2 * cell["workers"] * cell["mib"] * MIB / 1e9
-    return {name: _spread([moved_gb / time_s for time_s in times]) for name, times in cell["round_s"].items()}
+    return {
+        name: _spread([moved_gb / time_s for time_s in times])
+        for name, times in cell["round_s"].items()
+    }
 
 
 def rates(crew: str, cells: dict[int, Cell], missing: dict[str, str]) -> str:
     """One table: the candidates by the sizes."""
-    turns = ", ".join(str(min(len(times) for times in cell["round_s"].values())) for cell in cells.values())
-    head = [f"{told_crew(crew)}: GB/s (quartiles), ms; {turns} turns", *(f"{mib} MiB" for mib in cells)]
+    turns = ", ".join(
+        str(min(len(times) for times in cell["round_s"].values())) for cell in cells.values()
+    )
+    head = [
+        f"{told_crew(crew)}: GB/s (quartiles), ms; {turns} turns",
+        *(f"{mib} MiB" for mib in cells),
+    ]
     rows = [
-        [_emphasised(name), *("missing" if name in missing else _rate(cell, name) for cell in cells.values())]
+        [
+            _emphasised(name),
+            *("missing" if name in missing else _rate(cell, name) for cell in cells.values()),
+        ]
         for name in CANDIDATES
     ]
     return table(head, rows)
@@ -57,8 +78,15 @@ def rates(crew: str, cells: dict[int, Cell], missing: dict[str, str]) -> str:
 def comparison(ours: str, by_crew: dict[str, dict[int, Cell]], mib: int) -> str:
     """One table: how many times faster we are than each of the others."""
     crews = {crew: cells[mib]["round_s"] for crew, cells in by_crew.items() if mib in cells}
-    head = [f"{ours}: GB/s over theirs, in the same round, {mib} MiB", *(told_crew(crew) for crew in crews)]
-    rows = [[name, *(_ratio(times, name, ours) for times in crews.values())] for name in CANDIDATES if name not in OURS]
+    head = [
+        f"{ours}: GB/s over theirs, in the same round, {mib} MiB",
+        *(told_crew(crew) for crew in crews),
+    ]
+    rows = [
+        [name, *(_ratio(times, name, ours) for times in crews.values())]
+        for name in CANDIDATES
+        if name not in OURS
+    ]
     return table(head, [row for row in rows if set(row[1:]) != {"-"}])
 
 
@@ -92,7 +120,9 @@ def _ratio(times_s: dict[str, list[float]], slower: str, faster: str) -> str:
     """How many times longer `slower` took than `faster` did in the same round."""
     if slower not in times_s or faster not in times_s:
         return "-"
-    low, middle, high = _spread([a / b for a, b in zip(times_s[slower], times_s[faster], strict=True)])
+    low, middle, high = _spread(
+        [a / b for a, b in zip(times_s[slower], times_s[faster], strict=True)]
+    )
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
 
-from benchmarks.page import circumstances, table, told
-from shoal.server.channel import Channel
-from shoal.server.frame import HEADER_BYTES, Header
-from shoal.server.handshake import Session
-from shoal.server.mac import GMAC, HMAC, known
+from benchmarks.report_page import circumstances, table, told
+from shoal.parameter_server.transport.frame import HEADER_BYTES, Header
+from shoal.parameter_server.transport.handshake import Session
+from shoal.parameter_server.transport.mac import GMAC, HMAC, supported_macs
+from shoal.parameter_server.transport.secure_channel import SecureChannel
 
 KIB = 1 << 10
 FRAMES_BYTES = (256 * KIB, 1024 * KIB, 4096 * KIB)
@@ -73,7 +73,7 @@ class ChannelEnd:
     def __init__(self, sock: socket.socket, sends: bool, authenticates: bool, mac: int) -> None:
         session = replace(SENDS if sends else RECEIVES, mac=mac)
         limit_bytes = max(FRAMES_BYTES)
-        self.channel = Channel(
+        self.channel = SecureChannel(
             sock,
             session,
             authenticate_payload=authenticates,
@@ -242,7 +242,7 @@ def ways(folder: Path) -> dict[str, Way]:
         "headers authenticated": Way(functools.partial(_framed, False, HMAC), None),
         "payloads too, HMAC-SHA256": Way(functools.partial(_framed, True, HMAC), None),
     }
-    if known() & GMAC:
+    if supported_macs() & GMAC:
         framed = functools.partial(_framed, True, GMAC)
         made["payloads too, AES-256-GMAC"] = Way(framed, None)
     for cipher in (AES_128, AES_256):
@@ -262,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=11)
     rounds = parser.parse_args().rounds
-    packages = ("torch", "cryptography") if known() & GMAC else ("torch",)
+    packages = ("torch", "cryptography") if supported_macs() & GMAC else ("torch",)
     facts, chance = circumstances(packages), random.Random(0)
     facts["versions"] += f", {ssl.OPENSSL_VERSION}"
     with tempfile.TemporaryDirectory() as folder:
@@ -276,7 +276,7 @@ def main() -> None:
                         found.setdefault((frame_bytes, name), []).append(turn)
         for way in running.values():
             way.close()
-    yardstick = f"payloads too, {'AES-256-GMAC' if known() & GMAC else 'HMAC-SHA256'}"
+    yardstick = f"payloads too, {'AES-256-GMAC' if supported_macs() & GMAC else 'HMAC-SHA256'}"
     for frame_bytes in FRAMES_BYTES:
         best = found[frame_bytes, yardstick]
         rows = [[name, *_columns(found[frame_bytes, name], best)] for name in running]

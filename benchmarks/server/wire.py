@@ -36,10 +36,15 @@ def connect(port: int) -> socket.socket:
 
 
 def accept_all(
-    listener: socket.socket, count: int, announce: Callable[[Any], None], serve: Callable[[socket.socket], None]
+    listener: socket.socket,
+    count: int,
+    announce: Callable[[Any], None],
+    serve: Callable[[socket.socket], None],
 ) -> None:
     """Serve `count` connections in a thread each; return when they have ended."""
-    announce(listener.getsockname()[1] if listener.family == socket.AF_INET else listener.getsockname())
+    announce(
+        listener.getsockname()[1] if listener.family == socket.AF_INET else listener.getsockname()
+    )
     threads = []
     with listener:
         for _ in range(count):

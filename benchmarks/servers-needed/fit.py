@@ -1,4 +1,6 @@
-"""What was measured against the closed form: medians, one fitted number, deviations. No input or output."""
+"""What was measured against the closed form: medians, one fitted number, deviations. No input
+or output.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,31 @@ class Point:
 
 
 def points(result: Mapping[str, Any], efficiency: float = 1.0) -> list[Point]:
-    """All cells of a result. Args: efficiency: the share of the links' measured rate that servers are granted."""
+    """All cells of a result. Args: efficiency: the share of the links' measured rate that
+    servers are granted.
+    """
     rate, setting = median(result["link_bytes_per_s"]), result["setting"]
     size_bytes, parts = setting["size_mib"] * 2**20, setting["size_mib"] / setting["part_mib"]
     found = []
     for cell in result["cells"]:
-        by, workers, servers, compute_s = (cell[name] for name in ("by", "workers", "servers", "compute_s"))
+        by, workers, servers, compute_s = (
+            cell[name] for name in ("by", "workers", "servers", "compute_s")
+        )
         if by == "servers":
             granted = efficiency * rate
-            closed_s = servers_beside(size_bytes, granted, workers, servers, parts / servers, compute_s)
+            closed_s = servers_beside(
+                size_bytes, granted, workers, servers, parts / servers, compute_s
+            )
         else:
             closed_s = ring_beside(size_bytes, rate, workers, parts, compute_s)
         step_s = cell["step_s"]
         times_s = (median(step_s), min(step_s), max(step_s))
-        found.append(Point(by, workers, servers, compute_s, *times_s, median(cell["busy"]), closed_s))
-    return sorted(found, key=lambda point: (point.by, point.workers, point.compute_s, point.servers))
+        found.append(
+            Point(by, workers, servers, compute_s, *times_s, median(cell["busy"]), closed_s)
+        )
+    return sorted(
+        found, key=lambda point: (point.by, point.workers, point.compute_s, point.servers)
+    )
 
 
 def efficiency(found: Iterable[Point]) -> float:

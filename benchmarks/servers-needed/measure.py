@@ -1,5 +1,5 @@
-"""Seconds of a step over m workers and n servers, each on a host of its own, and of a ring on the same links.
-Needs Linux and root. Run it by `make bench-servers-needed`.
+"""Seconds of a step over m workers and n servers, each on a host of its own, and of a ring on the
+same links. Needs Linux and root. Run it by `make bench-servers-needed`.
 
     round    a link by itself │ every cell once, in an order that chance makes
     cell     hosts' processes start ── one step ── barrier ── steps, timed ── weights checked ── they end
@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.hosts import network
+from benchmarks.hosts import namespaces
 from benchmarks.hosts.exchange import Work
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 from . import training
 
@@ -27,7 +27,9 @@ WORKERS, SERVERS, COMPUTE_S = (1, 2, 3, 4), (1, 2, 3, 4, 6), (0.75, 1.5)
 
 
 class Cell(NamedTuple):
-    """One thing to measure; `by` is servers, ring or ordered, and `servers` 0 where there are none."""
+    """One thing to measure; `by` is servers, ring or ordered, and `servers` 0 where there are
+    none.
+    """
 
     by: str
     workers: int
@@ -63,11 +65,14 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     options = parser.parse_args()
     setting = {"rate_mbit": RATE_MBIT, "size_mib": SIZE_MIB, "part_mib": PART_MIB, "steps": STEPS}
-    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting}
+    result: dict[str, Any] = {
+        "circumstances": circumstances(("torch", "shoal")),
+        "setting": setting,
+    }
     result |= {"link_bytes_per_s": [], "cells": []}
     if options.more:
         result = json.loads(RESULT.read_text())
-    with as_a_program(), network.hosts(len(WORKERS) + max(SERVERS), RATE_MBIT):
+    with as_a_program(), namespaces.hosts(len(WORKERS) + max(SERVERS), RATE_MBIT):
         if "training" not in result:
             result["training"] = training.compared()
             _write(result)

@@ -1,4 +1,6 @@
-"""The picture: a step's time over the number of servers, measured and by closed form, and the ring's beside it."""
+"""The picture: a step's time over the number of servers, measured and by closed form, and the
+ring's beside it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def draw(path: Path, found: list[Point]) -> None:
         _curve(left, mine, f"{workers} worker{'s' * (workers > 1)}", colour)
     left.set_title("a step that only exchanges", fontsize=10)
     beside = [point for point in found if point.compute_s > 0]
-    for colour, compute_s in zip(COLOURS[1::2], sorted({point.compute_s for point in beside}), strict=False):
+    for colour, compute_s in zip(
+        COLOURS[1::2], sorted({point.compute_s for point in beside}), strict=False
+    ):
         mine = [point for point in beside if point.compute_s == compute_s]
         _curve(right, mine, f"{compute_s:g} s of compute", colour)
     right.set_title("a step of 4 workers that computes meanwhile", fontsize=10)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.hosts.closed_form import ring_is_beaten_by, saturation
-from benchmarks.page import fill, table, told
+from benchmarks.report_page import fill, table, told
 
 from . import picture
 from .fit import Point, deviation, efficiency, enough, points
@@ -46,21 +46,31 @@ def main() -> None:
 def _links(result: dict[str, Any]) -> str:
     setting, rates = result["setting"], [rate / 1e6 for rate in result["link_bytes_per_s"]]
     return (
-        f"Links of {setting['rate_mbit']} Mbit/s each way; one connection carries {_spread(rates, 1)} MB/s, the one "
-        f"number that the closed form needs. {setting['size_mib']} MiB of float32 in parts of {setting['part_mib']:g} "
-        f"MiB; medians of {len(rates)} rounds of {setting['steps']} steps; in brackets, measured / closed form."
+        f"Links of {setting['rate_mbit']} Mbit/s each way; one connection carries "
+        f"{_spread(rates, 1)} MB/s, the one "
+        f"number that the closed form needs. {setting['size_mib']} MiB of float32 in parts of "
+        f"{setting['part_mib']:g} "
+        f"MiB; medians of {len(rates)} rounds of {setting['steps']} steps; in brackets, measured / "
+        "closed form."
     )
 
 
 def _exchange(bare: list[Point]) -> str:
     counts = sorted({point.servers for point in bare if point.by == "servers"})
-    head = ["workers", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)", "sum in order of ranks"]
+    head = [
+        "workers",
+        *[f"{n} server{'s' * (n > 1)}" for n in counts],
+        "ring (Gloo)",
+        "sum in order of ranks",
+    ]
     rows = []
     for workers in sorted({point.workers for point in bare}):
         mine = [point for point in bare if point.workers == workers]
         best_s = min(point.step_s for point in mine)
         cells = [_one(mine, "servers", n, best_s) for n in counts]
-        rows.append([str(workers), *cells, *[_one(mine, by, 0, best_s) for by in ("ring", "ordered")]])
+        rows.append(
+            [str(workers), *cells, *[_one(mine, by, 0, best_s) for by in ("ring", "ordered")]]
+        )
     return table(head, rows)
 
 
@@ -68,7 +78,9 @@ def _one(mine: Iterable[Point], by: str, servers: int, best_s: float) -> str:
     for point in mine:
         if (point.by, point.servers) == (by, servers):
             mark = "**" if point.step_s == best_s else ""
-            return f"{mark}{point.step_s:.2f}{mark} ({point.ratio:.2f})" + " †" * (point.busy > BUSY)
+            return f"{mark}{point.step_s:.2f}{mark} ({point.ratio:.2f})" + " †" * (
+                point.busy > BUSY
+            )
     return "-"
 
 
@@ -83,7 +95,9 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
     ):
         shares = []
         for found in (plain, fitted):
-            kept = [point for point in found if point.by == by and (point.compute_s > 0) == computes]
+            kept = [
+                point for point in found if point.by == by and (point.compute_s > 0) == computes
+            ]
             shares += [f"{100 * share:.1f} %" for share in deviation(kept)]
         rows.append([name, *(shares if by == "servers" else [*shares[:2], "-", "-"])])
     head = [
@@ -96,7 +110,8 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
     busiest = max(plain, key=lambda point: point.busy)
     return (
         f"{table(head, rows)}\n\nThe cores were busy for {100 * median(p.busy for p in plain):.0f} % of the time in "
-        f"the median cell, for {100 * busiest.busy:.0f} % in the busiest ({busiest.workers} workers, {busiest.servers} "
+        f"the median cell, for {100 * busiest.busy:.0f} % in the busiest ({busiest.workers} "
+        f"workers, {busiest.servers} "
         f"servers); † marks more than {100 * BUSY:.0f} %."
     )
 
@@ -107,7 +122,11 @@ def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
         mine = [point for point in bare if point.workers == workers and point.by == "servers"]
         rings = [point.step_s for point in bare if point.workers == workers and point.by == "ring"]
         ahead = [point.servers for point in mine if rings and point.step_s < rings[0]]
-        said = ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor) if rings else None
+        said = (
+            ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor)
+            if rings
+            else None
+        )
         fastest = min(mine, key=lambda point: point.step_s)
         rows.append(
             [
@@ -120,7 +139,15 @@ def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
                 _number(min(ahead, default=None)) if rings else "-",
             ]
         )
-    head = ["workers", "enough: closed form", "measured", "fastest", "ring", "beaten from: closed form / η", "measured"]
+    head = [
+        "workers",
+        "enough: closed form",
+        "measured",
+        "fastest",
+        "ring",
+        "beaten from: closed form / η",
+        "measured",
+    ]
     return table(head, rows)
 
 
@@ -138,9 +165,12 @@ def _beside(found: list[Point]) -> str:
 
 def _training(training: dict[str, Any]) -> str:
     same = "the same weights, to the last bit" if training["same bits"] else "**other weights**"
-    seconds = [f"{training[where]['seconds']:.0f} s on {where}" for where in ("three hosts", "one host")]
+    seconds = [
+        f"{training[where]['seconds']:.0f} s on {where}" for where in ("three hosts", "one host")
+    ]
     return (
-        f"`shoal train digits {training['options']}`, started on three hosts by `RANK`, `WORLD_SIZE` and "
+        f"`shoal train digits {training['options']}`, started on three hosts by `RANK`, "
+        "`WORLD_SIZE` and "
         f"`MASTER_ADDR`, and on one by `-n 3`: {same} ({' and '.join(seconds)}, imports and "
         f"an evaluation after each epoch included)."
     )

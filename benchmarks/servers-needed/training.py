@@ -1,4 +1,5 @@
-"""A whole training on three hosts, started as a cluster's operator does it, and the same on one host.
+"""A whole training on three hosts, started as a cluster's operator does it, and the same on one
+host.
 
 host 1   rank 0, arbiter, server of shard 0     host 2   rank 1, server of shard 1     host 3   rank 2
 """
@@ -15,12 +16,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.hosts.cast import Cast
 from benchmarks.hosts.command import environment, shoal
+from benchmarks.hosts.worker_pool import Cast
 
 RANKS, PORT, LIMIT_S = 3, 29600, 200.0
 # Hosts are networks of one machine, so they could share memory; real ones cannot.
-OPTIONS = ["--strategy", "server=2,shared_memory=false", "--train.epochs", "3", "--train.batch_size", "96"]
+OPTIONS = [
+    "--strategy",
+    "server=2,shared_memory=false",
+    "--train.epochs",
+    "3",
+    "--train.batch_size",
+    "96",
+]
 
 
 def compared() -> dict[str, Any]:

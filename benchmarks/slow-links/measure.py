@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import network
-from benchmarks.hosts.cast import Cast
+from benchmarks.hosts import namespaces
 from benchmarks.hosts.command import environment, shoal
 from benchmarks.hosts.program import as_a_program
-from benchmarks.page import circumstances
+from benchmarks.hosts.worker_pool import Cast
+from benchmarks.report_page import circumstances
 
 from .ways import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
 
@@ -49,7 +49,9 @@ def trained(way: str, seed: int) -> dict[str, Any]:
 def _sent_bytes() -> int:
     """By this process's host, since it was made."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("eth0:"))
+    return next(
+        int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("eth0:")
+    )
 
 
 def main() -> None:
@@ -58,12 +60,21 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
-    setting = {"hosts": HOSTS, "rate_mbit": RATE_MBIT, "target_top1": TARGET_TOP1, "task": " ".join(TASK)}
-    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "setting": setting, "runs": []}
+    setting = {
+        "hosts": HOSTS,
+        "rate_mbit": RATE_MBIT,
+        "target_top1": TARGET_TOP1,
+        "task": " ".join(TASK),
+    }
+    result: dict[str, Any] = {
+        "circumstances": circumstances(("torch", "shoal")),
+        "setting": setting,
+        "runs": [],
+    }
     if options.more:
         result = json.loads(RESULT.read_text())
     first = 1 + max((run["seed"] for run in result["runs"]), default=-1)
-    with as_a_program(), network.hosts(HOSTS, RATE_MBIT):
+    with as_a_program(), namespaces.hosts(HOSTS, RATE_MBIT):
         for seed in range(first, first + options.rounds):
             for way in random.Random(seed).sample(options.ways, len(options.ways)):
                 found = trained(way, seed)

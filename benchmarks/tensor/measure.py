@@ -1,4 +1,5 @@
-"""Step time of tensor=2 against `parallelize_module` by hand, in the same processes, in turns; the bytes of a block.
+"""Step time of tensor=2 against `parallelize_module` by hand, in the same processes, in turns; the
+bytes of a block.
 
 `make bench-tensor`.
 """
@@ -28,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from benchmarks.page import circumstances
-from benchmarks.turns import in_turns
+from benchmarks.interleaved import in_turns
+from benchmarks.report_page import circumstances
 from shoal.models import build
 
 RESULT = Path(__file__).with_name("result.json")
@@ -38,7 +39,9 @@ TIME, VOCABULARY, WIDTH, BATCH, STEPS = 64, 256, 256, 8, 6
 
 def gpt(layers: int = 6) -> nn.Module:
     torch.manual_seed(0)
-    return build("gpt", VOCABULARY, (TIME,), {"width": WIDTH, "layers": layers, "heads": 8, "tied": False})
+    return build(
+        "gpt", VOCABULARY, (TIME,), {"width": WIDTH, "layers": layers, "heads": 8, "tied": False}
+    )
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
@@ -46,28 +49,39 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def data() -> DataLoader:
-    tokens = torch.randint(0, VOCABULARY, (STEPS * BATCH, TIME), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, VOCABULARY, (STEPS * BATCH, TIME), generator=torch.Generator().manual_seed(0)
+    )
     return DataLoader(TensorDataset(tokens, tokens), BATCH, drop_last=True)
 
 
 def by_hand(prepared: bool, vocabulary: bool, mesh: DeviceMesh | None = None) -> Callable[[], None]:
     """PyTorch's tutorial without sequence parallelism; one epoch when it is called.
 
-    Args:
-        prepared: query, key and value share their input, so that its gradient is summed once and not three times.
-        vocabulary: the head and the loss in slices as well, as in the tutorial's last part.
-        mesh: None for the world's.
+    Args: prepared: query, key and value share their input, so that its gradient is summed once and
+        not three times. vocabulary: the head and the loss in slices as well, as in the tutorial's
+        last part. mesh: None for the world's.
     """
     model, mesh = gpt(), mesh or init_device_mesh("cpu", (2,))
-    columns = dict.fromkeys(("attention.query", "attention.key", "attention.value", "mlp.up"), ColwiseParallel())
+    columns = dict.fromkeys(
+        ("attention.query", "attention.key", "attention.value", "mlp.up"), ColwiseParallel()
+    )
     rows = dict.fromkeys(("attention.output", "mlp.down"), RowwiseParallel())
     whole = (Replicate(),)
-    shared = {"attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)} if prepared else {}
+    shared = (
+        {"attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
+        if prepared
+        else {}
+    )
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, {**shared, **columns, **rows})
     if vocabulary:
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
+        parallelize_module(
+            model,
+            mesh,
+            {"token_embedding": RowwiseParallel(input_layouts=Replicate()), "head": head},
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = data()
 
@@ -128,7 +142,12 @@ def main() -> None:
     times_s = in_turns(candidates, STEPS, options.rounds)
     if dist.get_rank() == 0:
         formula_bytes = 4 * BATCH * TIME * WIDTH * 4
-        found = {"circumstances": facts, "step_s": times_s, "block_bytes": block_bytes, "formula_bytes": formula_bytes}
+        found = {
+            "circumstances": facts,
+            "step_s": times_s,
+            "block_bytes": block_bytes,
+            "formula_bytes": formula_bytes,
+        }
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.page import fill, table, told
-from benchmarks.turns import compared, head
+from benchmarks.interleaved import compared, head
+from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-YARDSTICKS = {"tutorial": "the tutorial's plan", "by hand": "a plan with one input for query, key and value"}
+YARDSTICKS = {
+    "tutorial": "the tutorial's plan",
+    "by hand": "a plan with one input for query, key and value",
+}
 
 
 def main() -> None:

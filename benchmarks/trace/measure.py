@@ -1,4 +1,5 @@
-"""What a trace costs: steps with none asked for, with one asked for but not being taken, and while it is being taken.
+"""What a trace costs: steps with none asked for, with one asked for but not being taken, and while
+it is being taken.
 
     round 1   asked for  none  recording         so many steps each, a barrier before and after;
     round 2   recording  asked for  none         the order is drawn anew in every round
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 
 import shoal
 from benchmarks.collectives.steps import networks
-from benchmarks.page import circumstances
+from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
 ROWS, WARM_UP, LATER = 32, 10, "1@1000000000"
@@ -38,7 +39,9 @@ class Loop:
         torch.manual_seed(0)
         self.run = shoal.init(announce=lambda _: None, trace=trace)
         model = build()
-        data = torch.utils.data.TensorDataset(torch.randn(ROWS, 1, 8, 8), torch.randint(0, 10, (ROWS,)))
+        data = torch.utils.data.TensorDataset(
+            torch.randn(ROWS, 1, 8, 8), torch.randint(0, 10, (ROWS,))
+        )
         loader = torch.utils.data.DataLoader(data, ROWS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         self.model, self.optimizer, loader = self.run.prepare(model, optimizer, loader)
@@ -59,13 +62,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:shoal")
     facts = circumstances(("torch", "shoal"))
-    step_s = {name: _measure(build, steps, options.rounds) for name, (build, steps) in networks().items()}
+    step_s = {
+        name: _measure(build, steps, options.rounds) for name, (build, steps) in networks().items()
+    }
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps({"circumstances": facts, "step_s": step_s}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"circumstances": facts, "step_s": step_s}, indent=1) + "\n"
+        )
     dist.destroy_process_group()
 
 
-def _measure(build: Callable[[], torch.nn.Module], steps: int, rounds: int) -> dict[str, list[float]]:
+def _measure(
+    build: Callable[[], torch.nn.Module], steps: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds for a step of the slower rank, of every round. Collective."""
     loops = {way: Loop(build, trace) for way, trace in WAYS.items()}
     for loop in loops.values():
@@ -85,7 +94,7 @@ def _forget(loop: Loop) -> None:
     """That a trace was asked for, of which nobody shall be told that it was not written."""
     tracing: Any = loop.run._tracing
     if tracing is not None:
-        atexit.unregister(tracing._missed)
+        atexit.unregister(tracing._warn_not_traced)
 
 
 def _turn(loop: Loop, steps: int, recording: bool) -> float:

@@ -1,4 +1,6 @@
-"""Step time of zero2 and zero3 against `fully_shard` by hand, in the same processes, in turns. `make bench-zero`."""
+"""Step time of zero2 and zero3 against `fully_shard` by hand, in the same processes, in turns.
+`make bench-zero`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
-from benchmarks.page import circumstances
-from benchmarks.turns import in_turns
+from benchmarks.interleaved import in_turns
+from benchmarks.report_page import circumstances
 from shoal.models import build
 
 RESULT = Path(__file__).with_name("result.json")
@@ -39,7 +41,9 @@ def data() -> TensorDataset:
 
 
 def by_hand(reshard: bool, mesh: DeviceMesh | None = None) -> Callable[[], None]:
-    """PyTorch's tutorial: each block, then the model; one epoch when it is called. Args: mesh: None for the world's."""
+    """PyTorch's tutorial: each block, then the model; one epoch when it is called. Args: mesh:
+    None for the world's.
+    """
     model = gpt()
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shoal.cli import job
+from shoal.cli import job_options
 
 HELP = "print an experiment's settings"
 EXAMPLES = """\
@@ -16,14 +16,16 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser, shown=("strategy", "out"))
-    parser.add_argument("--explain", action="store_true", help="with the meaning and the origin of every value")
+    job_options.arguments(parser, shown=("strategy", "out"))
+    parser.add_argument(
+        "--explain", action="store_true", help="with the meaning and the origin of every value"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     from shoal import config
 
-    settings, _, notes = job.settings(options, options.processes or 1)
+    settings, _, notes = job_options.settings(options, options.processes or 1)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(config.explain(settings) if options.explain else config.to_yaml(settings.job))

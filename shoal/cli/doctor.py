@@ -16,8 +16,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal import doctor
+    from shoal.doctor import diagnosis
 
-    report = doctor.examine()
-    print(doctor.to_json(report) if options.json else doctor.render(report))
+    report = diagnosis.examine()
+    print(diagnosis.to_json(report) if options.json else diagnosis.render(report))
     return report.exit_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shoal.cli import ranks
+from shoal.cli import execution
 
 HELP = "evaluate a run on every validation sample"
 EXAMPLES = """\
@@ -16,17 +16,24 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("-n", "--processes", type=int, help="processes on this machine (default: 1)")
     parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+        "-n", "--processes", type=int, help="processes on this machine (default: 1)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object with top1, top5, loss, samples")
+    parser.add_argument(
+        "--checkpoint",
+        choices=("latest", "best"),
+        default="latest",
+        help="which one (default: latest)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with top1, top5, loss, samples"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.train.directory import job_of
+    from shoal.train.run_directory import job_of
 
-    place = ranks.place(options.processes)
+    place = execution.rank_info(options.processes)
     job_of(options.run)  # a wrong directory is said at once
     arguments = (options.run, options.checkpoint, options.json)
-    return ranks.call(place.world, options.processes or place.world, "evaluate_run", arguments)
+    return execution.call(place.world, options.processes or place.world, "evaluate_run", arguments)

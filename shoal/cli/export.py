@@ -14,16 +14,28 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("-o", "--output", type=Path, default=Path("model.safetensors"), help="(default: %(default)s)")
     parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="which one (default: latest)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("model.safetensors"),
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        choices=("latest", "best"),
+        default="latest",
+        help="which one (default: latest)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.train.export import export
+    from shoal.train.weight_export import export
 
     done = export(options.run, options.output, options.checkpoint)
-    what = "moving average of the weights" if done.averaged else "weights"
-    print(f"{options.output}: {what} of step {done.step}, {done.tensors} tensors, {done.size_bytes:,} bytes")
+    what = "moving average of the weights" if done.from_ema else "weights"
+    print(
+        f"{options.output}: {what} of step {done.step}, {done.tensors} tensors, "
+        f"{done.size_bytes:,} bytes"
+    )
     return 0

@@ -15,7 +15,9 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="weights of this very model, under its own names")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="weights of this very model, under its own names"
+    )
     train.arguments(parser)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shoal.cli import job, ranks, tracing
-from shoal.config import window
+from shoal.cli import execution, job_options, trace_flag
+from shoal.config import trace_window
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,16 +20,28 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
-    parser.add_argument("--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp")
-    job.allreduce_argument(parser, "; needs --strategy")
-    parser.add_argument("--accumulate", type=int, help="parts that each rank's share of a batch is computed in")
     parser.add_argument(
-        "--output", choices=("first", "all"), default="first", help="whose stdout is shown (default: first)"
+        "-n", "--processes", type=int, required=True, help="processes on this machine"
     )
-    tracing.argument(parser)
     parser.add_argument(
-        "--trace-to", default=".", metavar="DIR", help="where the script's trace.json goes (default: here)"
+        "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
+    )
+    job_options.allreduce_argument(parser, "; needs --strategy")
+    parser.add_argument(
+        "--accumulate", type=int, help="parts that each rank's share of a batch is computed in"
+    )
+    parser.add_argument(
+        "--output",
+        choices=("first", "all"),
+        default="first",
+        help="whose stdout is shown (default: first)",
+    )
+    trace_flag.argument(parser)
+    parser.add_argument(
+        "--trace-to",
+        default=".",
+        metavar="DIR",
+        help="where the script's trace.json goes (default: here)",
     )
     parser.add_argument("script", help="Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -38,28 +50,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
 
-    place = ranks.place(None)
+    place = execution.rank_info(None)
     if place.world > 1:
         raise UsageError(
-            f"`shoal launch` starts ranks itself, but here it is one of {place.world}: {place.reason}. "
+            f"`shoal launch` starts ranks itself, but here it is one of {place.world}: "
+            f"{place.reason}. "
             f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
         )
     line = _line(options.strategy, options.allreduce)
     chosen: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
     if options.trace is not None:
-        window.parse(options.trace, "--trace")
+        trace_window.parse_window(options.trace, "--trace")
         chosen |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
     environment = {name: str(value) for name, value in chosen.items() if value is not None}
-    return run_script(options.script, options.arguments, options.processes, environment, options.output)
+    return run_script(
+        options.script, options.arguments, options.processes, environment, options.output
+    )
 
 
 def _line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:
     """Read the flags --strategy and --allreduce. Raises ConfigError."""
-    from shoal.strategies import parse_line, with_allreduce
+    from shoal.strategies import add_allreduce_option, parse_line
 
     if strategy is not None:
         line = parse_line(strategy)
-        return line if allreduce is None else with_allreduce(line, allreduce)
+        return line if allreduce is None else add_allreduce_option(line, allreduce)
     if allreduce is not None:
-        raise UsageError("--allreduce: only the script knows its strategy. Say it too: --strategy ddp")
+        raise UsageError(
+            "--allreduce: only the script knows its strategy. Say it too: --strategy ddp"
+        )
     return None

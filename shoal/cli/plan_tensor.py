@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.cli import job
+from shoal.cli import job_options
 
 HELP = "list which module of a model tensor=T cuts how, and what stays whole"
 EXAMPLES = """\
@@ -14,23 +14,32 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser)
-    parser.add_argument("-t", "--tensor", type=int, default=2, metavar="T", help="ranks in a tensor group (default: 2)")
+    job_options.arguments(parser)
+    parser.add_argument(
+        "-t",
+        "--tensor",
+        type=int,
+        default=2,
+        metavar="T",
+        help="ranks in a tensor group (default: 2)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """The options of `tensor` in the experiment's own strategy count, if it has any."""
-    settings, line, _ = job.settings(options, 1)
+    settings, line, _ = job_options.settings(options, 1)
     from dataclasses import replace
 
     import torch
 
     from shoal.strategies.options import TensorOptions
-    from shoal.strategies.tensor import TensorParallel, lines, plan_of
+    from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
     from shoal.train.build import build
 
-    chosen = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)] or [TensorOptions()]
+    chosen = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)] or [
+        TensorOptions()
+    ]
     model = build(settings.job, torch.device("cpu")).model
     asked = TensorParallel(**vars(replace(chosen[0], degree=options.tensor)))
-    print("\n".join(lines(plan_of(model, asked), asked.sequence)))
+    print("\n".join(describe(tensor_plan(model, asked), asked.sequence)))
     return 0

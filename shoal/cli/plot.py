@@ -15,12 +15,16 @@ EXAMPLES = """\
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("curves.png"), help=".png or .svg (default: curves.png)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("curves.png"),
+        help=".png or .svg (default: curves.png)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.plot import plot
+    from shoal.plotting.curves import plot
 
     plot(options.runs, options.output)
     print(options.output)

@@ -15,7 +15,7 @@ from shoal.cli import (
     evaluate,
     export,
     import_weights,
-    job,
+    job_options,
     launch,
     plan_tensor,
     plot,
@@ -24,14 +24,14 @@ from shoal.cli import (
     schedule,
     servers,
     trace,
-    tracing,
+    trace_flag,
     train,
     verify,
 )
 from shoal.errors import ConfigError, EnvironmentConflict, ShoalError, UsageError, did_you_mean
 
 EPILOG = f"""\
-{job.SETTINGS}
+{job_options.SETTINGS}
 `shoal VERB --help` has the options of a verb, and examples.
 
   shoal train digits -n 2                       a built-in experiment on two processes
@@ -83,7 +83,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one verb and exit with its status: 0, 1 for a failed run, 2 for bad input, 75 for 'run me again'."""
+    """Run one verb and exit with its status: 0, 1 for a failed run, 2 for bad input, 75 for
+    'run me again'.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and not words[0].startswith("-") and words[0] not in VERBS:
@@ -91,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(_run(words))
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, (ConfigError, EnvironmentConflict, UsageError)) else 1) from None
+        raise SystemExit(
+            2 if isinstance(error, (ConfigError, EnvironmentConflict, UsageError)) else 1
+        ) from None
     except BrokenPipeError:
         # `shoal config digits | head` has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,8 +106,8 @@ def _run(words: list[str]) -> int:
     parser, of_verbs = _parsers()
     settings: list[tuple[str, str]] = []
     if words and words[0] in TAKES_SETTINGS:
-        words, settings = job.split(words, of_verbs[words[0]])
-    options = parser.parse_args(tracing.with_window(words))
+        words, settings = job_options.split(words, of_verbs[words[0]])
+    options = parser.parse_args(trace_flag.with_window(words))
     if options.verb is None:
         parser.print_help()
         return 0
@@ -114,7 +118,9 @@ def _run(words: list[str]) -> int:
 def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     """The program's parser, and those of its verbs."""
     layout = argparse.RawDescriptionHelpFormatter
-    what = "Train one PyTorch model on many devices, by any strategy, with the numbers of one device."
+    what = (
+        "Train one PyTorch model on many devices, by any strategy, with the numbers of one device."
+    )
     parser = Parser(prog="shoal", description=what, epilog=EPILOG, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     added = parser.add_subparsers(dest="verb", metavar="VERB")

@@ -15,17 +15,27 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory, trained with --record")
-    parser.add_argument("-o", "--output", type=Path, help="write the model as it is in the end to a .safetensors file")
-    parser.add_argument("--step", type=int, metavar="N", help="go as far as the checkpoint of step N, not the newest")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="write the model as it is in the end to a .safetensors file",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="go as far as the checkpoint of step N, not the newest",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
     """Exit status: 0 the same bits, 1 others."""
-    from shoal.train.directory import job_of
+    from shoal.train.run_directory import job_of
 
     job_of(options.run)  # a wrong directory is said at once
-    from shoal.train.replay import replay
+    from shoal.train.async_replay import replay
 
     found = replay(options.run, options.output, options.step)
     print(json.dumps(found.to_json()) if options.json else found)

@@ -15,20 +15,26 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="directory of a run that `shoal train ... -n` has started here")
+    parser.add_argument(
+        "run", type=Path, help="directory of a run that `shoal train ... -n` has started here"
+    )
     parser.add_argument("processes", type=int, metavar="N", help="processes from now on")
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.launch.call import call
-    from shoal.train.directory import job_of
+    from shoal.launch.control_client import request
+    from shoal.train.run_directory import job_of
 
     job_of(options.run)
-    for answer in call(options.run, scale=options.processes):
+    for answer in request(options.run, scale=options.processes):
         if "stopping" in answer:
             print(f"{options.run}: {answer['stopping']} processes stop and save", flush=True)
         else:
-            begin = "from the beginning" if answer["step"] is None else f"from the checkpoint of step {answer['step']}"
+            begin = (
+                "from the beginning"
+                if answer["step"] is None
+                else f"from the checkpoint of step {answer['step']}"
+            )
             print(f"{options.run}: {answer['processes']} go on, {begin}")
             return 0
     raise LaunchError(f"{options.run}: its launcher has ended before it had answered.")

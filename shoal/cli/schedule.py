@@ -14,21 +14,27 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="naive, gpipe, 1f1b, interleaved, zero-bubble or zbv")
-    parser.add_argument("-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)")
-    parser.add_argument("-m", "--microbatches", type=int, help="that a batch is split in (default: 8; naive: 1)")
-    parser.add_argument("-v", "--stages", type=int, default=0, help="on each rank, for interleaved and zero-bubble")
+    parser.add_argument(
+        "-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)"
+    )
+    parser.add_argument(
+        "-m", "--microbatches", type=int, help="that a batch is split in (default: 8; naive: 1)"
+    )
+    parser.add_argument(
+        "-v", "--stages", type=int, default=0, help="on each rank, for interleaved and zero-bubble"
+    )
     parser.add_argument("-o", "--output", type=Path, help="draw into this .png or .svg")
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.pipeline.draw import explained
-    from shoal.pipeline.schedules import table
+    from shoal.strategies.pipeline.draw import legend
+    from shoal.strategies.pipeline.schedules import table
 
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
     chosen = table(options.name, options.ranks, microbatches, options.stages)
-    print(explained(chosen))
+    print(legend(chosen))
     if options.output is not None:
-        from shoal.plot_schedule import save
+        from shoal.plotting.schedule_plot import save
 
         save(chosen, options.output)
         print(options.output)

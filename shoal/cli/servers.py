@@ -18,22 +18,34 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("what", nargs="?", choices=("list", "add", "remove"), default="list", help="(default: list)")
     parser.add_argument(
-        "numbers", nargs="*", type=int, metavar="N", help="add: how many (default: 1); remove: which shards"
+        "what", nargs="?", choices=("list", "add", "remove"), default="list", help="(default: list)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON array, an object for each server")
+    parser.add_argument(
+        "numbers",
+        nargs="*",
+        type=int,
+        metavar="N",
+        help="add: how many (default: 1); remove: which shards",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON array, an object for each server"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     if options.what == "remove" and not options.numbers:
         raise UsageError(f"remove: say which shard, as in `shoal servers {options.run} remove 1`.")
-    if options.what == "add" and (len(options.numbers) > 1 or any(number < 1 for number in options.numbers)):
-        raise UsageError(f"add: takes one number of at least 1, got {' '.join(map(str, options.numbers))}.")
+    if options.what == "add" and (
+        len(options.numbers) > 1 or any(number < 1 for number in options.numbers)
+    ):
+        raise UsageError(
+            f"add: takes one number of at least 1, got {' '.join(map(str, options.numbers))}."
+        )
     if options.what == "list" and options.numbers:
         raise UsageError(f"list: takes no number, got {' '.join(map(str, options.numbers))}.")
-    from shoal.server import control
+    from shoal.parameter_server.coordinator import admin_client
 
-    found = control.command(options.run, options.what, options.numbers)
-    print(json.dumps(found) if options.json else control.table(found))
+    found = admin_client.send_command(options.run, options.what, options.numbers)
+    print(json.dumps(found) if options.json else admin_client.table(found))
     return 0

@@ -6,7 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-HELP = "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
+HELP = (
+    "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
+)
 EXAMPLES = """\
   shoal train digits -n 2 --trace               or: shoal launch -n 2 --trace train.py
   shoal trace runs/digits -o trace.png
@@ -17,24 +19,31 @@ https://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="directory of a run trained with --trace, or a trace file"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run trained with --trace, or a trace file",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-o", "--output", type=Path, help="draw it into this .png or .svg")
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.plot import refuse_suffix
+    from shoal.plotting.curves import refuse_suffix
     from shoal.trace import chrome, report
-    from shoal.trace.account import account
+    from shoal.trace.breakdown import compute_breakdown
 
     if options.output is not None:
         refuse_suffix(options.output)
     trace = chrome.read(options.run)
-    found = account(trace.spans)
-    print(json.dumps(report.to_json(trace, found)) if options.json else "\n".join(report.lines(trace, found)))
+    found = compute_breakdown(trace.spans)
+    print(
+        json.dumps(report.to_json(trace, found))
+        if options.json
+        else "\n".join(report.lines(trace, found))
+    )
     if options.output is not None:
-        from shoal.plot_trace import save
+        from shoal.plotting.trace_plot import save
 
         save(trace, found, options.output)
         if not options.json:

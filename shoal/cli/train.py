@@ -6,11 +6,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.cli import job, ranks, tracing
+from shoal.cli import execution, job_options, trace_flag
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from shoal.launch.place import Place
+    from shoal.launch.rank_info import RankInfo
 
 HELP = "train an experiment, on one process or many; the same command again resumes it"
 EXAMPLES = """\
@@ -22,54 +22,66 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser, shown=("strategy", "out"))
-    tracing.argument(parser)
+    job_options.arguments(parser, shown=("strategy", "out"))
+    trace_flag.argument(parser)
     parser.add_argument(
-        "--record", action="store_true", help="with stale parameter servers: keep the order of pushes, for shoal replay"
+        "--record",
+        action="store_true",
+        help="with stale parameter servers: keep the order of pushes, for shoal replay",
     )
     parser.add_argument(
-        "--restarts", type=int, help="with -n: how often a run goes on by itself when a process was killed (default: 3)"
+        "--restarts",
+        type=int,
+        help="with -n: how often a run goes on by itself when a process was killed (default: 3)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.strategies import refuse_to_record
-    from shoal.strategies.early import refusals_of_job
-    from shoal.train.directory import refuse
+    from shoal.strategies import check_recordable
+    from shoal.strategies.precheck import check_job
+    from shoal.train.run_directory import check_usable
 
-    place = ranks.place(options.processes)
+    place = execution.rank_info(options.processes)
     world = options.processes or place.world
     restarts = _restarts(options, place)
     options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
     if options.trace is not None:
         options.settings.append(("log.trace", str(options.trace)))
-    settings, line, notes = job.settings(options, world)
+    settings, line, notes = job_options.settings(options, world)
     if settings.job.train.record:
-        refuse_to_record(line)
+        check_recordable(line)
     if place.rank == 0:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if refused := refusals_of_job(settings.job, line, world):
+    if refused := check_job(settings.job, line, world):
         raise ConfigError(refused)
     if place.world == 1:
-        refuse(settings.job)  # said before any process is started; rank 0 claims the directory
+        check_usable(
+            settings.job
+        )  # said before any process is started; rank 0 claims the directory
     if restarts is not None:
-        from shoal.train.lasting import train
+        from shoal.train.supervised_run import train
 
         return train(settings.job, line, world, restarts)
-    return ranks.call(place.world, world, "train", (settings.job,))
+    return execution.call(place.world, world, "train", (settings.job,))
 
 
-def _restarts(options: argparse.Namespace, place: Place) -> int | None:
+def _restarts(options: argparse.Namespace, place: RankInfo) -> int | None:
     """How often ranks are started again that this command starts; None where it starts none."""
     given = options.restarts
     if given is not None and given < 0:
         raise UsageError(f"--restarts {given}: must not be negative")
     if place.world == 1 and options.processes is not None:
-        from shoal.train.lasting import RESTARTS
+        from shoal.train.supervised_run import RESTARTS
 
         return RESTARTS if given is None else given
     if given is not None:
-        cure = "Give -n 1 as well" if place.world == 1 else "Use what that launcher has, or leave --restarts out"
-        raise UsageError(f"--restarts {given}: this command starts no process ({place.reason}). {cure}.")
+        cure = (
+            "Give -n 1 as well"
+            if place.world == 1
+            else "Use what that launcher has, or leave --restarts out"
+        )
+        raise UsageError(
+            f"--restarts {given}: this command starts no process ({place.reason}). {cure}."
+        )
     return None

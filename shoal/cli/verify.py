@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 
-from shoal.cli import job
+from shoal.cli import job_options
 from shoal.errors import ShoalError
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
@@ -20,14 +20,18 @@ exit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    job.arguments(parser, "processes to compare with one (default: 2)")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)")
+    job_options.arguments(parser, "processes to compare with one (default: 2)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status: 0 exact, 1 past the tolerance, 2 refused or without a verdict: no failure may read as a finding."""
+    """Exit status: 0 exact, 1 past the tolerance, 2 refused or without a verdict: no failure
+    may read as a finding.
+    """
     try:
         return _verdict(options)
     except ShoalError as error:
@@ -40,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
 def _verdict(options: argparse.Namespace) -> int:
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
-    settings, line, notes = job.settings(options, ranks)
+    settings, line, notes = job_options.settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    from shoal.train.verification import verify_job
+    from shoal.train.job_verification import verify_config
 
-    verdict = verify_job(settings.job, line, ranks, options.steps, options.tolerance)
+    verdict = verify_config(settings.job, line, ranks, options.steps, options.tolerance)
     print(json.dumps(verdict.to_json()) if options.json else verdict)
     return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)

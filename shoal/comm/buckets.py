@@ -8,14 +8,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shoal.comm.norm import local
-from shoal.tensors import flatten_tensors, unflatten_tensors
+from shoal.comm.norm import to_local
+from shoal.platform.tensors import flatten_tensors, unflatten_tensors
 
 T = TypeVar("T", bound=Tensor)
 
 
-def buckets(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
-    """The tensors in their order, in lists of one type, none larger than `size_bytes` unless it is one tensor alone.
+def bucketize(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
+    """The tensors in their order, in lists of one type, none larger than `size_bytes` unless it is
+    one tensor alone.
 
     Counted is what this rank holds of each.
     """
@@ -23,7 +24,7 @@ def buckets(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
     for _, group in groupby(tensors, key=lambda tensor: tensor.dtype):
         filled = size_bytes + 1
         for tensor in group:
-            more = local(tensor).numel() * tensor.element_size()
+            more = to_local(tensor).numel() * tensor.element_size()
             if filled + more > size_bytes:
                 found.append([])
                 filled = 0

@@ -7,17 +7,17 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from shoal.config.dialect import Placed, write
 from shoal.config.fields import Setting
+from shoal.config.yaml_subset import LocatedValue, write
 
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def convert(placed: Placed, setting: Setting) -> Any:
+def convert(placed: LocatedValue, setting: Setting) -> Any:
     """The value, of the setting's type and within its limits.
 
-    Whole numbers may be written as `1e3`; a number may be a whole number; a bool is neither. A list that is asked for
-    may be one value alone. `none` clears what may be none.
+    Whole numbers may be written as `1e3`; a number may be a whole number; a bool is neither. A list
+    that is asked for may be one value alone. `none` clears what may be none.
 
     Raises: ValueError: what the value must be and what it is, to stand behind the setting's name.
     """
@@ -29,7 +29,7 @@ def convert(placed: Placed, setting: Setting) -> Any:
     return value
 
 
-def typed(placed: Placed, annotation: Any) -> Any:
+def typed(placed: LocatedValue, annotation: Any) -> Any:
     """The value as the annotation wants it: bool, int, float, str, a Literal of str, tuple[X, ...], dict or X | None.
 
     Raises: ValueError: as `convert` does.
@@ -46,7 +46,7 @@ def typed(placed: Placed, annotation: Any) -> Any:
     return _scalar(placed, annotation)
 
 
-def _scalar(placed: Placed, annotation: Any) -> bool | int | float | str:
+def _scalar(placed: LocatedValue, annotation: Any) -> bool | int | float | str:
     """A bool, int, float or str. Raises ValueError: anything else, or another type was written."""
     value = placed.value
     if annotation is str and placed.text and value is not None:
@@ -76,10 +76,14 @@ def describe(annotation: Any) -> str:
     return TYPES[annotation]
 
 
-def _choice(placed: Placed, choices: tuple[str, ...]) -> str:
+def _choice(placed: LocatedValue, choices: tuple[str, ...]) -> str:
     if placed.text in choices:
         return placed.text
-    hint = f"; did you mean '{close[0]}'?" if (close := get_close_matches(placed.text, choices, n=1)) else ""
+    hint = (
+        f"; did you mean '{close[0]}'?"
+        if (close := get_close_matches(placed.text, choices, n=1))
+        else ""
+    )
     raise ValueError(f"must be one of {', '.join(choices)}, not {write(placed.plain())}{hint}")
 
 

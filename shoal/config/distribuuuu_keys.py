@@ -1,4 +1,6 @@
-"""The 38 keys of distribuuuu's configuration, one row each: what it is there and what becomes of it here."""
+"""The 38 keys of distribuuuu's configuration, one row each: what it is there and what becomes
+of it here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Networks that distribuuuu brings itself; it asks timm for any other name. All but botnet50 are torchvision's too.
+# Networks that distribuuuu brings itself; it asks timm for any other name. All but botnet50 are
+# torchvision's too.
 OWN_NETWORKS = {
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
     *(f"densenet{depth}" for depth in (121, 161, 169, 201)),
@@ -16,25 +19,24 @@ POLICIES = {"cos": "cosine", "steps": "step"}
 
 
 @dataclass(frozen=True)
-class Key:
+class DistribuuuuKey:
     """One of distribuuuu's keys.
 
-    Args:
-        default: distribuuuu's own.
-        kind: the type of its values.
-        ours: the setting that it becomes; empty if it has no meaning here.
-        turn: (its value, number of ranks) -> our value.
-        note: what its user should know, to stand behind `KEY VALUE`; may hold {value}, {ours} and {ranks}.
-        say: when the note is printed: for a key that was `given`; for one that was given another value than
-            distribuuuu's default, `unusual`; whenever turn `changed` the value; or `never`, the documentation will do.
+    Args: default: distribuuuu's own. kind: the type of its values. ours: the setting that it
+        becomes; empty if it has no meaning here. turn: (its value, number of ranks) -> our value.
+        note: what its user should know, to stand behind `KEY VALUE`; may hold {value}, {ours} and
+        {ranks}. say: when the note is printed: for a key that was `given`; for one that was given
+        another value than
+            distribuuuu's default, `unusual`; whenever turn `changed` the value; or `never`, the
+            documentation will do.
     """
 
     default: Any
     kind: Any
-    ours: str
-    turn: Callable[[Any, int], Any] = lambda value, ranks: value
+    setting: str
+    convert: Callable[[Any, int], Any] = lambda value, ranks: value
     note: str = ""
-    say: Literal["given", "unusual", "changed", "never"] = "never"
+    note_when: Literal["given", "unusual", "changed", "never"] = "never"
 
 
 def global_batch(per_device: int, ranks: int) -> int:
@@ -62,97 +64,131 @@ def seed(number: int | None, ranks: int) -> int:
 
 
 MODEL = {
-    "MODEL.ARCH": Key("resnet18", str, "model.name", network, "is timm's network: {ours}", "changed"),
-    "MODEL.NUM_CLASSES": Key(
-        1000, int, "data.classes", note="counts for dummy data only; an image folder tells its own", say="unusual"
+    "MODEL.ARCH": DistribuuuuKey(
+        "resnet18", str, "model.name", network, "is timm's network: {ours}", "changed"
     ),
-    "MODEL.PRETRAINED": Key(False, bool, "", note="would download weights; give MODEL.WEIGHTS a file instead"),
-    "MODEL.SYNCBN": Key(False, bool, "model.sync_batchnorm"),
-    "MODEL.WEIGHTS": Key(None, str | None, "model.weights"),
-    "MODEL.DUMMY_INPUT": Key(
+    "MODEL.NUM_CLASSES": DistribuuuuKey(
+        1000,
+        int,
+        "data.classes",
+        note="counts for dummy data only; an image folder tells its own",
+        note_when="unusual",
+    ),
+    "MODEL.PRETRAINED": DistribuuuuKey(
+        False, bool, "", note="would download weights; give MODEL.WEIGHTS a file instead"
+    ),
+    "MODEL.SYNCBN": DistribuuuuKey(False, bool, "model.sync_batchnorm"),
+    "MODEL.WEIGHTS": DistribuuuuKey(None, str | None, "model.weights"),
+    "MODEL.DUMMY_INPUT": DistribuuuuKey(
         False,
         bool,
         "data.name",
         data_set,
         note="means random images of 3 x 224 x 224, whatever TRAIN.IM_SIZE says",
-        say="unusual",
+        note_when="unusual",
     ),
 }
 TRAIN = {
-    "TRAIN.BATCH_SIZE": Key(
+    "TRAIN.BATCH_SIZE": DistribuuuuKey(
         32,
         int,
         "train.batch_size",
         global_batch,
         note="is per device: the global batch is {ours} = {ranks} x {value}",
-        say="changed",
+        note_when="changed",
     ),
-    "TRAIN.IM_SIZE": Key(
+    "TRAIN.IM_SIZE": DistribuuuuKey(
         224,
         int,
         "data.image_size",
         note="is the side of an evaluation's crop too, which distribuuuu fixes at 224",
-        say="unusual",
+        note_when="unusual",
     ),
-    "TRAIN.DATASET": Key("./data/ILSVRC/", str, "data.path"),
-    "TRAIN.SPLIT": Key("train", str, "data.train_split"),
-    "TRAIN.AUTO_RESUME": Key(True, bool, "checkpoint.resume"),
-    "TRAIN.LOAD_OPT": Key(
+    "TRAIN.DATASET": DistribuuuuKey("./data/ILSVRC/", str, "data.path"),
+    "TRAIN.SPLIT": DistribuuuuKey("train", str, "data.train_split"),
+    "TRAIN.AUTO_RESUME": DistribuuuuKey(True, bool, "checkpoint.resume"),
+    "TRAIN.LOAD_OPT": DistribuuuuKey(
         True,
         bool,
         "",
         note="has no meaning here: resuming restores the optimizer too, and MODEL.WEIGHTS loads weights alone",
-        say="given",
+        note_when="given",
     ),
-    "TRAIN.WORKERS": Key(4, int, "data.workers"),
-    "TRAIN.PIN_MEMORY": Key(True, bool, "data.pin_memory"),
-    "TRAIN.PRINT_FREQ": Key(30, int, "log.every"),
-    "TRAIN.TOPK": Key(5, int, "evaluation.topk"),
+    "TRAIN.WORKERS": DistribuuuuKey(4, int, "data.workers"),
+    "TRAIN.PIN_MEMORY": DistribuuuuKey(True, bool, "data.pin_memory"),
+    "TRAIN.PRINT_FREQ": DistribuuuuKey(30, int, "log.every"),
+    "TRAIN.TOPK": DistribuuuuKey(5, int, "evaluation.topk"),
 }
 TEST = {
-    "TEST.DATASET": Key(
+    "TEST.DATASET": DistribuuuuKey(
         "./data/ILSVRC/",
         str,
         "",
         note="has no meaning, nor has it in distribuuuu: TEST.SPLIT lies in TRAIN.DATASET",
-        say="given",
+        note_when="given",
     ),
-    "TEST.SPLIT": Key("val", str, "data.validation_split"),
-    "TEST.BATCH_SIZE": Key(200, int, "evaluation.batch_size", note="is per device, there and here"),
-    "TEST.IM_SIZE": Key(256, int, "data.resize"),
-    "TEST.PRINT_FREQ": Key(10, int, "", note="has no meaning here: an evaluation is one line", say="given"),
+    "TEST.SPLIT": DistribuuuuKey("val", str, "data.validation_split"),
+    "TEST.BATCH_SIZE": DistribuuuuKey(
+        200, int, "evaluation.batch_size", note="is per device, there and here"
+    ),
+    "TEST.IM_SIZE": DistribuuuuKey(256, int, "data.resize"),
+    "TEST.PRINT_FREQ": DistribuuuuKey(
+        10, int, "", note="has no meaning here: an evaluation is one line", note_when="given"
+    ),
 }
 CUDNN = {
-    "CUDNN.BENCHMARK": Key(
-        True, bool, "train.cudnn_benchmark", note="gives way to CUDNN.DETERMINISTIC and to a seed other than 0"
+    "CUDNN.BENCHMARK": DistribuuuuKey(
+        True,
+        bool,
+        "train.cudnn_benchmark",
+        note="gives way to CUDNN.DETERMINISTIC and to a seed other than 0",
     ),
-    "CUDNN.DETERMINISTIC": Key(False, bool, "train.deterministic", note="is on with a seed other than 0, as there"),
+    "CUDNN.DETERMINISTIC": DistribuuuuKey(
+        False, bool, "train.deterministic", note="is on with a seed other than 0, as there"
+    ),
 }
 OPTIM = {
-    "OPTIM.MAX_EPOCH": Key(100, int, "train.epochs"),
-    "OPTIM.LR_POLICY": Key("cos", Literal["cos", "steps"], "schedule.name", policy),
-    "OPTIM.BASE_LR": Key(0.2, float, "optimizer.lr", note="is used as it stands, whatever the batch"),
-    "OPTIM.MIN_LR": Key(0.0, float, "schedule.final_factor", note="is a share of BASE_LR, there and here"),
-    "OPTIM.STEPS": Key(
+    "OPTIM.MAX_EPOCH": DistribuuuuKey(100, int, "train.epochs"),
+    "OPTIM.LR_POLICY": DistribuuuuKey("cos", Literal["cos", "steps"], "schedule.name", policy),
+    "OPTIM.BASE_LR": DistribuuuuKey(
+        0.2, float, "optimizer.lr", note="is used as it stands, whatever the batch"
+    ),
+    "OPTIM.MIN_LR": DistribuuuuKey(
+        0.0, float, "schedule.final_factor", note="is a share of BASE_LR, there and here"
+    ),
+    "OPTIM.STEPS": DistribuuuuKey(
         (),
         tuple[int, ...],
         "schedule.milestones",
         milestones,
         note="begins with 0, where distribuuuu wants it; the milestones are those behind it",
-        say="changed",
+        note_when="changed",
     ),
-    "OPTIM.LR_MULT": Key(0.1, float, "schedule.gamma"),
-    "OPTIM.MOMENTUM": Key(0.9, float, "optimizer.momentum"),
-    "OPTIM.DAMPENING": Key(0.0, float, "optimizer.options.dampening"),
-    "OPTIM.NESTEROV": Key(True, bool, "optimizer.nesterov"),
-    "OPTIM.WARMUP_FACTOR": Key(0.1, float, "schedule.warmup_factor"),
-    "OPTIM.WARMUP_EPOCHS": Key(5, int, "schedule.warmup_epochs"),
-    "OPTIM.WEIGHT_DECAY": Key(5e-5, float, "optimizer.weight_decay"),
+    "OPTIM.LR_MULT": DistribuuuuKey(0.1, float, "schedule.gamma"),
+    "OPTIM.MOMENTUM": DistribuuuuKey(0.9, float, "optimizer.momentum"),
+    "OPTIM.DAMPENING": DistribuuuuKey(0.0, float, "optimizer.options.dampening"),
+    "OPTIM.NESTEROV": DistribuuuuKey(True, bool, "optimizer.nesterov"),
+    "OPTIM.WARMUP_FACTOR": DistribuuuuKey(0.1, float, "schedule.warmup_factor"),
+    "OPTIM.WARMUP_EPOCHS": DistribuuuuKey(5, int, "schedule.warmup_epochs"),
+    "OPTIM.WEIGHT_DECAY": DistribuuuuKey(5e-5, float, "optimizer.weight_decay"),
 }
 OTHER = {
-    "OUT_DIR": Key("./exp", str, "out"),
-    "CFG_DEST": Key("config.yaml", str, "", note="has no meaning here: look into OUT_DIR/config.yaml", say="given"),
-    "RNG_SEED": Key(None, int | None, "seed", seed, "(no seed) becomes {ours}: every run has a seed here", "changed"),
+    "OUT_DIR": DistribuuuuKey("./exp", str, "out"),
+    "CFG_DEST": DistribuuuuKey(
+        "config.yaml",
+        str,
+        "",
+        note="has no meaning here: look into OUT_DIR/config.yaml",
+        note_when="given",
+    ),
+    "RNG_SEED": DistribuuuuKey(
+        None,
+        int | None,
+        "seed",
+        seed,
+        "(no seed) becomes {ours}: every run has a seed here",
+        "changed",
+    ),
 }
 
-KEYS: Mapping[str, Key] = MODEL | TRAIN | TEST | CUDNN | OPTIM | OTHER
+KEYS: Mapping[str, DistribuuuuKey] = MODEL | TRAIN | TEST | CUDNN | OPTIM | OTHER

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from shoal.config.dialect import write
-from shoal.config.fields import all_sections, all_settings, leaves, value_of
+from shoal.config.fields import all_sections, all_settings, leaf_settings, value_of
 from shoal.config.job import Job
 from shoal.config.read import Settings
+from shoal.config.yaml_subset import write
 
 # The column that help starts in, unless a value is longer.
 HELP_COLUMN = 36
@@ -19,13 +19,18 @@ WIDTH = 100
 
 
 def to_yaml(job: Job) -> str:
-    """The whole job as YAML, every setting with its meaning behind it. `read` gives an equal job back."""
+    """The whole job as YAML, every setting with its meaning behind it. `read` gives an equal
+    job back.
+    """
     return "\n".join(_yaml_lines(job)) + "\n"
 
 
 def explain(settings: Settings) -> str:
     """Every dotted name, its value, where that came from and, below, what it means."""
-    rows = [(name, write(value), settings.origins[name]) for name, value in leaves(settings.job).items()]
+    rows = [
+        (name, write(value), settings.origins[name])
+        for name, value in leaf_settings(settings.job).items()
+    ]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = min(WIDEST_VALUE, max(len(value) for _, value, _ in rows))
     lines = []

@@ -41,18 +41,24 @@ class Setting:
 
 @cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting under its dotted name, in the order of `job.py`, a section's own values before its subsections."""
+    """Every setting under its dotted name, in the order of `job.py`, a section's own values
+    before its subsections.
+    """
     return {setting.name: setting for setting in _settings(Job, "")}
 
 
 @cache
 def all_sections() -> Mapping[str, str]:
-    """The dotted names that hold settings and are none themselves, such as `train.warm_start`, with their meaning."""
+    """The dotted names that hold settings and are none themselves, such as `train.warm_start`,
+    with their meaning.
+    """
     return dict(_sections(Job, ""))
 
 
 def open_setting(name: str) -> tuple[str, str] | None:
-    """(`model.options`, `width`) for `model.options.width`; None if the name lies in no such setting."""
+    """(`model.options`, `width`) for `model.options.width`; None if the name lies in no such
+    setting.
+    """
     for setting in all_settings().values():
         if setting.is_open and name.startswith(f"{setting.name}."):
             return setting.name, name.removeprefix(f"{setting.name}.")
@@ -60,7 +66,9 @@ def open_setting(name: str) -> tuple[str, str] | None:
 
 
 def build(values: Mapping[str, Any]) -> Job:
-    """The Job with these values, already converted, under their dotted names; defaults for the others."""
+    """The Job with these values, already converted, under their dotted names; defaults for the
+    others.
+    """
     job: Job = _build(Job, "", values)
     return job
 
@@ -70,8 +78,10 @@ def value_of(job: Job, name: str) -> Any:
     return reduce(getattr, name.split("."), job)
 
 
-def leaves(job: Job) -> dict[str, Any]:
-    """Every value of a Job under its dotted name; an open setting is spread over its keys unless it is empty."""
+def leaf_settings(job: Job) -> dict[str, Any]:
+    """Every value of a Job under its dotted name; an open setting is spread over its keys
+    unless it is empty.
+    """
     flat: dict[str, Any] = {}
     for name, setting in all_settings().items():
         value = value_of(job, name)
@@ -85,9 +95,13 @@ def _settings(section: type, prefix: str) -> Iterator[Setting]:
     inner = [field for field in fields(section) if is_dataclass(hints[field.name])]
     for field in fields(section):
         if field not in inner:
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            default = (
+                field.default_factory() if field.default_factory is not MISSING else field.default
+            )
             metadata = field.metadata
-            yield Setting(prefix + field.name, hints[field.name], default, metadata["help"], metadata["check"])
+            yield Setting(
+                prefix + field.name, hints[field.name], default, metadata["help"], metadata["check"]
+            )
     for field in inner:
         yield from _settings(hints[field.name], f"{prefix}{field.name}.")
 

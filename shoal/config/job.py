@@ -1,7 +1,8 @@
-"""A job as data: frozen dataclasses, one for each section, each field with its meaning and its limits.
+"""A job as data: frozen dataclasses, one for each section, each field with its meaning and its
+limits.
 
-Nothing here reads a file, the environment or torch; `read.py` fills these in and reports what does not fit.
-"""
+Nothing here reads a file, the environment or torch; `read.py` fills these in and reports what does
+not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shoal.config import window
+from shoal.config import trace_window
 
 Check = tuple[Callable[[Any], bool], str]
 POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
@@ -18,8 +19,11 @@ SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
 NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
-STEPS: Check = (window.is_window, window.MEANING)
-SIZES: Check = (lambda v: len(v) > 0 and all(size > 0 for size in v), "must be one or more sizes greater than 0")
+STEPS: Check = (trace_window.is_window, trace_window.MEANING)
+SIZES: Check = (
+    lambda v: len(v) > 0 and all(size > 0 for size in v),
+    "must be one or more sizes greater than 0",
+)
 
 
 def setting(default: Any, help: str, check: Check | None = None) -> Any:
@@ -28,56 +32,80 @@ def setting(default: Any, help: str, check: Check | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """Which network is trained."""
 
-    name: str = setting("residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers")
+    name: str = setting(
+        "residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers"
+    )
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "keyword arguments of the model's constructor; another name starts without", "check": None},
+        metadata={
+            "help": "keyword arguments of the model's constructor; another name starts without",
+            "check": None,
+        },
     )
-    weights: str | None = setting(None, "file with weights to start from: .safetensors, or a state dict of torch")
+    weights: str | None = setting(
+        None, "file with weights to start from: .safetensors, or a state dict of torch"
+    )
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks (CUDA only)")
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """What it is trained on. Nothing is ever downloaded."""
 
     name: str = setting(
-        "digits", "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --import registers"
+        "digits",
+        "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --import registers",
     )
     path: str | None = setting(None, "directory that holds the files; data/NAME if not given")
     train_split: str = setting("train", "imagefolder: subdirectory of the training images")
     validation_split: str = setting("val", "imagefolder: subdirectory of the validation images")
-    image_size: int = setting(224, "imagefolder: side of the square that the model sees, in pixels", POSITIVE)
-    resize: int = setting(256, "imagefolder: shorter side before the centre crop of an evaluation, in pixels", POSITIVE)
-    augment: bool = setting(True, "random crops and flips of training images, where the data set has them")
+    image_size: int = setting(
+        224, "imagefolder: side of the square that the model sees, in pixels", POSITIVE
+    )
+    resize: int = setting(
+        256,
+        "imagefolder: shorter side before the centre crop of an evaluation, in pixels",
+        POSITIVE,
+    )
+    augment: bool = setting(
+        True, "random crops and flips of training images, where the data set has them"
+    )
     sequence_length: int = setting(256, "stdlib: bytes in one sample", POSITIVE)
     shape: tuple[int, ...] = setting((3, 224, 224), "dummy: shape of one sample", SIZES)
-    samples: int = setting(1000, "dummy: number of training samples; as many again for validation", POSITIVE)
+    samples: int = setting(
+        1000, "dummy: number of training samples; as many again for validation", POSITIVE
+    )
     classes: int = setting(10, "dummy: number of classes", POSITIVE)
     workers: int = setting(0, "data-loader processes per rank", NOT_NEGATIVE)
     pin_memory: bool = setting(True, "copy batches through pinned memory (CUDA only)")
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class WarmStartConfig:
     """Train on a part of the data first, then on all of it."""
 
-    epochs: int = setting(0, "epochs on the part, at the start; they count among train.epochs", NOT_NEGATIVE)
+    epochs: int = setting(
+        0, "epochs on the part, at the start; they count among train.epochs", NOT_NEGATIVE
+    )
     fraction: float = setting(1.0, "how much of the data the part holds", SHARE)
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """How long and how."""
 
     epochs: int = setting(10, "passes over the data", POSITIVE)
-    max_steps: int | None = setting(None, "stop after so many steps, whatever train.epochs says", POSITIVE)
-    batch_size: int = setting(128, "samples in one optimizer step, over all ranks and accumulated parts", POSITIVE)
+    max_steps: int | None = setting(
+        None, "stop after so many steps, whatever train.epochs says", POSITIVE
+    )
+    batch_size: int = setting(
+        128, "samples in one optimizer step, over all ranks and accumulated parts", POSITIVE
+    )
     accumulate: int = setting(
         1, "parts that each rank's share of a batch is computed in, one after the other", POSITIVE
     )
@@ -91,19 +119,26 @@ class Train:
     cutmix: float = setting(
         0.0, "alpha of cutmix; 0 is off; with mixup, each sample takes one of the two", NOT_NEGATIVE
     )
-    ema: float = setting(0.0, "decay of the moving average of the weights that is evaluated; 0 is off", BELOW_ONE)
+    ema: float = setting(
+        0.0, "decay of the moving average of the weights that is evaluated; 0 is off", BELOW_ONE
+    )
     record: bool = setting(
-        False, "parameter servers with staleness: keep in what order pushes are applied, for `shoal replay`"
+        False,
+        "parameter servers with staleness: keep in what order pushes are applied, for `shoal "
+        "replay`",
     )
     deterministic: bool = setting(
         False, "only kernels that give the same bits in every run, even if slower (CUDA only)"
     )
-    cudnn_benchmark: bool = setting(False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)")
-    warm_start: WarmStart = field(default_factory=WarmStart)
+    cudnn_benchmark: bool = setting(
+        False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)"
+    )
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     @property
     def soft_targets(self) -> str:
-        """Name what makes the training loss another quantity than the validation loss; empty for nothing.
+        """Name what makes the training loss another quantity than the validation loss; empty for
+        nothing.
 
         Each of these spreads a sample's target over several classes, in training alone.
         """
@@ -112,11 +147,15 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerConfig:
     """Who steps."""
 
-    name: str = setting("SGD", "SGD, AdamW or any other name in torch.optim; AdamW8bit, with shoal[lean]")
-    lr: float = setting(0.1, "learning rate for a batch of optimizer.reference_batch samples", POSITIVE)
+    name: str = setting(
+        "SGD", "SGD, AdamW or any other name in torch.optim; AdamW8bit, with shoal[lean]"
+    )
+    lr: float = setting(
+        0.1, "learning rate for a batch of optimizer.reference_batch samples", POSITIVE
+    )
     reference_batch: int | None = setting(
         None, "scale the rate by batch_size / reference_batch; none: as it stands", POSITIVE
     )
@@ -125,37 +164,49 @@ class Optimizer:
     weight_decay: float = setting(0.0, "weight decay", NOT_NEGATIVE)
     decay_norm_and_bias: bool = setting(True, "apply weight decay to biases and norm layers too")
     in_backward: bool = setting(
-        False, "step inside the backward pass and free each gradient at once; one rank, or zero1 to zero3"
+        False,
+        "step inside the backward pass and free each gradient at once; one rank, or zero1 to zero3",
     )
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "further keyword arguments of the optimizer; another name starts without", "check": None},
+        metadata={
+            "help": "further keyword arguments of the optimizer; another name starts without",
+            "check": None,
+        },
     )
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """The learning rate over time; set before every step."""
 
     name: Literal["cosine", "step", "constant"] = setting("cosine", "shape after the warm-up")
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", NOT_NEGATIVE)
-    warmup_factor: float = setting(0.1, "share of the learning rate that the warm-up starts from", UP_TO_ONE)
-    final_factor: float = setting(0.0, "cosine: share of the learning rate that it ends at", NOT_NEGATIVE)
-    milestones: tuple[int, ...] = setting((), "step: epochs at which the rate is multiplied by schedule.gamma")
+    warmup_factor: float = setting(
+        0.1, "share of the learning rate that the warm-up starts from", UP_TO_ONE
+    )
+    final_factor: float = setting(
+        0.0, "cosine: share of the learning rate that it ends at", NOT_NEGATIVE
+    )
+    milestones: tuple[int, ...] = setting(
+        (), "step: epochs at which the rate is multiplied by schedule.gamma"
+    )
     gamma: float = setting(0.1, "step: the multiplier", POSITIVE)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationConfig:
     """Exact at any number of ranks."""
 
-    every: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", POSITIVE)
+    every: int = setting(
+        1, "epochs between evaluations; the last epoch is always evaluated", POSITIVE
+    )
     batch_size: int = setting(200, "samples in one forward pass on one rank", POSITIVE)
     topk: int = setting(5, "k of the second accuracy", POSITIVE)
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointConfig:
     """What a killed run costs at most."""
 
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
@@ -166,13 +217,16 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogConfig:
     """What is written while it runs."""
 
     every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
     tensorboard: bool = setting(True, "write TensorBoard events")
     trace: str | None = setting(
-        None, "steps to trace into trace.json, as N@S: N, after the first S of this start; see `shoal trace`", STEPS
+        None,
+        "steps to trace into trace.json, as N@S: N, after the first S of this start; see `shoal "
+        "trace`",
+        STEPS,
     )
 
 
@@ -180,25 +234,30 @@ class Log:
 class Job:
     """One experiment, whole. The same job on 1 and on 64 ranks is the same experiment."""
 
-    name: str = setting("job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY)
+    name: str = setting(
+        "job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY
+    )
     seed: int = setting(0, "from which every random number follows", NOT_NEGATIVE)
     strategy: str = setting(
         "ddp",
-        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, server=N, local=H, "
+        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, "
+        "server=N, local=H, "
         "diloco=H, recompute=K; with commas between them several at once",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given")
     imports: tuple[str, ...] = setting(
-        (), "Python files with dicts `models` (called with num_classes and input_shape by keyword) and `data`"
+        (),
+        "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
+        "`data`",
     )
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    train: Train = field(default_factory=Train)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    log: Log = field(default_factory=Log)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def directory(self) -> str:

@@ -1,4 +1,6 @@
-"""What must hold between settings. Each rule names the settings that it compares; the first one takes the blame."""
+"""What must hold between settings. Each rule names the settings that it compares; the first one
+takes the blame.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,15 @@ from itertools import pairwise
 
 from shoal.config.job import Job
 
-# Only what is known without looking at the data; data sets that --import registers are checked where they are loaded.
+# Only what is known without looking at the data; data sets that --import registers are checked
+# where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
 LANGUAGE = {"stdlib"}
 
-Broken = tuple[tuple[str, ...], str]
+Violation = tuple[tuple[str, ...], str]
 
 
-def broken_rules(job: Job) -> Iterator[Broken]:
+def violations(job: Job) -> Iterator[Violation]:
     """For each rule that the job breaks, the settings that it compares and what is wrong."""
     yield from _training(job)
     yield from _optimizer(job)
@@ -22,24 +25,39 @@ def broken_rules(job: Job) -> Iterator[Broken]:
     yield from _data(job)
 
 
-def _training(job: Job) -> Iterator[Broken]:
+def _training(job: Job) -> Iterator[Violation]:
     train = job.train
     if train.warm_start.epochs > train.epochs:
         names = ("train.warm_start.epochs", "train.epochs")
-        yield names, f"is {train.warm_start.epochs}, but train.epochs, among which they count, is {train.epochs}"
+        yield (
+            names,
+            f"is {train.warm_start.epochs}, but train.epochs, among which they count, is "
+            f"{train.epochs}",
+        )
     if train.accumulate > train.batch_size:
         names = ("train.accumulate", "train.batch_size")
-        yield names, f"is {train.accumulate}, more parts than the {train.batch_size} samples of train.batch_size"
+        yield (
+            names,
+            f"is {train.accumulate}, more parts than the {train.batch_size} samples of "
+            "train.batch_size",
+        )
     if train.deterministic and train.cudnn_benchmark:
         names = ("train.cudnn_benchmark", "train.deterministic")
-        yield names, "may choose other kernels in every run, which train.deterministic forbids; turn one of them off"
+        yield (
+            names,
+            "may choose other kernels in every run, which train.deterministic forbids; turn one of "
+            "them off",
+        )
 
 
-def _optimizer(job: Job) -> Iterator[Broken]:
+def _optimizer(job: Job) -> Iterator[Violation]:
     optimizer = job.optimizer
     sgd = optimizer.name == "SGD"
     if sgd and optimizer.nesterov and optimizer.momentum == 0:
-        yield ("optimizer.nesterov", "optimizer.momentum"), "needs optimizer.momentum greater than 0; 0.9 is usual"
+        yield (
+            ("optimizer.nesterov", "optimizer.momentum"),
+            "needs optimizer.momentum greater than 0; 0.9 is usual",
+        )
     if sgd and optimizer.nesterov and optimizer.options.get("dampening"):
         names = ("optimizer.nesterov", "optimizer.options")
         yield names, f"needs optimizer.options.dampening 0, not {optimizer.options['dampening']}"
@@ -47,32 +65,48 @@ def _optimizer(job: Job) -> Iterator[Broken]:
         yield from _in_backward(job)
     for field in ("lr", "weight_decay", *(("momentum", "nesterov") if sgd else ())):
         if field in optimizer.options:
-            yield ("optimizer.options",), f"holds '{field}', which is a setting of its own; set optimizer.{field}"
+            yield (
+                ("optimizer.options",),
+                f"holds '{field}', which is a setting of its own; set optimizer.{field}",
+            )
 
 
-def _in_backward(job: Job) -> Iterator[Broken]:
+def _in_backward(job: Job) -> Iterator[Violation]:
     train = job.train
     if train.clip_norm is not None:
         names = ("optimizer.in_backward", "train.clip_norm")
-        yield names, "has no norm of all gradients, which train.clip_norm needs; turn one of them off"
+        yield (
+            names,
+            "has no norm of all gradients, which train.clip_norm needs; turn one of them off",
+        )
     if train.accumulate > 1:
         names = ("optimizer.in_backward", "train.accumulate")
         yield names, f"adds up no gradients; train.accumulate is {train.accumulate}, and must be 1"
     if train.precision == "fp16":
         names = ("optimizer.in_backward", "train.precision")
-        yield names, "cannot skip a step whose gradients overflow, as fp16 must; set train.precision bf16"
+        yield (
+            names,
+            "cannot skip a step whose gradients overflow, as fp16 must; set train.precision bf16",
+        )
 
 
-def _schedule(job: Job) -> Iterator[Broken]:
+def _schedule(job: Job) -> Iterator[Violation]:
     milestones = job.schedule.milestones
     if any(epoch < 1 for epoch in milestones) or any(a >= b for a, b in pairwise(milestones)):
-        yield ("schedule.milestones",), f"must be epochs from 1 on in ascending order, not {list(milestones)}"
+        yield (
+            ("schedule.milestones",),
+            f"must be epochs from 1 on in ascending order, not {list(milestones)}",
+        )
     if job.schedule.name == "step" and not milestones:
         names = ("schedule.milestones", "schedule.name")
-        yield names, "is empty, but schedule.name is step; give epochs such as [30, 60, 90], or choose constant"
+        yield (
+            names,
+            "is empty, but schedule.name is step; give epochs such as [30, 60, 90], or choose "
+            "constant",
+        )
 
 
-def _data(job: Job) -> Iterator[Broken]:
+def _data(job: Job) -> Iterator[Violation]:
     names: tuple[str, ...]
     classes = job.data.classes if job.data.name == "dummy" else CLASSES.get(job.data.name)
     if classes is not None and job.evaluation.topk > classes:
@@ -80,7 +114,14 @@ def _data(job: Job) -> Iterator[Broken]:
         yield names, f"is {job.evaluation.topk}, but {job.data.name} has {classes} classes"
     if job.data.name == "imagefolder" and job.data.resize < job.data.image_size:
         names = ("data.resize", "data.image_size")
-        yield names, f"is {job.data.resize}, too small to crop data.image_size {job.data.image_size} out of it"
+        yield (
+            names,
+            f"is {job.data.resize}, too small to crop data.image_size {job.data.image_size} out of "
+            "it",
+        )
     for mix, value in (("mixup", job.train.mixup), ("cutmix", job.train.cutmix)):
         if value > 0 and job.data.name in LANGUAGE:
-            yield (f"train.{mix}", "data.name"), f"mixes images; {job.data.name} is text, so it must be 0"
+            yield (
+                (f"train.{mix}", "data.name"),
+                f"mixes images; {job.data.name} is text, so it must be 0",
+            )

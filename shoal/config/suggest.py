@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from shoal.config.fields import all_sections, all_settings
 
 # What other programs call it.
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "arch": "model.name",
     "architecture": "model.name",
     "pretrained": "model.weights",
@@ -41,7 +41,9 @@ ELSEWHERE = {
 
 
 def unknown(name: str) -> str:
-    """`NAME is not known; did you mean 'X'?`, where X is found by its last word too, or what its section holds."""
+    """`NAME is not known; did you mean 'X'?`, where X is found by its last word too, or what
+    its section holds.
+    """
     section, _, last = name.rpartition(".")
     spellings = _spellings()
     # A last word that fits is better evidence than a whole name that looks alike.
@@ -52,16 +54,18 @@ def unknown(name: str) -> str:
         return f"{name} is not known; {_contents(section)}"
     meant = spellings[close[0]]
     nearest = [other for other in meant if other.rpartition(".")[0] == section] or meant
-    return f"{name} is not known; did you mean {_either(nearest)}?"
+    return f"{name} is not known; did you mean {_or_list(nearest)}?"
 
 
 def _spellings() -> dict[str, list[str]]:
-    """Dotted names, last words and other programs' words, each with the names that it may stand for."""
+    """Dotted names, last words and other programs' words, each with the names that it may stand
+    for.
+    """
     spellings: dict[str, list[str]] = defaultdict(list)
     for name in (*all_settings(), *all_sections()):
         for spelling in {name, name.rpartition(".")[2]}:
             spellings[spelling].append(name)
-    for word, name in ELSEWHERE.items():
+    for word, name in FOREIGN_NAMES.items():
         spellings[word] = spellings.get(word, [name])
     return spellings
 
@@ -69,12 +73,14 @@ def _spellings() -> dict[str, list[str]]:
 def _contents(section: str) -> str:
     if section in all_sections():
         return f"known in {section}: {_listed(name for name in all_settings() if name.startswith(f'{section}.'))}"
-    return f"known: {_listed(name for name in (*all_settings(), *all_sections()) if '.' not in name)}"
+    return (
+        f"known: {_listed(name for name in (*all_settings(), *all_sections()) if '.' not in name)}"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def _either(names: list[str]) -> str:
+def _or_list(names: list[str]) -> str:
     return " or ".join(f"'{name}'" for name in names[:3])

@@ -1,19 +1,22 @@
-"""Data sets by name. A new one is one file with a `load(config, seed) -> Source`, and one line in `SOURCES`."""
+"""Data sets by name. A new one is one file with a `load(config, seed) -> Source`, and one line
+in `SOURCES`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import cifar, digits, dummy, stdlib
 from shoal.data.source import Source
 from shoal.errors import ConfigError, did_you_mean
 
-Loader = Callable[[Data, int], Source]
+Loader = Callable[[DataConfig, int], Source]
 
 
-def _imagefolder(config: Data, seed: int) -> Source:
-    # Imported here because it brings torchvision, which takes seconds that the others need not wait for.
+def _imagefolder(config: DataConfig, seed: int) -> Source:
+    # Imported here because it brings torchvision, which takes seconds that the others need not wait
+    # for.
     from shoal.data import imagefolder
 
     return imagefolder.load(config, seed)
@@ -29,16 +32,20 @@ SOURCES: dict[str, Loader] = {
 }
 
 
-def load(config: Data, seed: int, extra: Mapping[str, Loader] | None = None) -> Source:
+def load(config: DataConfig, seed: int, extra: Mapping[str, Loader] | None = None) -> Source:
     """The data set that `config.name` names.
 
-    Args:
-        seed: the job's; only `dummy` reads it, the other sources hold the same samples in every run.
-        extra: sources of the user's own, which come before those above.
+    Args: seed: the job's; only `dummy` reads it, the other sources hold the same samples in every
+        run. extra: sources of the user's own, which come before those above.
 
     Raises: ConfigError: no such name. DataError: its files are missing or not what they should be.
     """
     sources = {**SOURCES, **(extra or {})}
     if config.name not in sources:
-        raise ConfigError([f"data.name: there is no data set '{config.name}'; {did_you_mean(config.name, sources)}"])
+        raise ConfigError(
+            [
+                f"data.name: there is no data set '{config.name}'; "
+                f"{did_you_mean(config.name, sources)}"
+            ]
+        )
     return sources[config.name](config, seed)

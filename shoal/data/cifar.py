@@ -1,7 +1,8 @@
-"""`cifar10` and `cifar100`: 60,000 photographs of 32 x 32 pixels in 10 or 100 classes, from the archives on disk.
+"""`cifar10` and `cifar100`: 60,000 photographs of 32 x 32 pixels in 10 or 100 classes, from the
+archives on disk.
 
-Either version of an archive will do, packed or unpacked. A packed one is read as it is: nothing is written to disk, so
-no path in it can lead anywhere.
+Either version of an archive will do, packed or unpacked. A packed one is read as it is: nothing is
+written to disk, so no path in it can lead anywhere.
 
 Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -19,8 +20,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 
-from shoal.config.job import Data
-from shoal.data import pickled
+from shoal.config.job import DataConfig
+from shoal.data import restricted_unpickler
 from shoal.data.images import Augmented, Images
 from shoal.data.source import Source
 from shoal.errors import DataError
@@ -28,18 +29,19 @@ from shoal.errors import DataError
 # uint8 pixels (samples, PIXELS), uint8 labels (samples,)
 Arrays = tuple[np.ndarray, np.ndarray]
 PIXELS = 3 * 32 * 32
-# Of CIFAR-10's training images, for red, green and blue from 0 to 1; those of CIFAR-100 differ by less than 0.03.
+# Of CIFAR-10's training images, for red, green and blue from 0 to 1; those of CIFAR-100 differ by
+# less than 0.03.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def from_pickle(content: bytes, label_key: str) -> Arrays:
     """What a file of the python version holds. Raises: ValueError, TypeError: it is damaged."""
-    found = pickled.read(content)
+    found = restricted_unpickler.read(content)
     if not isinstance(found, dict):
         raise ValueError("it holds no dict")
     batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
     data, labels = batch.get("data"), batch.get(label_key)
-    if not isinstance(data, pickled.ByteArray) or not isinstance(labels, list):
+    if not isinstance(data, restricted_unpickler.ByteArray) or not isinstance(labels, list):
         raise ValueError(f"it has no array 'data' and list '{label_key}'")
     if not all(isinstance(label, int) and 0 <= label < 256 for label in labels):
         raise ValueError(f"'{label_key}' holds something else than classes")
@@ -47,13 +49,16 @@ def from_pickle(content: bytes, label_key: str) -> Arrays:
 
 
 def from_records(content: bytes, label_bytes: int) -> Arrays:
-    """What a file of the binary version holds: a record an image, its labels (the finest last), then its pixels.
+    """What a file of the binary version holds: a record an image, its labels (the finest last),
+    then its pixels.
 
     Raises: ValueError: it is damaged.
     """
     record_bytes = label_bytes + PIXELS
     if len(content) % record_bytes:
-        raise ValueError(f"{len(content):,} bytes are no multiple of {record_bytes:,}, the size of an image")
+        raise ValueError(
+            f"{len(content):,} bytes are no multiple of {record_bytes:,}, the size of an image"
+        )
     records = np.frombuffer(content, np.uint8).reshape(-1, record_bytes)
     return records[:, label_bytes:], records[:, label_bytes - 1]
 
@@ -116,7 +121,7 @@ VERSIONS: dict[str, Sequence[Version]] = {
 CLASSES = {"cifar10": 10, "cifar100": 100}
 
 
-def load(config: Data, seed: int) -> Source:
+def load(config: DataConfig, seed: int) -> Source:
     """CIFAR-10 or CIFAR-100, as `config.name` says: float32 (3, 32, 32). `seed` changes nothing.
 
     Raises: DataError: no version of it is in `config.path`, or a file is missing or damaged.
@@ -125,12 +130,21 @@ def load(config: Data, seed: int) -> Source:
     version, where, contents = _find(root, config.name)
     missing = [name for name in version.names if name not in contents]
     if missing:
-        raise DataError(f"{config.name}: {where} lacks {', '.join(missing)}. Get {version.archive} anew.")
-    parsed = {name: _parse(version, f"{where}/{name}", contents[name], CLASSES[config.name]) for name in version.names}
+        raise DataError(
+            f"{config.name}: {where} lacks {', '.join(missing)}. Get {version.archive} anew."
+        )
+    parsed = {
+        name: _parse(version, f"{where}/{name}", contents[name], CLASSES[config.name])
+        for name in version.names
+    }
     train = _images([parsed[name] for name in version.train])
     validation = _images([parsed[version.validation]])
     return Source(
-        Augmented(train) if config.augment else train, validation, "classification", CLASSES[config.name], (3, 32, 32)
+        Augmented(train) if config.augment else train,
+        validation,
+        "classification",
+        CLASSES[config.name],
+        (3, 32, 32),
     )
 
 
@@ -149,13 +163,16 @@ def _find(root: Path, name: str) -> tuple[Version, Path, Mapping[str, bytes]]:
         for version in VERSIONS[name]
     )
     raise DataError(
-        f"{name}: it is not in {root}. One of these belongs there (data.path says where to look; they come from "
+        f"{name}: it is not in {root}. One of these belongs there (data.path says where to look; "
+        "they come from "
         f"https://www.cs.toronto.edu/~kriz/cifar.html):\n{choices}"
     )
 
 
 def _unpacked(archive: Path, version: Version) -> Mapping[str, bytes]:
-    """The contents of those files in the archive that are wanted; everything else in it is left alone."""
+    """The contents of those files in the archive that are wanted; everything else in it is left
+    alone.
+    """
     wanted = {PurePosixPath(version.folder, name): name for name in version.names}
     contents = {}
     try:
@@ -168,7 +185,9 @@ def _unpacked(archive: Path, version: Version) -> Mapping[str, bytes]:
             while file.read(1 << 20):
                 pass
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{archive} is damaged ({error}). It should have {version.size}; get it anew.") from error
+        raise DataError(
+            f"{archive} is damaged ({error}). It should have {version.size}; get it anew."
+        ) from error
     return contents
 
 
@@ -176,9 +195,13 @@ def _parse(version: Version, where: str, content: bytes, classes: int) -> Arrays
     try:
         pixels, labels = version.parse(content)
         if pixels.shape != (len(labels), PIXELS) or not len(labels):
-            raise ValueError(f"its images have the shape {pixels.shape} and its labels {labels.shape}")
+            raise ValueError(
+                f"its images have the shape {pixels.shape} and its labels {labels.shape}"
+            )
         if labels.max() >= classes:
-            raise ValueError(f"it has an image of class {labels.max()}, and classes end at {classes - 1}")
+            raise ValueError(
+                f"it has an image of class {labels.max()}, and classes end at {classes - 1}"
+            )
     except (ValueError, TypeError) as error:
         raise DataError(f"{where} is damaged: {error}. Get {version.archive} anew.") from error
     return pixels, labels
@@ -187,4 +210,6 @@ def _parse(version: Version, where: str, content: bytes, classes: int) -> Arrays
 def _images(parts: Sequence[Arrays]) -> Images:
     pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     mean, std = ([255 * value for value in values] for values in (MEAN, STD))
-    return Images(torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels).long(), mean, std)
+    return Images(
+        torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels).long(), mean, std
+    )

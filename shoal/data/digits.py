@@ -1,10 +1,11 @@
-"""`digits`: 1,797 handwritten digits, 8 x 8 pixels of 17 shades; the one data set that ships with Shoal.
+"""`digits`: 1,797 handwritten digits, 8 x 8 pixels of 17 shades; the one data set that ships with
+Shoal.
 
-They are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine
-Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0), as scikit-learn's `load_digits` gives them.
-`digits.npz` holds them unchanged but for their order: shuffled once, so that the first 1,437 are the training set and
-the other 360 the validation set, for everyone and for ever.
-"""
+They are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak,
+1998, UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0), as
+scikit-learn's `load_digits` gives them.
+`digits.npz` holds them unchanged but for their order: shuffled once, so that the first 1,437 are
+the training set and the other 360 the validation set, for everyone and for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data.images import Images
 from shoal.data.source import Source
 
@@ -22,7 +23,7 @@ TRAINING_SAMPLES = 1437
 MEAN, STD = 4.88, 6.01
 
 
-def load(config: Data, seed: int) -> Source:
+def load(config: DataConfig, seed: int) -> Source:
     """The scans as float32 (1, 8, 8). Neither argument changes anything."""
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels = torch.from_numpy(file["images"]).unsqueeze(1)

@@ -1,4 +1,6 @@
-"""`dummy`: random tensors of any shape, for timing and for trying things out; made on the fly, nothing is held."""
+"""`dummy`: random tensors of any shape, for timing and for trying things out; made on the fly,
+nothing is held.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data.source import Source
 
 
 @dataclass(frozen=True)
 class Noise(Dataset):
-    """Sample i is a function of (seed, split, i) alone: float32 `shape` from N(0, 1), and a label at random.
+    """Sample i is a function of (seed, split, i) alone: float32 `shape` from N(0, 1), and a label
+    at random.
 
-    Nothing can be learned from it: a model that does better than chance on the validation set has a bug.
-    """
+    Nothing can be learned from it: a model that does better than chance on the validation set has a
+    bug."""
 
     seed: int
     split: str
@@ -37,14 +40,18 @@ class Noise(Dataset):
         return torch.randn(self.shape, generator=generator), label
 
     def _seed_of(self, index: int) -> int:
-        # Hashed, because neighbouring seeds would otherwise give one split the samples of another seed.
+        # Hashed, because neighbouring seeds would otherwise give one split the samples of another
+        # seed.
         name = f"{self.seed} {self.split} {index}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest())
 
 
-def load(config: Data, seed: int) -> Source:
-    """`config.samples` samples of `config.shape` for training, and as many others for validation."""
+def load(config: DataConfig, seed: int) -> Source:
+    """`config.samples` samples of `config.shape` for training, and as many others for
+    validation.
+    """
     train, validation = (
-        Noise(seed, split, config.samples, config.shape, config.classes) for split in ("train", "validation")
+        Noise(seed, split, config.samples, config.shape, config.classes)
+        for split in ("train", "validation")
     )
     return Source(train, validation, "classification", config.classes, config.shape)

@@ -3,9 +3,10 @@
     PATH/train/CLASS/*.JPEG
     PATH/val/CLASS/*.JPEG
 
-Classes are numbered in the order of their names. Images are decoded by Pillow. The recipe is the usual one for
-ImageNet: a random part of the image, scaled to a square, flipped every other time, for training; the middle of the
-image for validation.
+Classes are numbered in the order of their names. Images are decoded by Pillow. The recipe is the
+usual one for
+ImageNet: a random part of the image, scaled to a square, flipped every other time, for training;
+the middle of the image for validation.
 
 Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015, section 6, for the random part.
 """
@@ -24,14 +25,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data.source import Source
 from shoal.errors import ConfigError, DataError
-from shoal.vision import torchvision
+from shoal.platform.torchvision_import import torchvision
 
 # Of ImageNet's training images, for red, green and blue from 0 to 1.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-SHOWN = 5
+MAX_LISTED = 5
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -46,8 +47,8 @@ class ImageFiles(Dataset):
     """
 
     def __init__(self, samples: list[tuple[str, int]], transform: Transform) -> None:
-        # Arrays instead of a list: a million Python strings would be copied into every worker of the loader, page by
-        # page, as their reference counts are touched.
+        # Arrays instead of a list: a million Python strings would be copied into every worker of
+        # the loader, page by page, as their reference counts are touched.
         self.paths = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = np.array([label for _, label in samples])
         self.transform = transform
@@ -65,21 +66,30 @@ def decode(path: str) -> Image.Image:
         with Image.open(path) as image:
             return image.convert("RGB")
     # What Pillow's decoders are known to raise on files that are damaged.
-    except (OSError, SyntaxError, ValueError, EOFError, StructError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: not an image that can be read ({error}). Replace the file, or remove it.") from error
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        StructError,
+        Image.DecompressionBombError,
+    ) as error:
+        raise DataError(
+            f"{path}: not an image that can be read ({error}). Replace the file, or remove it."
+        ) from error
 
 
-def load(config: Data, seed: int) -> Source:
+def load(config: DataConfig, seed: int) -> Source:
     """The images below `config.path`, `config.image_size` pixels square. `seed` changes nothing.
 
-    Raises:
-        DataError: a directory is missing, a class has no image, or the two splits differ in their classes.
-        ConfigError: the centre crop is larger than what it is cropped from.
+    Raises: DataError: a directory is missing, a class has no image, or the two splits differ in
+        their classes. ConfigError: the centre crop is larger than what it is cropped from.
     """
     if config.resize < config.image_size:
         raise ConfigError(
             [
-                f"data.resize: {config.resize} is smaller than data.image_size={config.image_size}, which would give "
+                f"data.resize: {config.resize} is smaller than "
+                f"data.image_size={config.image_size}, which would give "
                 f"validation images a black border; usual is 256 for 224, or both the same"
             ]
         )
@@ -103,17 +113,22 @@ def _classes(directories: list[Path]) -> list[str]:
     missing = [str(directory) for directory in directories if not directory.is_dir()]
     if missing:
         raise DataError(
-            f"imagefolder: there is no directory {' and no '.join(missing)}. One directory a class belongs there, with "
-            f"its images in it: {directories[0] / 'CLASS' / 'NAME.JPEG'}. data.path, data.train_split and "
+            f"imagefolder: there is no directory {' and no '.join(missing)}. One directory a class "
+            "belongs there, with "
+            f"its images in it: {directories[0] / 'CLASS' / 'NAME.JPEG'}. data.path, "
+            "data.train_split and "
             f"data.validation_split say where to look."
         )
-    train, validation = ({entry.name for entry in os.scandir(path) if entry.is_dir()} for path in directories)
+    train, validation = (
+        {entry.name for entry in os.scandir(path) if entry.is_dir()} for path in directories
+    )
     if train != validation or not train:
         raise DataError(
             f"imagefolder: the classes, one directory each, must be the same in both splits.\n"
             f"  {directories[0]} has {len(train)}; only there: {_some(train - validation)}\n"
             f"  {directories[1]} has {len(validation)}; only there: {_some(validation - train)}\n"
-            f"(ImageNet's validation images come without such directories and have to be sorted into them first.)"
+            "(ImageNet's validation images come without such directories and have to be sorted "
+            "into them first.)"
         )
     return sorted(train)
 
@@ -130,7 +145,8 @@ def _samples(directory: Path, classes: list[str]) -> list[tuple[str, int]]:
 
 def _require_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str]) -> None:
     empty = {
-        directory: set(classes) - {classes[label] for _, label in samples} for directory, samples in splits.items()
+        directory: set(classes) - {classes[label] for _, label in samples}
+        for directory, samples in splits.items()
     }
     if any(empty.values()):
         lines = [
@@ -140,22 +156,28 @@ def _require_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str
         ]
         endings = ", ".join(torchvision.datasets.folder.IMG_EXTENSIONS)
         raise DataError(
-            "\n".join([f"imagefolder: classes without an image (a file that ends in one of {endings}):", *lines])
+            "\n".join(
+                [
+                    "imagefolder: classes without an image (a file that ends in one of "
+                    f"{endings}):",
+                    *lines,
+                ]
+            )
         )
 
 
 def _some(names: set[str]) -> str:
     """A few of the names, and how many more there are."""
-    shown = ", ".join(sorted(names)[:SHOWN]) or "none"
-    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
+    shown = ", ".join(sorted(names)[:MAX_LISTED]) or "none"
+    return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
 
 
-def _augmentation(config: Data) -> Transform:
+def _augmentation(config: DataConfig) -> Transform:
     v2 = torchvision.transforms.v2
     return _to_tensor(v2.RandomResizedCrop(config.image_size), v2.RandomHorizontalFlip())
 
 
-def _evaluation(config: Data) -> Transform:
+def _evaluation(config: DataConfig) -> Transform:
     v2 = torchvision.transforms.v2
     return _to_tensor(v2.Resize(config.resize), v2.CenterCrop(config.image_size))
 

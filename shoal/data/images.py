@@ -1,4 +1,6 @@
-"""Small images that are held in memory as they came, one byte a pixel, and normalised when they are read."""
+"""Small images that are held in memory as they came, one byte a pixel, and normalised when they
+are read.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ class Images(Batched):
         labels: int64 (samples,).
         mean, std: one for each channel, in units of `pixels`.
 
-    `images[i]` is float32 (channels, height, width) and an int; `batch(indices)` is the same, stacked.
-    """
+    `images[i]` is float32 (channels, height, width) and an int; `batch(indices)` is the same,
+    stacked."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         self.pixels, self.labels = pixels, labels
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
@@ -42,7 +46,8 @@ class Images(Batched):
 
 
 class Augmented(Dataset):
-    """The same images, each cropped out of itself with a black border, and flipped every other time.
+    """The same images, each cropped out of itself with a black border, and flipped every other
+    time.
 
     Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
     """
@@ -61,4 +66,6 @@ class Augmented(Dataset):
         place = int(torch.randint(2 * places * places, ()))
         flip, top, left = place % 2, place // 2 % places, place // 2 // places
         crop = F.pad(pixels, (self.border,) * 4)[:, top : top + height, left : left + width]
-        return self.images.normalise(crop.flip(-1) if flip else crop), int(self.images.labels[index])
+        return self.images.normalise(crop.flip(-1) if flip else crop), int(
+            self.images.labels[index]
+        )

@@ -1,12 +1,13 @@
-"""Mixup and cutmix, sample by sample, so that a mixed sample does not depend on who else is in the batch.
+"""Mixup and cutmix, sample by sample, so that a mixed sample does not depend on who else is in the
+batch.
 
-The usual way mixes a batch with itself, shuffled; then the partners, and with them the numbers, depend on how many
-ranks share the batch. Here each sample draws its own partner from the whole data set. It costs a second sample read and
-decoded for each one that is trained on; where the loader cannot keep up, give it more workers.
+The usual way mixes a batch with itself, shuffled; then the partners, and with them the numbers,
+depend on how many ranks share the batch. Here each sample draws its own partner from the whole data
+set. It costs a second sample read and decoded for each one that is trained on; where the loader
+cannot keep up, give it more workers.
 
-Sources: mixup: Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018, equation 1. cutmix: Yun et al.,
-CutMix, ICCV 2019, equations 1 and 2.
-"""
+Sources: mixup: Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018, equation 1.
+cutmix: Yun et al., CutMix, ICCV 2019, equations 1 and 2."""
 
 from __future__ import annotations
 
@@ -20,18 +21,19 @@ from torch.utils.data import Dataset
 from shoal.errors import DataError
 
 
-def mixed(dataset: Dataset, num_classes: int, mixup_alpha: float, cutmix_alpha: float) -> Dataset:
+def mix_dataset(
+    dataset: Dataset, num_classes: int, mixup_alpha: float, cutmix_alpha: float
+) -> Dataset:
     """The data set with every sample mixed with another one.
 
-    Args:
-        dataset: map-style and sized; gives (float tensor, int label).
-        num_classes: length of the targets.
-        mixup_alpha, cutmix_alpha: the share of the first sample is drawn from Beta(alpha, alpha); 0 is off. With both
-            on, each sample takes one of the two with equal chance. With both off the data set comes back as it is.
+    Args: dataset: map-style and sized; gives (float tensor, int label). num_classes: length of the
+        targets. mixup_alpha, cutmix_alpha: the share of the first sample is drawn from Beta(alpha,
+        alpha); 0 is off. With both
+            on, each sample takes one of the two with equal chance. With both off the data set comes
+            back as it is.
 
-    Returns: a data set of (tensor of the same shape, float32 (num_classes,) of probabilities). Its randomness, that
-    of `dataset` included, is drawn from torch's default generator.
-    """
+    Returns: a data set of (tensor of the same shape, float32 (num_classes,) of probabilities). Its
+    randomness, that of `dataset` included, is drawn from torch's default generator."""
     if mixup_alpha == 0 and cutmix_alpha == 0:
         return dataset
     return Mixed(dataset, num_classes, mixup_alpha, cutmix_alpha)
@@ -40,7 +42,9 @@ def mixed(dataset: Dataset, num_classes: int, mixup_alpha: float, cutmix_alpha: 
 class Mixed(Dataset):
     """What `mixed` gives; at least one alpha is greater than 0."""
 
-    def __init__(self, dataset: Any, num_classes: int, mixup_alpha: float, cutmix_alpha: float) -> None:
+    def __init__(
+        self, dataset: Any, num_classes: int, mixup_alpha: float, cutmix_alpha: float
+    ) -> None:
         self.dataset, self.num_classes = dataset, num_classes
         # The chance of cutmix is 0, 1 or, where both are on, one half.
         self.cutmix_chance = (cutmix_alpha > 0) / ((mixup_alpha > 0) + (cutmix_alpha > 0))
@@ -71,16 +75,16 @@ class Mixed(Dataset):
 def cutmix(first: Tensor, second: Tensor, share: float) -> tuple[Tensor, float]:
     """`first` with a rectangle of `second` in it.
 
-    Args:
-        first, second: (..., height, width).
-        share: of `first`. The rectangle has the image's proportions and a centre drawn uniformly; what of it lies
+    Args: first, second: (..., height, width). share: of `first`. The rectangle has the image's
+        proportions and a centre drawn uniformly; what of it lies
             outside of the image is cut off.
 
     Returns: the new image, and the share of its area that is really of `first`.
     """
     if first.dim() < 3:
         raise DataError(
-            f"cutmix pastes rectangles and needs images (channels, height, width); the samples of this data set have "
+            "cutmix pastes rectangles and needs images (channels, height, width); the samples of "
+            "this data set have "
             f"the shape {tuple(first.shape)}. Set train.cutmix=0; train.mixup works with any shape."
         )
     height, width = first.shape[-2:]

@@ -1,4 +1,6 @@
-"""Random streams that depend on nothing but their names: (seed, epoch, index), never on who draws."""
+"""Random streams that depend on nothing but their names: (seed, epoch, index), never on who
+draws.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 
 
-def stream(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A 63-bit seed that is a function of `parts` alone; neighbours are unrelated.
 
-    Source: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), applied once for each part.
-    """
+    Source: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), applied once for each
+    part."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -28,14 +30,16 @@ def stream(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's CPU generator, Python's and NumPy's; CUDA is left alone, samples are made on the CPU."""
+    """Seed torch's CPU generator, Python's and NumPy's; CUDA is left alone, samples are made on
+    the CPU.
+    """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
-def borrowed() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put the CPU generators back afterwards as they were."""
     saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -68,6 +72,14 @@ def load_random_state(state: Mapping[str, Tensor]) -> None:
     gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
+    np.random.set_state(
+        (
+            "MT19937",
+            np.array(keys, dtype=np.uint32),
+            position,
+            has_gauss,
+            state["numpy_gauss"].item(),
+        )
+    )
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from shoal.data.seeds import stream
+from shoal.data.seeds import derive_seed
 
 
 class WarmStart(Sampler):
@@ -21,9 +21,11 @@ class WarmStart(Sampler):
     """
 
     def __init__(self, samples: int, epochs: int, fraction: float, seed: int) -> None:
-        generator = torch.Generator().manual_seed(stream(seed, samples))
+        generator = torch.Generator().manual_seed(derive_seed(seed, samples))
         self.samples, self.epochs, self.epoch = samples, epochs, 0
-        self.part = torch.randperm(samples, generator=generator)[: max(1, round(samples * fraction))]
+        self.part = torch.randperm(samples, generator=generator)[
+            : max(1, round(samples * fraction))
+        ]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

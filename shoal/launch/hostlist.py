@@ -8,7 +8,8 @@ COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a list such as `n[01-04,07],m3`: here `n01`. Brackets may occur more than once in a name.
+    """The first host of a list such as `n[01-04,07],m3`: here `n01`. Brackets may occur more than
+    once in a name.
 
     Raises:
         ValueError: there is no host in it.

@@ -17,64 +17,71 @@ from shoal.launch.signals import arrived, caught
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_RESULT: Mapping[str, str] = MappingProxyType({})
 
 
 def run(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     processes: int,
-    environment: Mapping[str, str] = NOTHING,
+    environment: Mapping[str, str] = NO_RESULT,
     output: Literal["first", "all"] = "first",
     grace_s: float = 60.0,
     preload: Sequence[str] = preloads.TRAINING,
 ) -> int:
-    """Call `target(*args)` in `processes` ranks on this machine and wait for them. Main thread only.
+    """Call `target(*args)` in `processes` ranks on this machine and wait for them. Main thread
+    only.
 
-    Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
-    so `torch.distributed.init_process_group(init_method="env://")` works in it. The first failure is printed, last and
-    whole, and ends the other ranks. Ctrl-C ends them all. SIGTERM is passed on to them.
+    Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
+    its environment, so `torch.distributed.init_process_group(init_method="env://")` works in it.
+    The first failure is printed, last and whole, and ends the other ranks. Ctrl-C ends them all.
+    SIGTERM is passed on to them.
 
-    Args:
-        target: a function at the top of a module. The module is imported before ranks are forked, so it must neither
+    Args: target: a function at the top of a module. The module is imported before ranks are forked,
+        so it must neither
             start threads nor touch CUDA when it is imported.
         args: plain data.
         processes: the number of ranks.
         environment: further variables for the ranks.
-        output: `first` shows what rank 0 prints and drops what others print to stdout; `all` shows it all, with the
-            rank in front of every line. stderr is always shown.
+        output: `first` shows what rank 0 prints and drops what others print to stdout; `all` shows
+            it all, with the rank in front of every line. stderr is always shown.
         grace_s: how long ranks may take to save and stop after a SIGTERM.
-        preload: modules that are imported once, before ranks are forked, besides torch and the target's.
+        preload: modules that are imported once, before ranks are forked, besides torch and the
+        target's.
 
-    Returns:
-        The exit code for the whole: 0; 75 if ranks stopped with 75 ("run me again") and none failed; 130 after
-        Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else the first failing rank's, 128 + n for signal n.
+    Returns: The exit code for the whole: 0; 75 if ranks stopped with 75 ("run me again") and none
+        failed; 130 after Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else the first
+        failing rank's, 128 + n for signal n.
 
     Raises:
         LaunchError: no such number of processes, or a target that cannot be sent to them.
     """
     try:
         modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
-        with start(target, args, processes, environment, output, preload=modules) as ranks, caught() as signals:
+        with (
+            start(target, args, processes, environment, output, preload=modules) as ranks,
+            caught() as signals,
+        ):
             supervision = Supervision(ranks, grace_s)
             while ranks.alive:
                 supervision.step(also=[signals])
                 for number in arrived(signals):
                     supervision.forward(number)
-            return verdict(supervision)
+            return exit_code(supervision)
     except KeyboardInterrupt:  # between the start and the time when signals are caught
-        return rank.INTERRUPTED
+        return rank.EXIT_INTERRUPTED
 
 
 def run_script(
     path: str,
     argv: list[str],
     processes: int,
-    environment: Mapping[str, str] = NOTHING,
+    environment: Mapping[str, str] = NO_RESULT,
     output: Literal["first", "all"] = "first",
     grace_s: float = 60.0,
 ) -> int:
-    """Run the Python file `path` with the arguments `argv` in each of `processes` ranks; otherwise as `run`.
+    """Run the Python file `path` with the arguments `argv` in each of `processes` ranks; otherwise
+    as `run`.
 
     Raises:
         LaunchError: also where there is no such file.
@@ -83,16 +90,18 @@ def run_script(
         with tokenize.open(path) as script:
             preload = preloads.for_script(script.read())
     except OSError as error:
-        raise LaunchError(f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}.") from error
+        raise LaunchError(
+            f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
+        ) from error
     except SyntaxError:  # no text in any known encoding; the ranks say where
         preload = []
     return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
 
 
-def verdict(supervision: Supervision) -> int:
+def exit_code(supervision: Supervision) -> int:
     """The exit code for a world that has ended; says its first failure, last and whole."""
     if supervision.asked == signal.SIGINT:
-        return rank.INTERRUPTED
+        return rank.EXIT_INTERRUPTED
     cause = supervision.cause
     if cause is not None:
         print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)

@@ -1,4 +1,6 @@
-"""What runs inside a rank that was started on this machine, before, around and after the user's function."""
+"""What runs inside a rank that was started on this machine, before, around and after the user's
+function.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from shoal.launch import failure
-from shoal.launch.groups import keep_groups
+from shoal.launch.process_group_workaround import keep_process_groups_alive
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_RESTART = 75
-"""Exit status of a run that was told to stop and has saved; the same command goes on. EX_TEMPFAIL in <sysexits.h>."""
-INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a run that was told to stop and has saved; the same command goes on.
+EX_TEMPFAIL in <sysexits.h>.
+"""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True)
-class Returned:
+class RankResult:
     """A rank's return value, pickled in the rank and unpickled in the process that started it."""
 
     rank: int
@@ -37,7 +41,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Orders:
+class RankSpec:
     """All that a new rank is told.
 
     Args:
@@ -55,10 +59,10 @@ class Orders:
     report: Connection
     stdout: Connection | None
     stderr: Connection | None
-    wants_value: bool
+    returns_value: bool
 
 
-def main(orders: Orders) -> None:
+def main(orders: RankSpec) -> None:
     """Run the target and end as an interpreter would; always raises SystemExit."""
     code = _outcome(orders)
     atexit._run_exitfuncs()  # processes of multiprocessing skip the handlers that scripts register
@@ -67,19 +71,19 @@ def main(orders: Orders) -> None:
     sys.exit(code)
 
 
-def _outcome(orders: Orders) -> int:
+def _outcome(orders: RankSpec) -> int:
     try:
         _end_with_parent()
         _write_to(orders.stdout, orders.stderr)
-        _listen_to_signals()
-        _settle(orders)
+        _install_signal_handlers()
+        _configure_process(orders)
         target, arguments = pickle.loads(orders.payload)
         value = target(*arguments)
-        if orders.wants_value:
-            orders.report.send(Returned(orders.rank, pickle.dumps(value)))
+        if orders.returns_value:
+            orders.report.send(RankResult(orders.rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
@@ -96,7 +100,9 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def script(path: str, arguments: list[str]) -> None:
-    """A target: the Python file `path`, with `sys.argv` and `sys.path[0]` as `python path` would have them."""
+    """A target: the Python file `path`, with `sys.argv` and `sys.path[0]` as `python path`
+    would have them.
+    """
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -104,11 +110,20 @@ def script(path: str, arguments: list[str]) -> None:
 
 
 def keep_store(listener: socket.socket, port: int) -> None:
-    """Hold the ranks' rendezvous store in a process of its own, so that no rank takes it away when it ends."""
+    """Hold the ranks' rendezvous store in a process of its own, so that no rank takes it away
+    when it ends.
+    """
     _end_with_parent()
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there all the same
+    # it is documented there all the same
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     wait([_parent_sentinel()])
     del store
 
@@ -116,10 +131,9 @@ def keep_store(listener: socket.socket, port: int) -> None:
 def _end_with_parent() -> None:
     """Make this process and all that it will start die when the process dies that asked for it.
 
-    A session of its own keeps the terminal's Ctrl-C away from ranks and their data-loader workers: the parent decides.
-    The kernel itself watches the parent's pipe and kills the whole process group, so neither a held interpreter lock
-    nor a stopped process delays it.
-    """
+    A session of its own keeps the terminal's Ctrl-C away from ranks and their data-loader workers:
+    the parent decides. The kernel itself watches the parent's pipe and kills the whole process
+    group, so neither a held interpreter lock nor a stopped process delays it."""
     os.setsid()
     sentinel = _parent_sentinel()
     if sys.platform == "linux":
@@ -147,30 +161,36 @@ def _write_to(stdout: Connection | None, stderr: Connection | None) -> None:
     for descriptor, target in ((1, stdout), (2, stderr)):
         with open(os.devnull, "wb") if target is None else target as opened:
             os.dup2(opened.fileno(), descriptor)
-    # The server made these objects for its own outputs; a line is worth more now than after the buffer is full.
+    # The server made these objects for its own outputs; a line is worth more now than after the
+    # buffer is full.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` shows where a rank is
 
 
-def _listen_to_signals() -> None:
-    """Undo what the server was started with: it blocks these two, so that its ranks may still save and stop."""
+def _install_signal_handlers() -> None:
+    """Undo what the server was started with: it blocks these two, so that its ranks may still
+    save and stop.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _settle(orders: Orders) -> None:
+def _configure_process(orders: RankSpec) -> None:
     os.environ.clear()
     os.environ.update(orders.environment)
-    # Data-loader workers start as in any script; a process from a fork server would give each rank another server.
+    # Data-loader workers start as in any script; a process from a fork server would give each rank
+    # another server.
     multiprocessing.set_start_method(None, force=True)
     import numpy
     import torch
 
-    keep_groups()
-    gc.freeze()  # what the server imported stays: collections need not go through it, nor copy its pages by doing so
+    keep_process_groups_alive()
+    # what the server imported stays: collections need not go through it, nor copy its pages by
+    # doing so
+    gc.freeze()
     gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
     threads = orders.environment.get("OMP_NUM_THREADS", "").split(",")[0]

@@ -1,4 +1,6 @@
-"""Ranks that run on this machine: listened to, signalled and ended, without a judgement of what they do."""
+"""Ranks that run on this machine: listened to, signalled and ended, without a judgement of what
+they do.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import Failure
-from shoal.launch.output import Lines
-from shoal.launch.rank import Returned
+from shoal.launch.output import LineForwarder
+from shoal.launch.rank import RankResult
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExited:
     """A rank's process is gone; a negative code is the signal that killed it."""
 
     rank: int
     code: int
 
 
-News = Ended | Failure | Returned
+RankEvent = RankExited | Failure | RankResult
 
 
 class Rank:
@@ -37,24 +39,41 @@ class Rank:
         streams: what it prints, where that is not a terminal or a file of ours.
     """
 
-    def __init__(self, number: int, process: BaseProcess, report: Connection, streams: Sequence[Lines]) -> None:
+    def __init__(
+        self,
+        number: int,
+        process: BaseProcess,
+        report: Connection,
+        streams: Sequence[LineForwarder],
+    ) -> None:
         assert process.pid is not None
-        self.number, self.process, self.report, self.streams = number, process, report, list(streams)
+        self.number, self.process, self.report, self.streams = (
+            number,
+            process,
+            report,
+            list(streams),
+        )
         self.pid: int = process.pid
         self.is_alive = True
 
     @property
     def sources(self) -> list[Any]:
         """What can be waited for."""
-        return [self.process.sentinel, *self.streams, *([] if self.report.closed else [self.report])]
+        return [
+            self.process.sentinel,
+            *self.streams,
+            *([] if self.report.closed else [self.report]),
+        ]
 
-    def attend(self, ready: Iterable[Any]) -> list[News]:
-        """Take what has arrived: lines are handed on, reports are returned, and so is its end, last of all."""
+    def attend(self, ready: Iterable[Any]) -> list[RankEvent]:
+        """Take what has arrived: lines are handed on, reports are returned, and so is its end,
+        last of all.
+        """
         for source in ready:
-            if isinstance(source, Lines) and not source.forward():
+            if isinstance(source, LineForwarder) and not source.forward():
                 self._close(source)
-        news = self._hear()
-        return [*news, *self._bury()] if self.process.sentinel in ready else news
+        news = self._read()
+        return [*news, *self._reap()] if self.process.sentinel in ready else news
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank's own process, not to its children."""
@@ -79,8 +98,8 @@ class Rank:
             self._close(stream)
         self.report.close()
 
-    def _hear(self) -> list[News]:
-        news: list[News] = []
+    def _read(self) -> list[RankEvent]:
+        news: list[RankEvent] = []
         with contextlib.suppress(EOFError, ConnectionResetError):
             while not self.report.closed and self.report.poll():
                 news.append(self.report.recv())
@@ -88,26 +107,27 @@ class Rank:
         self.report.close()
         return news
 
-    def _bury(self) -> list[News]:
+    def _reap(self) -> list[RankEvent]:
         self.process.join()
         self.is_alive = False
         self.signal_group(signal.SIGKILL)  # its data-loader workers, if it left any
         for stream in list(self.streams):
             while wait([stream.source], timeout=0) and stream.forward():
                 pass
-        news = self._hear()
+        news = self._read()
         self.close()
         code = self.process.exitcode
         assert code is not None
-        return [*news, Ended(self.number, code)]
+        return [*news, RankExited(self.number, code)]
 
-    def _close(self, stream: Lines) -> None:
+    def _close(self, stream: LineForwarder) -> None:
         self.streams.remove(stream)
         stream.source.close()
 
 
 class Ranks:
-    """All ranks of one world, and the process that holds their store. As a context, it kills what is left at its end.
+    """All ranks of one world, and the process that holds their store. As a context, it kills what
+    is left at its end.
 
     Args:
         store: the process that holds the rendezvous store.
@@ -127,8 +147,9 @@ class Ranks:
     def alive(self) -> list[Rank]:
         return [rank for rank in self.all if rank.is_alive]
 
-    def watch(self, timeout_s: float | None, also: Sequence[Any] = ()) -> list[News]:
-        """Wait until something happens, hand on the lines that were printed, and return what was reported.
+    def watch(self, timeout_s: float | None, also: Sequence[Any] = ()) -> list[RankEvent]:
+        """Wait until something happens, hand on the lines that were printed, and return what was
+        reported.
 
         Args:
             timeout_s: returns after so long even if nothing happened; None waits for ever.
@@ -142,7 +163,10 @@ class Ranks:
         ready = set(wait([self.store.sentinel, *also, *sources], timeout_s))
         news = [item for rank in living for item in rank.attend(ready.intersection(rank.sources))]
         if self.store.sentinel in ready and self.alive:
-            raise LaunchError("The process that holds the ranks' rendezvous store has ended; see its message above.")
+            raise LaunchError(
+                "The process that holds the ranks' rendezvous store has ended; see its message "
+                "above."
+            )
         return news
 
     def kill(self) -> None:

@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.launch.control import Caller
+from shoal.launch.control_server import ControlConnection
+from shoal.launch.job_spec import JobSpec
 from shoal.launch.supervise import Supervision
-from shoal.launch.work import Work
 
 
 class Scaling:
     """One wish at a time.
 
-    Attributes: wanted: the number of ranks that the next start is to have; None if nobody waits for another.
-    """
+    Attributes: wanted: the number of ranks that the next start is to have; None if nobody waits for
+    another."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: JobSpec) -> None:
         self.work = work
         self.wanted: int | None = None
-        self._caller: Caller | None = None
+        self._caller: ControlConnection | None = None
 
-    def take(self, caller: Caller, request: Mapping[str, Any], supervision: Supervision) -> None:
+    def take(
+        self, caller: ControlConnection, request: Mapping[str, Any], supervision: Supervision
+    ) -> None:
         """Have the ranks stop for a request that can be met; refuse any other."""
         wanted = request.get("scale")
         if not isinstance(wanted, int) or isinstance(wanted, bool):
@@ -40,12 +42,19 @@ class Scaling:
         caller.say(stopping=len(supervision.ranks.all))
         supervision.stop()
 
-    def is_met(self, supervision: Supervision) -> bool:
-        """Whether all ranks have stopped for it, and none has failed; nor is the run complete, nor was it ended."""
+    def is_done(self, supervision: Supervision) -> bool:
+        """Whether all ranks have stopped for it, and none has failed; nor is the run complete,
+        nor was it ended.
+        """
         complete = set(supervision.codes.values()) == {0}
-        return self.wanted is not None and supervision.asked is None and supervision.cause is None and not complete
+        return (
+            self.wanted is not None
+            and supervision.asked is None
+            and supervision.cause is None
+            and not complete
+        )
 
-    def tell(self) -> None:
+    def confirm(self) -> None:
         """As many as were wanted have been started."""
         self._answer(processes=self.wanted, step=self.work.saved_step())
 
@@ -71,4 +80,4 @@ class Scaling:
             return f"its {world} processes are stopping already, to go on as {self.wanted}. Ask again then."
         if wanted == world:
             return f"it has {world} processes already."
-        return " ".join(self.work.objections(wanted))
+        return " ".join(self.work.problems(wanted))

@@ -12,7 +12,9 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
 
 @contextmanager
 def caught() -> Iterator[socket.socket]:
-    """Where SIGINT, SIGTERM and SIGTSTP arrive. Those that the process was started to ignore stay ignored."""
+    """Where SIGINT, SIGTERM and SIGTSTP arrive. Those that the process was started to ignore
+    stay ignored.
+    """
     numbers = [number for number in CAUGHT if signal.getsignal(number) != signal.SIG_IGN]
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -29,8 +31,8 @@ def caught() -> Iterator[socket.socket]:
 
 
 def arrived(signals: socket.socket) -> bytes:
-    """The numbers of those that have come since. Python tells of every signal that anybody handles, such as a library's
-    SIGCHLD; those are not for us."""
+    """The numbers of those that have come since. Python tells of every signal that anybody handles,
+    such as a library's SIGCHLD; those are not for us."""
     try:
         return bytes(number for number in signals.recv(64) if number in CAUGHT)
     except BlockingIOError:

@@ -1,4 +1,6 @@
-"""Watching ranks until all have ended: the first failure ends the others, a signal from outside reaches all of them."""
+"""Watching ranks until all have ended: the first failure ends the others, a signal from outside
+reaches all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from shoal.launch.failure import Failure, first_cause, from_exit_code
-from shoal.launch.rank import EXIT_RESTART, Returned
-from shoal.launch.ranks import Ended, News, Ranks
-from shoal.launch.stopped import LOOK_S, Stopped
+from shoal.launch.failure import Failure, from_exit_code, root_cause
+from shoal.launch.rank import EXIT_RESTART, RankResult
+from shoal.launch.ranks import RankEvent, RankExited, Ranks
+from shoal.launch.sigstop_detector import POLL_S, SigstopDetector
 
-ECHO_S = 1.0  # how long a lost connection waits for the failure that it is the consequence of
-REPEAT_S = 1.0  # `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second wish
+SECONDARY_FAILURE_S = (
+    1.0  # how long a lost connection waits for the failure that it is the consequence of
+)
+# `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second wish
+REPEAT_S = 1.0
 KILL_S = 5.0  # how long a rank has between being told to end and being killed
 
 
@@ -23,9 +28,8 @@ KILL_S = 5.0  # how long a rank has between being told to end and being killed
 class Supervision:
     """The state of one world between its start and its end.
 
-    Args:
-        ranks: running.
-        grace_s: how long ranks may take to save and stop, after a SIGTERM or after one of them has asked to be run
+    Args: ranks: running. grace_s: how long ranks may take to save and stop, after a SIGTERM or
+        after one of them has asked to be run
             again, before they are killed.
         ends_siblings: whether a failure ends the other ranks.
     """
@@ -42,14 +46,14 @@ class Supervision:
     ended_s: float = field(default=inf, init=False)  # since when what ranks report is our own doing
     end_at_s: float = field(default=inf, init=False)
     kill_at_s: float = field(default=inf, init=False)
-    stopped: Stopped = field(default_factory=Stopped, init=False)
+    stopped: SigstopDetector = field(default_factory=SigstopDetector, init=False)
 
     def step(self, timeout_s: float = inf, also: Sequence[object] = ()) -> None:
         """Wait for news, for one of `also` or until something is due, and act on it."""
-        wait_s = min(timeout_s, LOOK_S, min(self.end_at_s, self.kill_at_s) - time.monotonic())
+        wait_s = min(timeout_s, POLL_S, min(self.end_at_s, self.kill_at_s) - time.monotonic())
         for news in self.ranks.watch(max(0.0, wait_s), also):
-            self._take(news)
-        for failure in self.stopped.look(self.ranks.alive):
+            self._handle_event(news)
+        for failure in self.stopped.poll(self.ranks.alive):
             self._judge(failure)
         if time.monotonic() >= self.kill_at_s:
             self.ranks.kill()
@@ -78,27 +82,36 @@ class Supervision:
 
     @property
     def cause(self) -> Failure | None:
-        """What began the end, if that was a failure; ranks that are told to stop may lose each other."""
-        failures = [failure for failure in self.failures if not (self._told and failure.is_echo)]
-        return first_cause(failures) if failures else None
+        """What began the end, if that was a failure; ranks that are told to stop may lose each
+        other.
+        """
+        failures = [
+            failure
+            for failure in self.failures
+            if not (self._signals_sent and failure.is_secondary)
+        ]
+        return root_cause(failures) if failures else None
 
     @property
-    def _told(self) -> set[int]:
+    def _signals_sent(self) -> set[int]:
         """The signals that ranks have from us because they are to stop."""
-        return {*([] if self.asked is None else [self.asked]), *([signal.SIGTERM] if self.stopping else [])}
+        return {
+            *([] if self.asked is None else [self.asked]),
+            *([signal.SIGTERM] if self.stopping else []),
+        }
 
-    def _take(self, news: News) -> None:
+    def _handle_event(self, news: RankEvent) -> None:
         match news:
-            case Returned(rank, value):
+            case RankResult(rank, value):
                 self.values[rank] = value
-            case Ended(rank, code):
+            case RankExited(rank, code):
                 self.codes[rank] = code
                 self._judge_end(rank, code)
             case Failure():
                 self._judge(news)
 
     def _judge_end(self, rank: int, code: int) -> None:
-        is_ours = any(code in (-number, 128 + number) for number in self._told)
+        is_ours = any(code in (-number, 128 + number) for number in self._signals_sent)
         if code == EXIT_RESTART:
             self.kill_at_s = min(self.kill_at_s, time.monotonic() + self.grace_s)
         elif code != 0 and not is_ours and all(failure.rank != rank for failure in self.failures):
@@ -109,7 +122,10 @@ class Supervision:
             return
         self.failures.append(failure)
         if self.ends_siblings:
-            self.end_at_s = min(self.end_at_s, time.monotonic() + (ECHO_S if failure.is_echo else 0.0))
+            self.end_at_s = min(
+                self.end_at_s,
+                time.monotonic() + (SECONDARY_FAILURE_S if failure.is_secondary else 0.0),
+            )
 
     def _end_all(self) -> None:
         self.ended_s, self.end_at_s = time.monotonic(), inf

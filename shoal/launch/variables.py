@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 class Variables:
-    """A launcher's variables. A value that is missing or malformed is noted in `problems`, and reading goes on.
+    """A launcher's variables. A value that is missing or malformed is noted in `problems`, and
+    reading goes on.
 
     Args:
         environ: variables; an empty one counts as not set.
@@ -30,7 +31,9 @@ class Variables:
         return next((self.environ[name] for name in names if name in self.environ), None)
 
     def number(self, *names: str) -> int | None:
-        """The first of these that is set, as a number >= 0; None, and a problem, where it is not one."""
+        """The first of these that is set, as a number >= 0; None, and a problem, where it is
+        not one.
+        """
         name = next((name for name in names if name in self.environ), None)
         if name is None:
             return None
@@ -47,7 +50,9 @@ class Variables:
         return self.number(*names) or 0
 
     def needed(self, name: str, read: Callable[[str], T]) -> T | None:
-        """What `read` makes of this variable; None, and a problem, where it is missing or `read` raises ValueError."""
+        """What `read` makes of this variable; None, and a problem, where it is missing or
+        `read` raises ValueError.
+        """
         if not self.has(name):
             self.problems.append(f"{name} is missing.")
             return None

@@ -17,7 +17,7 @@ from shoal.models.cifar_resnet import cifar_resnet18
 from shoal.models.gpt import GPT
 from shoal.models.lstm import LSTM
 from shoal.models.mlp import MLP
-from shoal.models.options import parameters_of, problems_of
+from shoal.models.model_options import parameters_of, problems_of
 from shoal.models.residual_cnn import ResidualCNN
 
 Builder = Callable[..., nn.Module]
@@ -38,18 +38,20 @@ def build(
     options: Mapping[str, Any],
     extra: Mapping[str, Builder] | None = None,
 ) -> nn.Module:
-    """The model that `name` names, on the CPU in float32, with fresh weights from torch's default generator.
+    """The model that `name` names, on the CPU in float32, with fresh weights from torch's default
+    generator.
 
-    Args:
-        name: one of `extra`, of `MODELS`, of torchvision's classifiers, `timm:NAME`, or a name that only timm has;
+    Args: name: one of `extra`, of `MODELS`, of torchvision's classifiers, `timm:NAME`, or a name
+        that only timm has;
             looked for in this order.
         num_classes: classes, or the size of the vocabulary.
         input_shape: of one sample: (channels, height, width) of an image, (time,) of a text.
         options: further keyword arguments of the builder.
-        extra: builders of the user's own, called as ours are: `builder(num_classes=..., input_shape=..., **options)`.
+        extra: builders of the user's own, called as ours are: `builder(num_classes=...,
+        input_shape=..., **options)`.
 
-    Raises: ConfigError: an unknown name, options that the builder does not take, samples that the model does not take.
-    """
+    Raises: ConfigError: an unknown name, options that the builder does not take, samples that the
+    model does not take."""
     ours = {**MODELS, **(extra or {})}
     if name in ours:
         return _build_ours(name, ours[name], num_classes, input_shape, options)
@@ -68,14 +70,23 @@ def build(
 
 
 def _build_ours(
-    name: str, builder: Builder, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]
+    name: str,
+    builder: Builder,
+    num_classes: int,
+    input_shape: tuple[int, ...],
+    options: Mapping[str, Any],
 ) -> nn.Module:
     given = {"num_classes": num_classes, "input_shape": input_shape}
     parameters = parameters_of(builder)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not open_ended and not given.keys() <= parameters.keys():
         takes = ", ".join(parameters) or "nothing"
-        raise ConfigError([f"model.name: {name} must take num_classes and input_shape by keyword; it takes {takes}"])
+        raise ConfigError(
+            [
+                f"model.name: {name} must take num_classes and input_shape by keyword; it takes "
+                f"{takes}"
+            ]
+        )
     if problems := problems_of(name, parameters, options, given):
         raise ConfigError(problems)
     return builder(**given, **options)

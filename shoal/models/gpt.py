@@ -2,9 +2,9 @@
 
 Shape suffixes: B batch, T time, D width, H heads, K width of a head, V vocabulary.
 
-Sources: Vaswani et al., NeurIPS 2017; Radford et al., "Language models are unsupervised multitask learners", 2019
-(norms first, learned positions, the scale of the initial weights); Press & Wolf, EACL 2017 (the tied head).
-"""
+Sources: Vaswani et al., NeurIPS 2017; Radford et al., "Language models are unsupervised multitask
+learners", 2019 (norms first, learned positions, the scale of the initial weights); Press & Wolf,
+EACL 2017 (the tied head)."""
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.models.options import no_sequence, refuse
+from shoal.models.model_options import no_sequence, refuse
 
 INITIAL_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Query, key and value are modules of their own, so that each can be cut between heads."""
+    """Causal self-attention. Query, key and value are modules of their own, so that each can be
+    cut between heads.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -32,12 +34,15 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         query_BHTK, key_BHTK, value_BHTK = (
-            # The number of heads is what the projection gives: a rank that holds a slice of them runs the same line.
+            # The number of heads is what the projection gives: a rank that holds a slice of them
+            # runs the same line.
             project(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         dropout = self.dropout if self.training else 0.0
-        x_BHTK = F.scaled_dot_product_attention(query_BHTK, key_BHTK, value_BHTK, dropout_p=dropout, is_causal=True)
+        x_BHTK = F.scaled_dot_product_attention(
+            query_BHTK, key_BHTK, value_BHTK, dropout_p=dropout, is_causal=True
+        )
         update_BTD: Tensor = self.output(x_BHTK.transpose(1, 2).flatten(-2))
         return update_BTD
 
@@ -75,17 +80,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Embeddings of tokens and positions, blocks, a last norm, a linear head.
 
-    Args:
-        num_classes: size of the vocabulary.
-        input_shape: (time,), the longest sequence that the model takes.
-        layers: blocks.
-        width: of the stream between blocks; a multiple of heads.
-        heads: of each attention.
-        dropout: share zeroed of the embeddings, of the attention's weights and of what each branch adds.
-        tied: the head is the embedding's matrix.
+    Args: num_classes: size of the vocabulary. input_shape: (time,), the longest sequence that the
+        model takes. layers: blocks. width: of the stream between blocks; a multiple of heads.
+        heads: of each attention. dropout: share zeroed of the embeddings, of the attention's
+        weights and of what each branch adds. tied: the head is the embedding's matrix.
 
-    Raises: ConfigError: samples that are no sequences, numbers out of range, a width that heads do not divide.
-    """
+    Raises: ConfigError: samples that are no sequences, numbers out of range, a width that heads do
+    not divide."""
 
     def __init__(
         self,
@@ -111,7 +112,9 @@ class GPT(nn.Module):
         self._initialise()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows each."""
+        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows
+        each.
+        """
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions_T))
         for block in self.blocks:
@@ -120,7 +123,8 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _initialise(self) -> None:
-        # Each block adds to the stream twice; scaled so, the stream's variance does not grow with the depth.
+        # Each block adds to the stream twice; scaled so, the stream's variance does not grow with
+        # the depth.
         branch_std = INITIAL_STD / (2 * len(self.blocks)) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -130,12 +134,17 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
-def _check(input_shape: tuple[int, ...], layers: int, width: int, heads: int, dropout: float) -> None:
+def _check(
+    input_shape: tuple[int, ...], layers: int, width: int, heads: int, dropout: float
+) -> None:
     refuse(
         no_sequence("gpt", input_shape),
         (layers < 1, f"options.layers: {layers}; must be 1 or more"),
         (heads < 1, f"options.heads: {heads}; must be 1 or more"),
-        (heads > 0 and width % heads != 0, f"options.width: {width}; must be a multiple of heads={heads}"),
+        (
+            heads > 0 and width % heads != 0,
+            f"options.width: {width}; must be a multiple of heads={heads}",
+        ),
         (width < 1, f"options.width: {width}; must be 1 or more"),
         (not 0 <= dropout < 1, f"options.dropout: {dropout}; must be in [0, 1)"),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shoal.models.options import no_sequence, refuse
+from shoal.models.model_options import no_sequence, refuse
 
 
 class LSTM(nn.Module):
@@ -23,8 +23,8 @@ class LSTM(nn.Module):
         tied: the head is the embedding's matrix, with a bias of its own.
 
     Raises: ConfigError: samples that are no sequences, numbers out of range.
-    Source: Hochreiter & Schmidhuber, Neural Computation 9(8), 1997; Press & Wolf, EACL 2017 (the tied head).
-    """
+    Source: Hochreiter & Schmidhuber, Neural Computation 9(8), 1997; Press & Wolf, EACL 2017 (the
+    tied head)."""
 
     def __init__(
         self,
@@ -49,12 +49,15 @@ class LSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.head = nn.Linear(width, num_classes)
         if tied:
-            # The head's scale: with the embedding's own, of 1, the first logits would be far too sure of themselves.
+            # The head's scale: with the embedding's own, of 1, the first logits would be far too
+            # sure of themselves.
             nn.init.normal_(self.embedding.weight, std=width**-0.5)
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows each."""
+        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows
+        each.
+        """
         x_BTD = self.dropout(self.embedding(tokens_BT))
         for layer in self.layers:
             x_BTD, _ = layer(x_BTD)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from shoal.models.options import refuse
+from shoal.models.model_options import refuse
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -35,7 +35,12 @@ class MLP(nn.Module):
         activation: Literal["gelu", "relu"] = "gelu",
     ) -> None:
         super().__init__()
-        refuse((any(width < 1 for width in hidden), f"options.hidden: {list(hidden)} has a width below 1"))
+        refuse(
+            (
+                any(width < 1 for width in hidden),
+                f"options.hidden: {list(hidden)} has a width below 1",
+            )
+        )
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in pairwise([prod(input_shape), *hidden]):
             layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]

@@ -1,11 +1,11 @@
 """A small residual network for small images; with its defaults about 300,000 parameters.
 
-It normalises with GroupNorm, whose statistics are those of one sample. BatchNorm's are those of the samples that one
-rank sees at once, so with it 4 ranks of 32 samples are not one device of 128; with GroupNorm they are, to rounding.
+It normalises with GroupNorm, whose statistics are those of one sample. BatchNorm's are those of the
+samples that one rank sees at once, so with it 4 ranks of 32 samples are not one device of 128; with
+GroupNorm they are, to rounding.
 
-Sources: He et al., CVPR 2016 (residual blocks); Wu & He, ECCV 2018 (GroupNorm); Goyal et al., arXiv:1706.02677,
-section 5.1 (each residual branch starts as zero).
-"""
+Sources: He et al., CVPR 2016 (residual blocks); Wu & He, ECCV 2018 (GroupNorm); Goyal et al.,
+arXiv:1706.02677, section 5.1 (each residual branch starts as zero)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.models.options import no_image, refuse
+from shoal.models.model_options import no_image, refuse
 
 Norm = Callable[[int], nn.GroupNorm | nn.BatchNorm2d]
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them; where stride is 2, the first one halves height and width."""
+    """Two 3x3 convolutions and a way around them; where stride is 2, the first one halves
+    height and width.
+    """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -37,13 +39,16 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(projection, norm(channels_out))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Float (batch, channels_in, height, width) -> (batch, channels_out, height / stride, width / stride)."""
+        """Float (batch, channels_in, height, width) -> (batch, channels_out, height / stride,
+        width / stride).
+        """
         residual = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(images)))))
         return F.relu(self.shortcut(images) + residual)
 
 
 class ResidualCNN(nn.Module):
-    """Stem, stages of residual blocks, mean over the image, linear head. Each stage but the first halves the image.
+    """Stem, stages of residual blocks, mean over the image, linear head. Each stage but the first
+    halves the image.
 
     Args:
         num_classes: width of the output.
@@ -53,8 +58,8 @@ class ResidualCNN(nn.Module):
         norm: "group" for GroupNorm, "batch" for BatchNorm.
         groups: groups of channels in a GroupNorm; every width must be a multiple.
 
-    Raises: ConfigError: samples that are no images, images too small for the stages, widths that groups do not divide.
-    """
+    Raises: ConfigError: samples that are no images, images too small for the stages, widths that
+    groups do not divide."""
 
     def __init__(
         self,
@@ -82,7 +87,8 @@ class ResidualCNN(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Float (batch, channels, height, width) -> logits (batch, num_classes)."""
         features = self.stages(self.stem(images))
-        # Not AdaptiveAvgPool2d, whose backward pass on CUDA sums in any order: runs must repeat to the bit.
+        # Not AdaptiveAvgPool2d, whose backward pass on CUDA sums in any order: runs must repeat to
+        # the bit.
         return self.head(features.mean((2, 3)))  # type: ignore[no-any-return]
 
     def _initialise(self) -> None:
@@ -90,7 +96,8 @@ class ResidualCNN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, ResidualBlock):
-                # Every block starts as its shortcut, so that a large learning rate does no harm in the first steps.
+                # Every block starts as its shortcut, so that a large learning rate does no harm in
+                # the first steps.
                 nn.init.zeros_(module.norm2.weight)
 
 
@@ -101,7 +108,11 @@ def _check(input_shape: tuple[int, ...], widths: Sequence[int], blocks: int, gro
     too_small = len(input_shape) == 3 and min(input_shape[1:]) < side
     refuse(
         no_image("residual_cnn", input_shape),
-        (too_small, f"options.widths: {len(widths)} stages take images from {side}x{side}, not {tuple(input_shape)}"),
+        (
+            too_small,
+            f"options.widths: {len(widths)} stages take images from {side}x{side}, not "
+            f"{tuple(input_shape)}",
+        ),
         (not widths, "options.widths: there are none; give one per stage, as in [32, 64, 128]"),
         (blocks < 1, f"options.blocks: {blocks}; each stage needs 1 or more"),
         (groups < 1, f"options.groups: {groups}; must be 1 or more"),

@@ -15,13 +15,15 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import ConfigError, did_you_mean
-from shoal.models.options import is_plain, parameters_of, problems_of
+from shoal.models.model_options import is_plain, parameters_of, problems_of
 
-# Options that torchvision's functions read before the model's class sees the others, whose signature names the rest.
+# Options that torchvision's functions read before the model's class sees the others, whose
+# signature names the rest.
 READ_BY_FUNCTION = {
     "MobileNetV3": {"width_mult": float, "reduced_tail": bool, "dilated": bool},
 }
-# With their auxiliary heads these two return three outputs while they train, which no loss here takes.
+# With their auxiliary heads these two return three outputs while they train, which no loss here
+# takes.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -30,7 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def torchvision_names() -> list[str]:
     """Its classifiers; models of other tasks (detection, video...) have losses of their own."""
-    from shoal.vision import torchvision
+    from shoal.platform.torchvision_import import torchvision
 
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
     return names
@@ -39,12 +41,18 @@ def torchvision_names() -> list[str]:
 def build_torchvision(
     name: str, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]
 ) -> nn.Module:
-    """One of `torchvision_names()`. Raises: ConfigError: images without 3 channels, options that it does not take."""
-    from shoal.vision import torchvision
+    """One of `torchvision_names()`. Raises: ConfigError: images without 3 channels, options
+    that it does not take.
+    """
+    from shoal.platform.torchvision_import import torchvision
 
     problems = problems_of(name, _torchvision_parameters(name), options, given={"num_classes"})
     if len(input_shape) != 3 or input_shape[0] != 3:
-        problems.insert(0, f"model.name: {name} takes images (3, height, width), but a sample is {tuple(input_shape)}")
+        problems.insert(
+            0,
+            f"model.name: {name} takes images (3, height, width), but a sample is "
+            f"{tuple(input_shape)}",
+        )
     if problems:
         raise ConfigError(problems)
     try:
@@ -57,16 +65,23 @@ def build_torchvision(
 
 
 def _torchvision_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """The plain ones among the parameters of the class that torchvision's function `name` returns."""
-    from shoal.vision import torchvision
+    """The plain ones among the parameters of the class that torchvision's function `name`
+    returns.
+    """
+    from shoal.platform.torchvision_import import torchvision
 
     function = torchvision.models.get_model_builder(name)
     model_class = inspect.signature(function, eval_str=True).return_annotation
-    known = {key: p.annotation for key, p in parameters_of(model_class).items() if is_plain(p.annotation)}
+    known = {
+        key: p.annotation for key, p in parameters_of(model_class).items() if is_plain(p.annotation)
+    }
     known |= READ_BY_FUNCTION.get(model_class.__name__, {})
     # None is needed: what the class requires, the function fills in.
     kind = inspect.Parameter.KEYWORD_ONLY
-    return {key: inspect.Parameter(key, kind, default=None, annotation=kept) for key, kept in known.items()}
+    return {
+        key: inspect.Parameter(key, kind, default=None, annotation=kept)
+        for key, kept in known.items()
+    }
 
 
 def timm_names() -> list[str]:
@@ -74,27 +89,35 @@ def timm_names() -> list[str]:
     if find_spec("timm") is None:
         return []
     # timm imports torchvision, which ours makes importable first.
-    import_module("shoal.vision")
+    import_module("shoal.platform.torchvision_import")
     names: list[str] = import_module("timm").list_models()
     return names
 
 
-def build_timm(name: str, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]) -> nn.Module:
+def build_timm(
+    name: str, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]
+) -> nn.Module:
     """timm's model, with as many input channels as the data have.
 
-    Raises: ConfigError: timm is not installed, has no such model, or does not take the options or the samples' shape.
-    """
+    Raises: ConfigError: timm is not installed, has no such model, or does not take the options or
+    the samples' shape."""
     names = timm_names()
     if not names:
-        raise ConfigError([f"model.name: {name} is timm's, which is not installed; pip install 'shoal[timm]'"])
+        raise ConfigError(
+            [f"model.name: {name} is timm's, which is not installed; pip install 'shoal[timm]'"]
+        )
     if name not in names:
         known = get_close_matches(name, names) or ["those that timm.list_models() gives"]
         raise ConfigError([f"model.name: timm has no model '{name}'; {did_you_mean(name, known)}"])
     if len(input_shape) != 3:
-        raise ConfigError([f"model.name: {name} takes images, but a sample is {tuple(input_shape)}"])
+        raise ConfigError(
+            [f"model.name: {name} takes images, but a sample is {tuple(input_shape)}"]
+        )
     given = {"num_classes": num_classes, "in_chans": input_shape[0]}
     try:
-        model: nn.Module = import_module("timm").create_model(name, pretrained=False, **given, **options)
+        model: nn.Module = import_module("timm").create_model(
+            name, pretrained=False, **given, **options
+        )
     except (TypeError, ValueError) as error:
         raise _refused(name, options, error) from error
     return model

@@ -9,7 +9,7 @@ for x, y in loader:
 run.save("model.pt")
 """
 
+from shoal.run.init import PrecisionName, init, init_with_place
 from shoal.run.run import Run
-from shoal.run.start import PrecisionName, begin, init
 
-__all__ = ["PrecisionName", "Run", "begin", "init"]
+__all__ = ["PrecisionName", "Run", "init", "init_with_place"]

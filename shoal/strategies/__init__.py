@@ -1,8 +1,10 @@
-"""Strategies by name, and the one line that chooses them: `ddp`, `zero3,hybrid=2`, `recompute=2,zero3,offload=true`.
+"""Strategies by name, and the one line that chooses them: `ddp`, `zero3,hybrid=2`,
+`recompute=2,zero3,offload=true`.
 
-A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests; its options are a
-class in `options.py`. One that is not ours is named by its class, `my_module:MyStrategy`. This module imports no torch:
-a wrong name, option or value is said before any process is started.
+A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests;
+its options are a class in `options.py`. One that is not ours is named by its class,
+`my_module:MyStrategy`. This module imports no torch: a wrong name, option or value is said before
+any process is started.
 
       text ── parse_line ──> StrategyLine ── build_strategies ──> list[Strategy]
               once            what checks                          in a rank, where
@@ -25,40 +27,50 @@ if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
 
 
-class Known(NamedTuple):
+class StrategyEntry(NamedTuple):
     """One of our strategies."""
 
     where: str  # file:Class
     options: type[options.StrategyOptions]  # what can be asked of it: what its class is made of
-    shares_batch: bool = True
+    splits_batch: bool = True
 
 
 STRATEGIES = {
-    "pipeline": Known("pipeline:Pipeline", options.PipelineOptions, shares_batch=False),
-    "tensor": Known("tensor:TensorParallel", options.TensorOptions, shares_batch=False),
-    "recompute": Known("recompute:Recompute", options.RecomputeOptions, shares_batch=False),
-    "single": Known("single:Single", options.NoOptions),
-    "ddp": Known("ddp:Ddp", options.DdpOptions),
-    "zero1": Known("zero:Zero1", options.ZeroOptions),
-    "zero2": Known("zero:Zero2", options.ZeroOptions),
-    "zero3": Known("zero:Zero3", options.ZeroOptions),
-    "server": Known("server:Server", options.ServerOptions),
-    "local": Known("local:Local", options.LocalOptions),
-    "diloco": Known("local:Diloco", options.DilocoOptions),
+    "pipeline": StrategyEntry(
+        "pipeline.strategy:Pipeline", options.PipelineOptions, splits_batch=False
+    ),
+    "tensor": StrategyEntry(
+        "tensor.strategy:TensorParallel", options.TensorOptions, splits_batch=False
+    ),
+    "recompute": StrategyEntry(
+        "transforms.activation_checkpointing:Recompute",
+        options.RecomputeOptions,
+        splits_batch=False,
+    ),
+    "single": StrategyEntry("single:Single", options.NoOptions),
+    "ddp": StrategyEntry("ddp.strategy:Ddp", options.DdpOptions),
+    "zero1": StrategyEntry("zero.strategy:Zero1", options.ZeroOptions),
+    "zero2": StrategyEntry("zero.strategy:Zero2", options.ZeroOptions),
+    "zero3": StrategyEntry("zero.strategy:Zero3", options.ZeroOptions),
+    "server": StrategyEntry("server.strategy:Server", options.ServerOptions),
+    "local": StrategyEntry("local_sgd:LocalSgd", options.LocalOptions),
+    "diloco": StrategyEntry("local_sgd:Diloco", options.DilocoOptions),
 }
 """By name, in the order in which they cut."""
-DATA = [name for name, strategy in STRATEGIES.items() if strategy.shares_batch]
+DATA = [name for name, strategy in STRATEGIES.items() if strategy.splits_batch]
 """What shares out the batch: one of them in a line; ddp where none is named."""
 
 
 SYNCHRONOUS = (
-    "train.record: with staleness=0 every run of the same job gives the same bits; to look at one again, run it again. "
+    "train.record: with staleness=0 every run of the same job gives the same bits; to look at one "
+    "again, run it again. "
     "What can be recorded is --strategy server=N,staleness=async, or another number than 0."
 )
 
 
 NO_SERVERS = (
-    "train.record: there are no parameter servers whose order of pushes could be recorded. Without them every run of "
+    "train.record: there are no parameter servers whose order of pushes could be recorded. Without "
+    "them every run of "
     "the same job takes the same steps; to look at one again, run it again"
 )
 
@@ -139,7 +151,9 @@ def _shares_batch(name: str) -> bool:
 
 
 def _in_order(specs: Iterable[StrategySpec]) -> list[StrategySpec]:
-    """Sort strategies in the order in which they apply; one's own last, as it shares out the batch."""
+    """Sort strategies in the order in which they apply; one's own last, as it shares out the
+    batch.
+    """
     places = {name: place for place, name in enumerate(STRATEGIES)}
     return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
 
@@ -151,8 +165,10 @@ def _with_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:
     return StrategySpec(spec.name, spec.value, spec.words, made)
 
 
-def with_allreduce(line: StrategyLine, algorithm: str) -> StrategyLine:
-    """Give ddp the option `allreduce=algorithm`, as the flag --allreduce does. Raises ConfigError."""
+def add_allreduce_option(line: StrategyLine, algorithm: str) -> StrategyLine:
+    """Give ddp the option `allreduce=algorithm`, as the flag --allreduce does. Raises
+    ConfigError.
+    """
     specs: list[StrategySpec] = []
     problems: list[str] = []
     for spec in line.specs:
@@ -161,7 +177,9 @@ def with_allreduce(line: StrategyLine, algorithm: str) -> StrategyLine:
             raise ConfigError([f"flag --allreduce: {problem}"])
         if spec.name == "ddp":
             words = dict(spec.words) | {"allreduce": algorithm}
-            spec = _with_options(StrategySpec(spec.name, spec.value, tuple(words.items())), problems)
+            spec = _with_options(
+                StrategySpec(spec.name, spec.value, tuple(words.items())), problems
+            )
         specs.append(spec)
     text = ",".join(str(spec) for spec in specs)
     _raise(text, problems)
@@ -184,12 +202,14 @@ def _raise(text: str, problems: Sequence[str]) -> None:
         raise ConfigError([f"strategy '{text}': {problem}" for problem in problems])
 
 
-def refuse_to_record(line: StrategyLine) -> None:
+def check_recordable(line: StrategyLine) -> None:
     """Raise ConfigError where runs of these strategies are the same every time.
 
     A strategy of one's own is asked later.
     """
-    servers = [spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)]
+    servers = [
+        spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)
+    ]
     if any(server.staleness.strip("0") == "" for server in servers):
         raise ConfigError([SYNCHRONOUS])
     if not servers and all(spec.name in STRATEGIES for spec in line.specs):
@@ -214,12 +234,16 @@ def _own_class(name: str, problems: list[str]) -> type[Strategy] | None:
     try:
         found = _class_in(path, kind)
     except (ImportError, AttributeError) as error:
-        problems.append(f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path")
+        problems.append(
+            f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path"
+        )
         return None
     from shoal.strategies.base import Strategy
 
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        problems.append(f"{name} is no strategy; derive the class from shoal.strategies.base.Strategy")
+        problems.append(
+            f"{name} is no strategy; derive the class from shoal.strategies.base.Strategy"
+        )
         return None
     if found.__abstractmethods__:
         lacking = ", ".join(sorted(found.__abstractmethods__))

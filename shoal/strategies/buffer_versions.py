@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from shoal.torch_private.module_state import NormBase
-from shoal.torch_private.tensor_state import version
+from shoal.platform.torch_private.module_state import NormBase
+from shoal.platform.torch_private.tensor_state import version
 
 
 class BufferVersion(NamedTuple):

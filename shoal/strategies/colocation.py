@@ -1,9 +1,8 @@
 """Requests of a strategy for modules that must lie in one stage of a pipeline.
 
 A strategy that slices a pair of layers can do so only where no stage begins inside the pair. The
-pipeline is cut first, so it is handed these requests, and begins its stages elsewhere as far as that
-is possible.
-"""
+pipeline is cut first, so it is handed these requests, and begins its stages elsewhere as far as
+that is possible."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Colocation(NamedTuple):
     """
 
     names: Set[str]
-    to_the_end: bool = False
+    through_output: bool = False
 
 
 ColocationRequest = Callable[[FullModel], Sequence[Colocation]]

@@ -33,7 +33,7 @@ class FullModel:
     begins: Sequence[int]
 
     @property
-    def last(self) -> int:
+    def output_stage(self) -> int:
         """The stage that gives the model's output."""
         return len(self.begins)
 
@@ -44,7 +44,7 @@ class FullModel:
         return {step: stage for stage, (a, b) in enumerate(pairwise(marks)) for step in steps[a:b]}
 
     @cached_property
-    def called(self) -> dict[str, set[int]]:
+    def stages_by_module(self) -> dict[str, set[int]]:
         """Paths of the modules that stages call, with these stages."""
         found: dict[str, set[int]] = {}
         for step, stage in self.stages_in(self.graphs[0]).items():
@@ -53,18 +53,32 @@ class FullModel:
         return found
 
     @cached_property
-    def read(self) -> list[Tensor]:
-        """Parameters and buffers that stages read by themselves, not through a module that they call."""
-        paths = {str(node.target).rpartition(".") for node in self.graphs[0].nodes if node.op == "get_attr"}
+    def directly_read_tensors(self) -> list[Tensor]:
+        """Parameters and buffers that stages read by themselves, not through a module that they
+        call.
+        """
+        paths = {
+            str(node.target).rpartition(".")
+            for node in self.graphs[0].nodes
+            if node.op == "get_attr"
+        }
         return [getattr(self.model.get_submodule(owner), name) for owner, _, name in sorted(paths)]
 
-    def running(self, path: str) -> set[int]:
-        """Stages in which a module's own forward function runs: they call it, or what it lies in."""
+    def stages_running(self, path: str) -> set[int]:
+        """Stages in which a module's own forward function runs: they call it, or what it lies
+        in.
+        """
         words = path.split(".")
         outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        return set().union(*(self.called.get(name, set()) for name in outer))
+        return set().union(*(self.stages_by_module.get(name, set()) for name in outer))
 
     def called_twice(self, path: str) -> bool:
         """Whether a module is called by itself, and something that it lies in is called too."""
         words = path.split(".")
-        return sum(".".join(words[:count]) in self.called for count in range(1, len(words) + 1)) > 1
+        return (
+            sum(
+                ".".join(words[:count]) in self.stages_by_module
+                for count in range(1, len(words) + 1)
+            )
+            > 1
+        )

@@ -56,7 +56,8 @@ def accumulated_twice_error(name: str) -> UsageError:
     """Return the error for a gradient that was accumulated twice in one backward pass."""
     return UsageError(
         f"{name}: its gradient came in two pieces in one backward pass, as it does where a "
-        "module that is called more than once is recomputed with use_reentrant=True. Use use_reentrant=False."
+        "module that is called more than once is recomputed with use_reentrant=True. Use "
+        "use_reentrant=False."
     )
 
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.strategies.base import Batch, Loss
+from shoal.strategies.base import LocalBatch, StepResult
 
 
-def scaled_for_mean(batch: Batch, num_ranks: int) -> Batch:
+def scaled_for_mean(batch: LocalBatch, num_ranks: int) -> LocalBatch:
     """Return `batch` with `num_ranks` times its weight, so that means over ranks become sums."""
-    return batch._replace(scale=batch.scale * num_ranks)
+    return batch._replace(grad_weight=batch.grad_weight * num_ranks)
 
 
-def mean_result(summed_totals: Tensor, num_ranks: int, weighed: bool) -> Loss:
+def mean_result(summed_totals: Tensor, num_ranks: int, weighed: bool) -> StepResult:
     """Return the result of a step whose batches went through `scaled_for_mean`.
 
     Args:
         summed_totals: (SLOTS,), the sum of the totals over `num_ranks` ranks.
         weighed: the loss counted for itself, as in `Loss`.
     """
-    return Loss(summed_totals / num_ranks, weighed)
+    return StepResult(summed_totals / num_ranks, weighed)

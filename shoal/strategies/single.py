@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part, Strategy
+from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import NoOptions
 
 
 class Single(NoOptions, Strategy):
     """The reference that every other strategy is measured against."""
 
-    def cut(self, part: Part, mesh: Mesh) -> Part:
+    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
         """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
         if mesh.data.size > 1:
             raise StrategyRefused(
-                f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or start one process."
+                f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or "
+                "start one process."
             )
         return part

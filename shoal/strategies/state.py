@@ -22,27 +22,29 @@ class StrategyState(ABC):
         in_gradient_units: it is in the unit of gradients, which a loss scale of fp16 would change.
     """
 
-    alone: bool = False
-    together: bool = True
+    has_rank_local_optimizer: bool = False
+    is_synchronous: bool = True
     in_gradient_units: bool = True
 
     @abstractmethod
-    def agree(self) -> bool:
+    def synchronize(self) -> bool:
         """Wait until every rank has the same weights, those of all steps. Collective.
 
         Returns: whether the ranks had been apart.
         """
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return what is the same on every rank."""
 
     @abstractmethod
-    def private(self) -> dict[str, Tensor]:
+    def rank_state_dict(self) -> dict[str, Tensor]:
         """Return what this rank alone keeps."""
 
     @abstractmethod
-    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
+    ) -> list[str]:
         """Take back what `state` and `private` returned. Both may hold other things, or nothing.
 
         Args: private: empty if the number of ranks has changed.
@@ -57,14 +59,14 @@ class StrategyState(ABC):
         """Return lines about what went on beside the steps, for the end of a run. For one rank."""
         return []
 
-    def collect(self, optimizer: Optimizer) -> None:
+    def pull_state(self, optimizer: Optimizer) -> None:
         """Put optimizer state that lies elsewhere into `optimizer.state`, to be read. Collective.
 
         It is dropped at the next step.
         """
         return None
 
-    def spread(self, optimizer: Optimizer) -> None:
+    def push_state(self, optimizer: Optimizer) -> None:
         """Have all owners go on from this rank's parameters and `optimizer.state`. Collective."""
         return None
 
@@ -74,16 +76,18 @@ class Stateless(StrategyState):
 
     in_gradient_units = False
 
-    def agree(self) -> bool:
+    def synchronize(self) -> bool:
         return False
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def private(self) -> dict[str, Tensor]:
+    def rank_state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
+    ) -> list[str]:
         return []
 
 

@@ -1,14 +1,19 @@
-"""The conformance check of a strategy: the gradients and the weights of one process, to 1e-10 in float64.
+"""The conformance check of a strategy: the gradients and the weights of one process, to 1e-10 in
+float64.
 
-A strategy's author writes one row in a table and calls `check_strategy` on the experiments of `shoal.proof.zoo`.
-"""
+A strategy's author writes one row in a table and calls `check_strategy` on the experiments of
+`shoal.verification.matrix_cases`."""
 
 from __future__ import annotations
 
-from shoal.proof import Experiment, prove
+from shoal.verification import Experiment, verify_job
 
 
 def check_strategy(strategy: str, ranks: int, experiment: Experiment, accumulate: int = 1) -> None:
-    """Raise AssertionError with the worst tensors unless `ranks` ranks train as one process does, on every rank."""
-    verdict = prove(experiment, strategy, ranks, accumulate=accumulate, timeout_s=60.0)
-    assert verdict.verdict == "exact", f"{strategy} on {ranks} ranks differs from one process:\n{verdict}"
+    """Raise AssertionError with the worst tensors unless `ranks` ranks train as one process
+    does, on every rank.
+    """
+    verdict = verify_job(experiment, strategy, ranks, accumulate=accumulate, timeout_s=60.0)
+    assert verdict.verdict == "exact", (
+        f"{strategy} on {ranks} ranks differs from one process:\n{verdict}"
+    )

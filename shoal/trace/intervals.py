@@ -1,16 +1,18 @@
-"""Sets of moments, as stretches [start, end) of whole numbers: sorted, apart from each other, none empty."""
+"""Sets of moments, as stretches [start, end) of whole numbers: sorted, apart from each other,
+none empty.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Stretch = tuple[int, int]
-Stretches = Sequence[Stretch]
+Interval = tuple[int, int]
+Intervals = Sequence[Interval]
 
 
-def union(stretches: Iterable[Stretch]) -> list[Stretch]:
+def union(stretches: Iterable[Interval]) -> list[Interval]:
     """All moments in any of these stretches, which may overlap and be empty."""
-    found: list[Stretch] = []
+    found: list[Interval] = []
     for start, end in sorted(stretches):
         if end <= start:
             continue
@@ -21,7 +23,7 @@ def union(stretches: Iterable[Stretch]) -> list[Stretch]:
     return found
 
 
-def both(first: Stretches, second: Stretches) -> list[Stretch]:
+def intersection(first: Intervals, second: Intervals) -> list[Interval]:
     """Moments in both sets."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
@@ -35,7 +37,7 @@ def both(first: Stretches, second: Stretches) -> list[Stretch]:
     return found
 
 
-def without(first: Stretches, second: Stretches) -> list[Stretch]:
+def difference(first: Intervals, second: Intervals) -> list[Interval]:
     """Moments in the first set that are not in the second."""
     found, at = [], 0
     for start, end in first:
@@ -52,6 +54,6 @@ def without(first: Stretches, second: Stretches) -> list[Stretch]:
     return found
 
 
-def length(stretches: Stretches) -> int:
+def total_length(stretches: Intervals) -> int:
     """How long they are together."""
     return sum(end - start for start, end in stretches)

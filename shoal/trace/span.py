@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-STEP, DATA, FORWARD, BACKWARD, OPTIMIZER, ASIDE = "step", "data", "forward", "backward", "optimizer", "aside"
+STEP, DATA, FORWARD, BACKWARD, OPTIMIZER, ASIDE = (
+    "step",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "aside",
+)
 BLOCKED, EXCHANGE = "blocked", "exchange"
 KINDS = (STEP, DATA, FORWARD, BACKWARD, OPTIMIZER, ASIDE, BLOCKED, EXCHANGE)
 
@@ -12,17 +19,19 @@ KINDS = (STEP, DATA, FORWARD, BACKWARD, OPTIMIZER, ASIDE, BLOCKED, EXCHANGE)
 class Span(NamedTuple):
     """Something that took time.
 
-    Args:
-        kind: one of KINDS. STEP: from the end of one optimizer step to the end of the next. ASIDE: an evaluation or a
-            save in between. BLOCKED: the thread that takes the steps waits for an exchange and computes nothing.
+    Args: kind: one of KINDS. STEP: from the end of one optimizer step to the end of the next.
+        ASIDE: an evaluation or a
+            save in between. BLOCKED: the thread that takes the steps waits for an exchange and
+            computes nothing.
             EXCHANGE: a collective or a message on its way, from when this rank has come to it.
-        start_ns, end_ns: on the clock of its rank until spans of several ranks are put together, then on rank 0's.
+        start_ns, end_ns: on the clock of its rank until spans of several ranks are put together,
+        then on rank 0's.
         size_bytes: of an exchange: the numbers that this rank gives or gets.
-        meeting: of an exchange, and of a BLOCKED that knows what it waits for: which group, or which sender and
-            receiver in it. "" for a BLOCKED that waits for whatever is under way.
+        meeting: of an exchange, and of a BLOCKED that knows what it waits for: which group, or
+            which sender and receiver in it. "" for a BLOCKED that waits for whatever is under way.
         number: which exchange of this meeting, in the order in which all its ranks come to them.
-        ranks: of an exchange: those of the world whom this rank has to wait for. Of a broadcast it is the root alone,
-            of a message its sender.
+        ranks: of an exchange: those of the world whom this rank has to wait for. Of a broadcast it
+            is the root alone, of a message its sender.
     """
 
     kind: str
@@ -30,12 +39,12 @@ class Span(NamedTuple):
     start_ns: int
     end_ns: int
     size_bytes: int = 0
-    meeting: str = ""
+    collective_id: str = ""
     number: int = 0
     ranks: tuple[int, ...] = ()
 
     @property
-    def stretch(self) -> tuple[int, int]:
+    def interval(self) -> tuple[int, int]:
         return self.start_ns, self.end_ns
 
     def moved(self, by_ns: int) -> Span:

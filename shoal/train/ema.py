@@ -1,9 +1,10 @@
-"""The exponential moving average of the weights: smoother than the weights themselves, so evaluated in their place.
+"""The exponential moving average of the weights: smoother than the weights themselves, so evaluated
+in their place.
 
       average <- decay * average + (1 - decay) * weights        after every step (Polyak & Juditsky, 1992)
 
-Early on the decay is (1 + steps) / (10 + steps), so that the average does not remember the initial weights.
-"""
+Early on the decay is (1 + steps) / (10 + steps), so that the average does not remember the initial
+weights."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import local
-from shoal.torch_private.kernels import foreach_lerp_
+from shoal.comm.norm import to_local
+from shoal.platform.torch_private.kernels import foreach_lerp_
 
 
 class Ema:
@@ -38,7 +39,9 @@ class Ema:
         if not self._average:  # a stage of a pipeline may have none
             return
         # What this rank holds of them: torch takes no lists of shards and wholes.
-        average, weights = ([local(value) for value in held.values()] for held in (self._average, self._weights))
+        average, weights = (
+            [to_local(value) for value in held.values()] for held in (self._average, self._weights)
+        )
         foreach_lerp_(average, weights, 1 - decay)
 
     def broadcast(self, mesh: Mesh) -> None:
@@ -58,7 +61,9 @@ class Ema:
 
     def state(self) -> dict[str, Tensor]:
         """The averages under `ema.NAME`, and how many steps they hold."""
-        return {f"ema.{name}": value for name, value in self._average.items()} | {"ema_steps": torch.tensor(self.steps)}
+        return {f"ema.{name}": value for name, value in self._average.items()} | {
+            "ema_steps": torch.tensor(self.steps)
+        }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`."""

@@ -1,4 +1,6 @@
-"""What the command line calls in every rank. Importing this module imports no torch; the ranks do."""
+"""What the command line calls in every rank. Importing this module imports no torch; the ranks
+do.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ def train(job: Job) -> None:
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:
     """Evaluate a run's checkpoint and print what was found, on rank 0. Collective."""
-    from shoal.train.closing import measures
+    from shoal.train.console import measures
     from shoal.train.evaluation import evaluate_run as evaluate_here
 
     rank, found = evaluate_here(directory, which)
     if rank == 0:
-        print(json.dumps(found) if as_json else "  ".join([*measures(found), f"{found['samples']} samples"]))
+        print(
+            json.dumps(found)
+            if as_json
+            else "  ".join([*measures(found), f"{found['samples']} samples"])
+        )

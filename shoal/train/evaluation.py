@@ -7,28 +7,35 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import CheckpointError
-from shoal.run import begin
+from shoal.run import init_with_place
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.closing import warn
-from shoal.train.directory import job_of
+from shoal.train.console import warn
 from shoal.train.ema import Ema
+from shoal.train.run_directory import job_of
 
 
-def evaluate_run(directory: Path, which: Literal["latest", "best"]) -> tuple[int, dict[str, float | int]]:
+def evaluate_run(
+    directory: Path, which: Literal["latest", "best"]
+) -> tuple[int, dict[str, float | int]]:
     """Evaluate one checkpoint on every validation sample. Collective.
 
-    Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: equal for any number of ranks.
+    Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: equal for
+    any number of ranks.
     Raises: ConfigError: no run directory. CheckpointError: nothing to evaluate.
     """
     job = job_of(directory)
-    run = begin("ddp", seed=job.seed, announce=_silent)
+    run = init_with_place("ddp", seed=job.seed, announce=_silent)
     built = build(job, run.device)
     saved = Checkpoints(directory / "checkpoints").load(warn, which=which)
     if saved is None:
-        raise CheckpointError(f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}")
+        raise CheckpointError(
+            f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}"
+        )
     prefix = "model."
-    weights = {n.removeprefix(prefix): value for n, value in saved.tensors.items() if n.startswith(prefix)}
+    weights = {
+        n.removeprefix(prefix): value for n, value in saved.tensors.items() if n.startswith(prefix)
+    }
     built.model.load_state_dict(weights)
     ema = Ema(dict(built.model.named_parameters()), job.train.ema) if job.train.ema else None
     if ema is not None:

@@ -1,16 +1,17 @@
-"""metrics.jsonl: what a run measured, one JSON object a line, in the order of steps, never buffered.
+"""metrics.jsonl: what a run measured, one JSON object a line, in the order of steps, never
+buffered.
 
     {"kind": "train", "step": 20, "epoch": 1, "sample": 1280, "loss": 2.1, "top1": 31.2, "lr": 0.1,
      "samples_per_s": 812.0, "time_s": 1.6}
-    {"kind": "validation", "step": 45, "epoch": 1, "loss": 1.2, "top1": 71.0, "top5": 96.5, "time_s": 3.9}
+    {"kind": "validation", "step": 45, "epoch": 1, "loss": 1.2, "top1": 71.0, "top5": 96.5,
+    "time_s": 3.9}
 
-`step` counts optimizer steps and `epoch` epochs, both from 1; `sample` is how many samples of the epoch were seen.
-Accuracies are in percent. A language task has `perplexity` where a classification has `top1`. A number that is not
-finite is written as null, for JSON has no word for it.
+`step` counts optimizer steps and `epoch` epochs, both from 1; `sample` is how many samples of the
+epoch were seen. Accuracies are in percent. A language task has `perplexity` where a classification
+has `top1`. A number that is not finite is written as null, for JSON has no word for it.
 
-A run that is resumed at step s takes back the lines of later steps, which it will write again: its file ends up equal
-to that of a run that was never stopped, but for the times.
-"""
+A run that is resumed at step s takes back the lines of later steps, which it will write again: its
+file ends up equal to that of a run that was never stopped, but for the times."""
 
 from __future__ import annotations
 
@@ -30,20 +31,21 @@ Record = Mapping[str, float | int]
 class MetricsFile:
     """A metrics.jsonl that is only ever cut or appended to in whole lines.
 
-    Args:
-        path: the file; made if it is not there.
-        resume_step: last step that counts; what is there about later ones is cut off, and so is a torn end.
+    Args: path: the file; made if it is not there. resume_step: last step that counts; what is there
+        about later ones is cut off, and so is a torn end.
 
-    Raises:
-        OSError: from here or from `write`; a line that did not fit on the disk is left out as a whole.
+    Raises: OSError: from here or from `write`; a line that did not fit on the disk is left out as a
+        whole.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self._file = io.FileIO(path, "a+")  # unbuffered: what was written survives SIGKILL
-        self._known = self._take_back(resume_step)
+        self._known = self._truncate_after(resume_step)
 
     def write(self, kind: str, record: Record) -> None:
-        """Appends a record; one about the step of the resume that is there already is not written twice."""
+        """Appends a record; one about the step of the resume that is there already is not
+        written twice.
+        """
         if (kind, record["step"]) in self._known:
             return
         numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
@@ -52,11 +54,12 @@ class MetricsFile:
     def close(self) -> None:
         self._file.close()
 
-    def _take_back(self, resume_step: int) -> set[tuple[str, int]]:
-        """Cuts off what does not count and returns which records there are about `resume_step` itself.
+    def _truncate_after(self, resume_step: int) -> set[tuple[str, int]]:
+        """Cuts off what does not count and returns which records there are about `resume_step`
+        itself.
 
-        Steps never decrease in a file, hence one truncation does it: atomic, and possible on a full disk.
-        """
+        Steps never decrease in a file, hence one truncation does it: atomic, and possible on a full
+        disk."""
         known: set[tuple[str, int]] = set()
         position, end, last = 0, 0, b"\n"
         self._file.seek(0)
@@ -77,7 +80,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a metrics.jsonl, and how many of its lines cannot be read (torn by a crash)."""
+    """The records of a metrics.jsonl, and how many of its lines cannot be read (torn by a
+    crash).
+    """
     with path.open("rb") as file:
         records = [_parse(line) for line in file]
     readable = [record for record in records if record is not None]
@@ -85,7 +90,9 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def append(file: io.FileIO, data: bytes) -> None:
-    """Writes all of `data` at the end of an unbuffered file, or nothing of it and raises OSError."""
+    """Writes all of `data` at the end of an unbuffered file, or nothing of it and raises
+    OSError.
+    """
     size = file.seek(0, os.SEEK_END)
     try:
         if file.write(data) != len(data):
@@ -100,5 +107,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    sound = isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("kind"), str)
+    sound = (
+        isinstance(record, dict)
+        and isinstance(record.get("step"), int)
+        and isinstance(record.get("kind"), str)
+    )
     return record if sound else None

@@ -1,4 +1,6 @@
-"""The optimizer of a job, AdamW8bit or any of torch.optim: its learning rate, and what weight decay spares."""
+"""The optimizer of a job, AdamW8bit or any of torch.optim: its learning rate, and what weight
+decay spares.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.config.job import Optimizer as Config
+from shoal.config.job import OptimizerConfig as Config
 from shoal.errors import ConfigError, did_you_mean
-from shoal.torch_private.module_state import NormBase
+from shoal.platform.torch_private.module_state import NormBase
 
 NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def scaled_rate(config: Config, batch_size: int) -> float:
-    """The base learning rate for this batch: `lr * batch_size / reference_batch` (Goyal et al., 2017)."""
+    """The base learning rate for this batch: `lr * batch_size / reference_batch` (Goyal et al.,
+    2017).
+    """
     return config.lr * batch_size / config.reference_batch if config.reference_batch else config.lr
 
 
 def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Optimizer:
     """The optimizer that `config` names, over all trainable parameters of `model`.
 
-    Raises: ConfigError: no such optimizer, or arguments that it does not take; all problems at once.
-    """
+    Raises: ConfigError: no such optimizer, or arguments that it does not take; all problems at
+    once."""
     kind = _kind(config.name)
     known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
-    arguments: dict[str, Any] = {"lr": scaled_rate(config, batch_size), "weight_decay": config.weight_decay}
+    arguments: dict[str, Any] = {
+        "lr": scaled_rate(config, batch_size),
+        "weight_decay": config.weight_decay,
+    }
     if config.name == "SGD":
         arguments["momentum"] = config.momentum
     if config.nesterov:
@@ -37,7 +44,8 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
         del arguments["weight_decay"]
     arguments |= config.options
     problems = [
-        f"optimizer: {config.name} takes no '{name}'; {did_you_mean(name, known)}" for name in arguments.keys() - known
+        f"optimizer: {config.name} takes no '{name}'; {did_you_mean(name, known)}"
+        for name in arguments.keys() - known
     ]
     if problems:
         raise ConfigError(sorted(problems))
@@ -49,16 +57,26 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
 
 
 def _kind(name: str) -> Any:
-    names = {n for n, kind in vars(torch.optim).items() if inspect.isclass(kind)} - {"Optimizer", "LBFGS"}
+    names = {n for n, kind in vars(torch.optim).items() if inspect.isclass(kind)} - {
+        "Optimizer",
+        "LBFGS",
+    }
     if name == "LBFGS":
-        raise ConfigError(["optimizer.name: LBFGS evaluates the loss several times in a step; a training loop cannot."])
+        raise ConfigError(
+            [
+                "optimizer.name: LBFGS evaluates the loss several times in a step; a training loop "
+                "cannot."
+            ]
+        )
     if name == "AdamW8bit":
-        from shoal.adamw8bit import AdamW8bit  # torchao, which it needs, is an extra
+        from shoal.optim.adamw8bit import AdamW8bit  # torchao, which it needs, is an extra
 
         return AdamW8bit
     if name not in names:
         known = names | {"AdamW8bit"}
-        raise ConfigError([f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"])
+        raise ConfigError(
+            [f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"]
+        )
     return getattr(torch.optim, name)
 
 
@@ -79,4 +97,6 @@ def _norms_and_biases(model: nn.Module) -> set[int]:
     """The `id` of each parameter of a norm layer, and of each bias."""
     norms = [module for module in model.modules() if isinstance(module, NORMS)]
     of_norms = {id(p) for module in norms for p in module.parameters(recurse=False)}
-    return of_norms | {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")}
+    return of_norms | {
+        id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")
+    }

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from shoal.train.closing import duration, measures, number, on_terminal, say
-from shoal.train.pace import Pace
+from shoal.train.console import duration, measures, number, on_terminal, print_rank_zero
+from shoal.train.throughput import Throughput
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,8 +26,9 @@ SHORTEST_BAR, LONGEST_BAR = 8, 40
 class Progress:
     """The display of one run. It sees plain numbers only, and only when the caller has them anyway.
 
-    The caller says what happens: `epoch` at its start, `step` after each optimizer step, `show` when a record is
-    logged, `paused` around whatever is not training, `evaluation` with its result, and `close` at the end, also when
+    The caller says what happens: `epoch` at its start, `step` after each optimizer step, `show`
+    when a record is logged, `paused` around whatever is not training, `evaluation` with its result,
+    and `close` at the end, also when
     the run fails: the terminal is given back there.
 
     Args:
@@ -45,7 +46,7 @@ class Progress:
         self._results: list[str] = []
         self._doing = ""
         self._line_due_s = 0.0
-        self._pace = Pace(total_steps, done_steps)
+        self._pace = Throughput(total_steps, done_steps)
         self._live = _open_live() if active and on_terminal(sys.stdout) else None
 
     def epoch(self, epoch: int, steps: int, done: int = 0) -> None:
@@ -54,7 +55,9 @@ class Progress:
         self._redraw()
 
     def step(self, samples: int) -> None:
-        """An optimizer step on so many samples (over all ranks) is done. May be called at every step."""
+        """An optimizer step on so many samples (over all ranks) is done. May be called at every
+        step.
+        """
         if not self._active:
             return
         self._step += 1
@@ -63,17 +66,18 @@ class Progress:
             self._redraw()
 
     def show(self, record: Record) -> None:
-        """The newest results of training. On a terminal they join the bar; elsewhere they are a line.
+        """The newest results of training. On a terminal they join the bar; elsewhere they are a
+        line.
 
-        Lines come at most once a second, and as the run gets longer once in 1 % of its time, to one a minute.
-        """
+        Lines come at most once a second, and as the run gets longer once in 1 % of its time, to one
+        a minute."""
         if not self._active:
             return
         self._results = measures(record)
         passed_s = self._pace.passed_s
         if self._live is None and passed_s >= self._line_due_s:
             self._line_due_s = passed_s + min(60.0, max(1.0, passed_s / 100))
-            say("  ".join([self._where(), *self._results, *self._speed()]))
+            print_rank_zero("  ".join([self._where(), *self._results, *self._speed()]))
 
     def evaluation(self, record: Record) -> None:
         """The results of an evaluation: a line that stays, on a terminal too."""
@@ -81,14 +85,16 @@ class Progress:
             return
         line = "  ".join([self._where(), "validation", *measures(record)])
         if self._live is None:
-            say(line)
+            print_rank_zero(line)
         else:
             with suppress(OSError):
                 self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Around an evaluation or a save (`doing` says which), so that it does not count as slow training."""
+        """Around an evaluation or a save (`doing` says which), so that it does not count as
+        slow training.
+        """
         self._doing = doing
         with self._pace.paused():
             self._redraw()
@@ -119,7 +125,9 @@ class Progress:
                 self._live.update(self._bar(self._live.console.width), refresh=True)
 
     def _bar(self, width: int) -> RenderableType:
-        """The epoch as a bar, with as many words at its sides as the terminal is wide enough for."""
+        """The epoch as a bar, with as many words at its sides as the terminal is wide enough
+        for.
+        """
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -147,8 +155,11 @@ def _open_live() -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    # Drawn when the loop says so: a thread that draws would hold locks while data-loader workers are forked.
-    live = Live(console=Console(), auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
+    # Drawn when the loop says so: a thread that draws would hold locks while data-loader workers
+    # are forked.
+    live = Live(
+        console=Console(), auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
+    )
     live.start()
     # A process that is killed could not bring a hidden cursor back.
     live.console.show_cursor(True)

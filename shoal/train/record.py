@@ -1,10 +1,11 @@
-"""What `shoal replay` needs of a run, on the disk: how it began, and what its parameter servers noted since.
+"""What `shoal replay` needs of a run, on the disk: how it began, and what its parameter servers
+noted since.
 
 runs/digits/record/
   step-00000000/        one for each time the run was started, by the step that it began with
     config.yaml         the job as it was then
     start/              a checkpoint of that moment: weights, optimizer state, where the data stands, random states
-    events.jsonl        ["a", 3, 8, 0, 4] and the like (see shoal.server.history); {"saved": 120} after each checkpoint
+    events.jsonl        ["a", 3, 8, 0, 4] and the like (see shoal.parameter_server.node.event_log); {"saved": 120} after each checkpoint
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import RecordError, StrategyRefused
+from shoal.parameter_server.node.event_log import Event
 from shoal.run import Run
-from shoal.server.history import Event
 from shoal.strategies import NO_SERVERS
 from shoal.train.checkpoint import Checkpoints, read_info, tensor_files
 from shoal.train.checkpoint.manifest import name_of, step_of
@@ -33,7 +34,8 @@ RECORD, CONFIG, START, EVENTS = "record", "config.yaml", "start", "events.jsonl"
 
 
 class Record:
-    """The record of a run that begins at `step`, being written. Made by all ranks, before the first step. Collective.
+    """The record of a run that begins at `step`, being written. Made by all ranks, before the first
+    step. Collective.
 
     Raises:
         StrategyRefused: there are no servers, or their steps are synchronous.
@@ -51,17 +53,23 @@ class Record:
             shutil.rmtree(directory, ignore_errors=True)
         tensors, info, private = run.state()
         here = run.mesh.place.local_world  # on it depends how the model is cut
-        info |= {"step": step, "world": run.world, "local_world": here, **_circumstances(run.device)}
+        info |= {
+            "step": step,
+            "world": run.world,
+            "local_world": here,
+            **_circumstances(run.device),
+        }
         Checkpoints(directory / START, keep=1).save(step, tensors, info, private)
         if run.rank == 0:
             (directory / CONFIG).write_text(to_yaml(job))
             self._file.write_text("")
 
     def save(self, step: int) -> None:
-        """Keep what the servers have noted so far. Every rank calls it when all have taken `step` steps, no more.
+        """Keep what the servers have noted so far. Every rank calls it when all have taken `step`
+        steps, no more.
 
-        Raises: RecordError: on rank 0, if the file cannot be written; nothing can be added to it any more.
-        """
+        Raises: RecordError: on rank 0, if the file cannot be written; nothing can be added to it
+        any more."""
         if self._remote is None:
             return
         lines = [json.dumps(event, separators=(",", ":")) for event in self._remote.history()]
@@ -72,7 +80,9 @@ class Record:
                 os.fsync(file.fileno())
         except OSError as error:
             self._remote = None
-            raise RecordError(f"{self._file} cannot be written: {error.strerror}. The record ends here") from error
+            raise RecordError(
+                f"{self._file} cannot be written: {error.strerror}. The record ends here"
+            ) from error
 
 
 def _circumstances(device: torch.device) -> dict[str, Any]:
@@ -86,7 +96,7 @@ def _circumstances(device: torch.device) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Start:
+class ReplayStart:
     """How a recorded run began.
 
     Attributes:
@@ -102,41 +112,54 @@ class Start:
     path: Path
 
     @property
-    def otherwise(self) -> list[str]:
+    def differing_circumstances(self) -> list[str]:
         """What is not here as it was there, and may change the last bits."""
         here = _circumstances(torch.device(self.info["device"]))
         pairs = ((name, self.info[name], here[name]) for name in ("torch", "processor"))
         return [f"{name} {there} there, {now} here" for name, there, now in pairs if there != now]
 
 
-def newest_start(run: Path) -> Start:
-    """The newest record of a run directory. Raises RecordError: there is none. CheckpointError: it is damaged."""
+def newest_start(run: Path) -> ReplayStart:
+    """The newest record of a run directory. Raises RecordError: there is none. CheckpointError:
+    it is damaged.
+    """
     directory = run / RECORD
-    found = [path for path in directory.iterdir() if step_of(path.name) is not None] if directory.is_dir() else []
+    found = (
+        [path for path in directory.iterdir() if step_of(path.name) is not None]
+        if directory.is_dir()
+        else []
+    )
     begun = sorted(path for path in found if (path / EVENTS).is_file())
     if not begun:
-        raise RecordError(f"{run} holds no record. It is made by `shoal train ... --record`, while the run trains.")
+        raise RecordError(
+            f"{run} holds no record. It is made by `shoal train ... --record`, while the run "
+            "trains."
+        )
     path = begun[-1]
     skipped: list[str] = []
     start, step = Checkpoints(path / START).choose(skipped.append)
     if start is None:
         why = "".join(f" {sentence}" for sentence in skipped)
-        raise RecordError(f"{path / START} holds no checkpoint: nobody can tell how the run began.{why}")
+        raise RecordError(
+            f"{path / START} holds no checkpoint: nobody can tell how the run began.{why}"
+        )
     info = read_info(start)
     everything = tensor_files.read(start, lambda _: True)
     private = []
     for rank in range(int(info["world"])):
         mine = [name for name in everything if name.startswith(f"rank{rank}/")]
         private.append({name.partition("/")[2]: everything.pop(name) for name in mine})
-    return Start(read(path / CONFIG).job, step, everything, info, private, path)
+    return ReplayStart(read(path / CONFIG).job, step, everything, info, private, path)
 
 
-def saved_steps(start: Start) -> list[int]:
-    """The steps of the run up to which the record goes, one for each checkpoint. Raises RecordError."""
+def saved_steps(start: ReplayStart) -> list[int]:
+    """The steps of the run up to which the record goes, one for each checkpoint. Raises
+    RecordError.
+    """
     return [line["saved"] for line in _lines(start.path / EVENTS) if isinstance(line, dict)]
 
 
-def events_until(start: Start, saved: int) -> list[Event]:
+def events_until(start: ReplayStart, saved: int) -> list[Event]:
     """What was noted before the checkpoint of step `saved`. Raises RecordError."""
     events: list[Event] = []
     for line in _lines(start.path / EVENTS):
@@ -155,19 +178,26 @@ def _lines(path: Path) -> Iterator[Any]:
                 return
             try:
                 found = json.loads(line)
-                ok = _is_event(found) or _is_mark(found)
+                ok = _is_event(found) or _is_save_marker(found)
             except ValueError:
                 ok = False
             if not ok:
-                raise RecordError(f"{path}, line {number}: {line[:60].strip()!r} is no note of a parameter server.")
+                raise RecordError(
+                    f"{path}, line {number}: {line[:60].strip()!r} is no note of a parameter "
+                    "server."
+                )
             yield found
 
 
-def _is_mark(found: Any) -> bool:
+def _is_save_marker(found: Any) -> bool:
     return isinstance(found, dict) and isinstance(found.get("saved"), int)
 
 
 def _is_event(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != len(Event._fields) or found[0] not in ("a", "r", "p"):
+    if (
+        not isinstance(found, list)
+        or len(found) != len(Event._fields)
+        or found[0] not in ("a", "r", "p")
+    ):
         return False
     return all(isinstance(number, int) and number >= 0 for number in found[1:])

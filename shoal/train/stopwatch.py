@@ -18,7 +18,7 @@ class Stopwatch:
         return time.perf_counter() + self._offset_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What happens inside takes no time."""
         before_s = self.seconds
         try:

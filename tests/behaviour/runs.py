@@ -141,7 +141,7 @@ def _train(seeded: SeededRun, precision: str, directory: str | None, steps: int)
     parts = models.made(seeded.model, seeded.optimizer, PRECISIONS[precision])
     model, optimizer, loader = run.prepare(*parts)
     checkpoints = None if directory is None else shoal.Checkpoints(Path(directory))
-    saved = None if checkpoints is None else checkpoints.load(_silent, like=run.like())
+    saved = None if checkpoints is None else checkpoints.load(_silent, like=run.layout_of())
     if saved is not None:
         run.load_state(saved.tensors, saved.info, saved.private)
     measured = Measured([], [], [], {})

@@ -7,7 +7,7 @@ import pytest
 
 import shoal
 from shoal import cli
-from shoal.cli import job, program, tracing
+from shoal.cli import job_options, program, trace_flag
 from shoal.config.fields import all_settings
 from shoal.strategies import STRATEGIES
 
@@ -21,7 +21,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def example_commands(verb: str) -> list[list[str]]:
-    """The words of each command in a verb's examples, without `shoal` and without the remark behind it."""
+    """The words of each command in a verb's examples, without `shoal` and without the remark
+    behind it.
+    """
     lines = program.VERBS[verb].EXAMPLES.splitlines()
     commands = [re.split(r" {2,}", line.strip())[0] for line in lines if line.startswith("  ")]
     return [command.split()[1:] for command in commands]
@@ -31,8 +33,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command as `shoal` does, without running it."""
     parser, verbs = program._parsers()
     if words[0] in program.TAKES_SETTINGS:
-        words, _ = job.split(words, verbs[words[0]])
-    return parser.parse_args(tracing.with_window(words))
+        words, _ = job_options.split(words, verbs[words[0]])
+    return parser.parse_args(trace_flag.with_window(words))
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +42,9 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("verb", program.VERBS)
-def test_each_verb_ends_its_help_with_examples_of_its_own(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_each_verb_ends_its_help_with_examples_of_its_own(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     others = [other.EXAMPLES for name, other in program.VERBS.items() if name != verb]
     assert program.VERBS[verb].EXAMPLES not in others
     assert any(command[0] == verb for command in example_commands(verb))
@@ -54,7 +58,9 @@ def test_the_examples_of_each_verb_can_be_typed_as_they_stand(verb: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["train", "import", "config"])
-def test_the_help_names_the_strategy_and_the_run_directory(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_the_help_names_the_strategy_and_the_run_directory(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
     text = printed(capsys, verb, "--help")
     assert f"--strategy LINE {all_settings()['strategy'].help} (default: ddp)" in text
     assert f"--out DIR {all_settings()['out'].help}" in text
@@ -74,8 +80,12 @@ def test_settings_in_the_help_stay_settings_with_an_origin(
 
 
 @pytest.mark.parametrize("flag", ["--strateg", "--ou"])
-def test_settings_in_the_help_cannot_be_abbreviated(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+def test_settings_in_the_help_cannot_be_abbreviated(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["config", "digits", flag, "ddp"])
     assert stop.value.code == 2
-    assert f"did you mean '{'strategy' if flag == '--strateg' else 'out'}'" in capsys.readouterr().err
+    assert (
+        f"did you mean '{'strategy' if flag == '--strateg' else 'out'}'" in capsys.readouterr().err
+    )

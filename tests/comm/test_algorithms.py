@@ -1,4 +1,6 @@
-"""All-reduce by ring, tree, halving and doubling, and in two layers: the plain sum, the same bits on every rank."""
+"""All-reduce by ring, tree, halving and doubling, and in two layers: the plain sum, the same
+bits on every rank.
+"""
 
 import os
 from collections.abc import Callable
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.comm.algorithms import halving_doubling, ring, tree
-from shoal.comm.algorithms.all_reduce import FLAT, NamedAllReduce
-from shoal.comm.algorithms.pairs import Pairs
+from shoal.comm.algorithms.all_reduce import BACKEND_DEFAULT, NamedAllReduce
+from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis
 from shoal.errors import CollectiveFailed
 from shoal.testing import world
@@ -33,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = st.builds(
     Case,
-    st.sampled_from(sorted(FLAT)),
+    st.sampled_from(sorted(BACKEND_DEFAULT)),
     st.integers(1, MOST_RANKS),
     st.one_of(st.integers(0, 20), st.sampled_from((1000, 4097, 30_011))),
     st.integers(0, len(DTYPES) - 1),
@@ -42,13 +44,19 @@ CASES = st.builds(
 
 
 @given(st.lists(CASES, min_size=12, max_size=12))
-@settings(max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes long
-def test_any_algorithm_comes_to_the_plain_sum_and_to_the_same_bits_on_every_rank(cases: list[Case]) -> None:
+@settings(
+    max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # to shrink takes long
+def test_any_algorithm_comes_to_the_plain_sum_and_to_the_same_bits_on_every_rank(
+    cases: list[Case],
+) -> None:
     sums = world.run(MOST_RANKS, _sums, cases)
     for number, case in enumerate(cases):
         made = [_numbers(case, rank) for rank in range(case.ranks)]
         found = [sums[rank][number] for rank in range(case.ranks)]
-        torch.testing.assert_close(found[0], torch.stack(made).double().sum(0).to(found[0].dtype), rtol=2e-6, atol=1e-5)
+        torch.testing.assert_close(
+            found[0], torch.stack(made).double().sum(0).to(found[0].dtype), rtol=2e-6, atol=1e-5
+        )
         assert all(torch.equal(found[0], other) for other in found), case
 
 
@@ -65,12 +73,12 @@ def _sums(cases: list[Case]) -> list[Tensor]:
     for case in cases:
         tensor = _numbers(case, dist.get_rank())
         if dist.get_rank() < case.ranks:
-            FLAT[case.name](tensor, Pairs(members=range(case.ranks)))
+            BACKEND_DEFAULT[case.name](tensor, PairwiseLink(members=range(case.ranks)))
         found.append(tensor)
     return found
 
 
-Reduce = Callable[[Tensor, Pairs], None]
+Reduce = Callable[[Tensor, PairwiseLink], None]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 6])
@@ -85,7 +93,7 @@ def _places() -> tuple[bool, ...]:
 def _place_matters(reduce: Reduce) -> bool:
     tensor = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
     turned = tensor.roll(1001)
-    pairs = Pairs()
+    pairs = PairwiseLink()
     reduce(tensor, pairs)
     reduce(turned, pairs)
     return not torch.equal(tensor.roll(1001), turned)
@@ -96,7 +104,10 @@ def test_a_mean_over_hosts_is_the_same_bits_on_all_their_ranks(hosts: str) -> No
     for mean, expected, said in world.run(len(hosts), _mean_over, hosts):
         torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
         count = len(set(hosts))
-        assert said == f"all-reduce: hierarchical, over {len(hosts)} ranks on {count} host{'s' * (count > 1)}"
+        assert (
+            said
+            == f"all-reduce: hierarchical, over {len(hosts)} ranks on {count} host{'s' * (count > 1)}"
+        )
 
 
 def _on_hosts(name: str, hosts: str) -> NamedAllReduce:
@@ -108,7 +119,10 @@ def _on_hosts(name: str, hosts: str) -> NamedAllReduce:
 
 def _mean_over(hosts: str) -> tuple[Tensor, Tensor, str]:
     reduce, size = _on_hosts("hierarchical", hosts), len(hosts)
-    made = [torch.randn(50, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    made = [
+        torch.randn(50, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
+        for r in range(size)
+    ]
     mean = reduce.mean(made[dist.get_rank()].clone().T).T  # with gaps between its numbers
     everywhere = [torch.empty(50, 7, dtype=torch.float64) for _ in range(size)]
     dist.all_gather(everywhere, mean.contiguous())
@@ -129,7 +143,9 @@ def _mean_over(hosts: str) -> tuple[Tensor, Tensor, str]:
         ("backend", 1, "AAAA"),
     ],
 )
-def test_a_rank_that_dies_is_named_by_all_others_not_only_by_its_neighbours(name: str, victim: int, hosts: str) -> None:
+def test_a_rank_that_dies_is_named_by_all_others_not_only_by_its_neighbours(
+    name: str, victim: int, hosts: str
+) -> None:
     with world.start(4, _until_it_fails, name, victim, hosts, timeout_s=60.0) as running:
         codes = running.wait()
     assert codes == [3 if rank == victim else 0 for rank in range(4)], running.failures
@@ -164,6 +180,6 @@ def _waits() -> bool:
         store.wait(["the other has failed"])
         return True
     with pytest.raises(CollectiveFailed, match="rank 0 has not come to this all-reduce in time"):
-        Pairs(group).receive(torch.ones(3), 0)
+        PairwiseLink(group).receive(torch.ones(3), 0)
     store.set("the other has failed", "")
     return True

@@ -1,4 +1,6 @@
-"""shoal.allreduce, allgather, broadcast and barrier: what goes in as an array of some kind comes back as one."""
+"""shoal.allreduce, allgather, broadcast and barrier: what goes in as an array of some kind
+comes back as one.
+"""
 
 import os
 import subprocess
@@ -58,7 +60,9 @@ def _kinds() -> bool:
     assert halves.tolist() == [2, 2, 2]
     foreign_bytes = shoal.allreduce(np.array([rank, 1.0], dtype=">f4"))
     assert (foreign_bytes.dtype, foreign_bytes.tolist()) == (np.dtype(">f4"), [1.0, 1.0])
-    large = shoal.allreduce(torch.tensor([40000.0], dtype=torch.float16))  # of which the sum is none
+    large = shoal.allreduce(
+        torch.tensor([40000.0], dtype=torch.float16)
+    )  # of which the sum is none
     assert (large.dtype, large.item()) == (torch.float16, 40000.0)
     shoal.barrier()
     return True
@@ -84,9 +88,13 @@ def test_ranks_that_make_different_calls_are_all_told_who_calls_what() -> None:
 
 def _differing() -> bool:
     rank = dist.get_rank()
-    with pytest.raises(CollectiveFailed, match=r"rank 0 allreduce\(float32 \(2,\), op='mean'\); rank 1 barrier\(\)"):
+    with pytest.raises(
+        CollectiveFailed, match=r"rank 0 allreduce\(float32 \(2,\), op='mean'\); rank 1 barrier\(\)"
+    ):
         shoal.allreduce(torch.ones(2)) if rank == 0 else shoal.barrier()
-    with pytest.raises(CollectiveFailed, match=r"float32 \(6,\).*float32 \(2, 3\)"):  # as many numbers, another shape
+    with pytest.raises(
+        CollectiveFailed, match=r"float32 \(6,\).*float32 \(2, 3\)"
+    ):  # as many numbers, another shape
         shoal.allreduce(torch.ones((6,) if rank == 0 else (2, 3)))
     shoal.barrier()  # and the ranks go on
     return True
@@ -112,7 +120,10 @@ def test_one_process_gets_copies() -> None:
         (torch.ones(2, requires_grad=True) * 2, "detach"),
         (torch.ones(2, dtype=torch.int64), "op='sum'"),
         (torch.ones(2, dtype=torch.bool), "mean of bool"),
-        (SimpleNamespace(__dlpack__=lambda: None, __dlpack_device__=lambda: (1, 0)), "cannot take|no from_dlpack"),
+        (
+            SimpleNamespace(__dlpack__=lambda: None, __dlpack_device__=lambda: (1, 0)),
+            "cannot take|no from_dlpack",
+        ),
     ],
 )
 def test_what_cannot_be_reduced_is_refused_with_the_cure(value: Any, message: str) -> None:

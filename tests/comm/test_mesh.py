@@ -5,15 +5,15 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.axis import Axis
-from shoal.comm.layout import Degrees
-from shoal.comm.mesh import Mesh, join
+from shoal.comm.mesh import Mesh, init_mesh
+from shoal.comm.parallel_dims import ParallelDims
 from shoal.errors import LaunchError
 from shoal.launch.environment import read
 from shoal.testing import world
 
 
 def joined(**degrees: int) -> Mesh:
-    return join(read(os.environ), helpers=False, degrees=Degrees(**degrees))
+    return init_mesh(read(os.environ), helpers=False, degrees=ParallelDims(**degrees))
 
 
 def who(axis: Axis) -> tuple[int, ...]:
@@ -22,10 +22,10 @@ def who(axis: Axis) -> tuple[int, ...]:
     mine[dist.get_rank()] = 1
     first = torch.tensor(dist.get_rank())
     axis.broadcast_tensor(first)
-    found = axis.sum(mine).nonzero().flatten().tolist()
+    found = axis.all_reduce(mine).nonzero().flatten().tolist()
     assert (found[0], found[axis.rank], len(found)) == (first.item(), dist.get_rank(), axis.size)
-    assert axis.gather_text(str(dist.get_rank())) == [str(rank) for rank in found]
-    assert axis.broadcast_text(str(dist.get_rank())) == str(found[0])
+    assert axis.all_gather_str(str(dist.get_rank())) == [str(rank) for rank in found]
+    assert axis.broadcast_str(str(dist.get_rank())) == str(found[0])
     axis.barrier()
     return tuple(found)
 
@@ -74,7 +74,9 @@ def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
     assert root is mesh.device_mesh
     names = root.mesh_dim_names or ()
     groups = {name: dist.get_process_group_ranks(root[name].get_group()) for name in names}
-    return groups, "tensor" not in groups or root.get_group("tensor") is (mesh.tensor.group or dist.group.WORLD)
+    return groups, "tensor" not in groups or root.get_group("tensor") is (
+        mesh.tensor.group or dist.group.WORLD
+    )
 
 
 def all_dimensions() -> tuple[dict[str, list[int]], bool]:
@@ -98,7 +100,10 @@ def test_torch_sees_one_mesh_of_the_same_lines() -> None:
         {"pipeline": [1, 5], "replicate": [5, 7], "shard": [5], "tensor": [4, 5]},
         True,
     )
-    assert world.run(8, hybrid)[3] == ({"replicate": [3, 7], "shard": [1, 3], "tensor": [2, 3]}, True)
+    assert world.run(8, hybrid)[3] == (
+        {"replicate": [3, 7], "shard": [1, 3], "tensor": [2, 3]},
+        True,
+    )
     assert world.run(2, tensor_alone)[1] == ({"shard": [1], "tensor": [0, 1]}, True)
     assert world.run(2, shard_alone)[1] == ({"shard": [0, 1]}, True)
 
@@ -114,7 +119,9 @@ def round_the_machines() -> None:
 
 
 def test_ranks_that_cannot_stand_so_are_refused() -> None:
-    with pytest.raises(LaunchError, match=r"needs a multiple of 6 ranks; there are 4. Try pipeline=2."):
+    with pytest.raises(
+        LaunchError, match=r"needs a multiple of 6 ranks; there are 4. Try pipeline=2."
+    ):
         world.run(4, wrong_world)
     with pytest.raises(LaunchError, match="ranks go round the machines"):
         world.run(4, round_the_machines)

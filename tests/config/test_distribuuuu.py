@@ -58,14 +58,20 @@ def problems(cfg: Path | None, *pairs: str) -> list[str]:
 def test_all_38_keys_have_a_row_and_lead_to_settings_that_exist() -> None:
     assert len(KEYS) == 38
     for row in KEYS.values():
-        assert not row.ours or row.ours in all_settings() or open_setting(row.ours)
-        assert row.ours or row.note
+        assert not row.setting or row.setting in all_settings() or open_setting(row.setting)
+        assert row.setting or row.note
 
 
 def test_a_command_line_of_the_readme_works_as_it_stands(cfg: Path) -> None:
-    settings, notes = translate(cfg, ["TRAIN.BATCH_SIZE", "128", "OUT_DIR", "./out", "OPTIM.BASE_LR", "6.4"], 64)
+    settings, notes = translate(
+        cfg, ["TRAIN.BATCH_SIZE", "128", "OUT_DIR", "./out", "OPTIM.BASE_LR", "6.4"], 64
+    )
     job = settings.job
-    assert (job.train.batch_size, job.optimizer.lr, job.optimizer.reference_batch) == (8192, 6.4, None)
+    assert (job.train.batch_size, job.optimizer.lr, job.optimizer.reference_batch) == (
+        8192,
+        6.4,
+        None,
+    )
     assert (job.directory, job.model.name, job.data.name, job.data.path) == (
         "./out",
         "resnet18",
@@ -88,7 +94,11 @@ def test_its_defaults_are_those_of_its_files(cfg: Path) -> None:
 def test_our_imagenet_recipe_is_the_translated_one(cfg: Path) -> None:
     theirs, ours = translate(cfg, [], ranks=8)[0].job, read("imagenet_resnet18").job
     assert theirs.schedule == ours.schedule
-    assert (theirs.train.epochs, theirs.train.batch_size, theirs.train.drop_last) == (100, 256, True)
+    assert (theirs.train.epochs, theirs.train.batch_size, theirs.train.drop_last) == (
+        100,
+        256,
+        True,
+    )
     assert (ours.train.epochs, ours.train.batch_size, ours.train.drop_last) == (100, 256, True)
     assert ours.optimizer.reference_batch is not None
     scaled = ours.optimizer.lr * ours.train.batch_size / ours.optimizer.reference_batch
@@ -135,7 +145,9 @@ def test_a_key_becomes_the_setting_that_means_the_same(pairs: str, name: str, va
 
 
 def test_flags_of_ours_come_on_top(cfg: Path) -> None:
-    settings, _ = translate(cfg, ["OPTIM.MAX_EPOCH", "3"], 2, [("train.epochs", "4"), ("strategy", "single")])
+    settings, _ = translate(
+        cfg, ["OPTIM.MAX_EPOCH", "3"], 2, [("train.epochs", "4"), ("strategy", "single")]
+    )
     assert (settings.job.train.epochs, settings.job.strategy) == (4, "single")
     assert settings.origins["train.epochs"] == "flag --train.epochs"
 
@@ -143,16 +155,27 @@ def test_flags_of_ours_come_on_top(cfg: Path) -> None:
 def test_all_problems_are_reported_at_once(cfg: Path) -> None:
     cfg.write_text("TRAIN:\n  BATCHSIZE: 3\n  WORKERS: many\nOPTIM: 3\n")
     assert problems(
-        cfg, "MODEL.ARC", "x", "OPTIM.LR_POLICY", "exp", "MODEL.PRETRAINED", "True", "OPTIM.STEPS", "[", "OUT_DIR"
+        cfg,
+        "MODEL.ARC",
+        "x",
+        "OPTIM.LR_POLICY",
+        "exp",
+        "MODEL.PRETRAINED",
+        "True",
+        "OPTIM.STEPS",
+        "[",
+        "OUT_DIR",
     ) == [
-        "resnet18.yaml:2: TRAIN.BATCHSIZE is not a key of distribuuuu's; did you mean 'TRAIN.BATCH_SIZE'?",
+        "resnet18.yaml:2: TRAIN.BATCHSIZE is not a key of distribuuuu's; did you mean "
+        "'TRAIN.BATCH_SIZE'?",
         "resnet18.yaml:4: OPTIM is not a key of distribuuuu's; did you mean 'OPTIM.STEPS'?",
         "argument MODEL.ARC: MODEL.ARC is not a key of distribuuuu's; did you mean 'MODEL.ARCH'?",
         "argument OPTIM.STEPS: not YAML: expected the node content, but found '<stream end>'",
         "argument OUT_DIR: has no value; distribuuuu's arguments are pairs, KEY VALUE",
         "resnet18.yaml:3: TRAIN.WORKERS must be a whole number, not many",
         "argument OPTIM.LR_POLICY: OPTIM.LR_POLICY must be one of cos, steps, not exp",
-        "argument MODEL.PRETRAINED: MODEL.PRETRAINED True would download weights; give MODEL.WEIGHTS a file instead",
+        "argument MODEL.PRETRAINED: MODEL.PRETRAINED True would download weights; give "
+        "MODEL.WEIGHTS a file instead",
     ]
 
 

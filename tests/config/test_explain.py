@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from shoal.config import Job, builtin_names, explain, read, to_yaml
 from shoal.config.fields import all_settings, build
-from shoal.config.job import Optimizer
-from shoal.config.rules import broken_rules
+from shoal.config.job import OptimizerConfig
+from shoal.config.rules import violations
 
 words = st.text(max_size=12)
-anything = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | words
+anything = (
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | words
+)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-1, 300),
@@ -44,19 +46,23 @@ def jobs(draw: st.DrawFn) -> Job:
         if value is None or setting.check is None or setting.check[0](value):
             values[name] = value
     job = build(values)
-    return job if not list(broken_rules(job)) else Job()
+    return job if not list(violations(job)) else Job()
 
 
 @settings(max_examples=25)
 @given(job=jobs())
-def test_a_job_reads_back_from_its_yaml_as_it_was(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_job_reads_back_from_its_yaml_as_it_was(
+    job: Job, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "job.yaml"
     path.write_text(to_yaml(job), encoding="utf-8")
     assert read(path).job == job
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_a_built_in_configuration_reads_back_from_its_yaml_as_it_was(name: str, tmp_path: Path) -> None:
+def test_a_built_in_configuration_reads_back_from_its_yaml_as_it_was(
+    name: str, tmp_path: Path
+) -> None:
     job = read(name).job
     (tmp_path / "config.yaml").write_text(to_yaml(job), encoding="utf-8")
     assert read(tmp_path / "config.yaml").job == job
@@ -64,7 +70,7 @@ def test_a_built_in_configuration_reads_back_from_its_yaml_as_it_was(name: str, 
 
 
 def test_the_yaml_holds_every_setting_with_its_meaning() -> None:
-    text = to_yaml(Job(optimizer=Optimizer(lr=5e-5)))
+    text = to_yaml(Job(optimizer=OptimizerConfig(lr=5e-5)))
     for setting in all_settings().values():
         assert f"# {setting.help}\n" in text
     assert "\noptimizer:                          # Who steps.\n" in text
@@ -74,7 +80,9 @@ def test_the_yaml_holds_every_setting_with_its_meaning() -> None:
 def test_an_explanation_shows_value_origin_and_meaning_of_everything(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("optimizer:\n  lr: 0.3\n")
     text = explain(read(tmp_path / "mine.yaml", [("model.options.width", "64")]))
-    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if not line.startswith(" ")}
+    lines = {
+        line.split()[0]: line.split()[1:] for line in text.splitlines() if not line.startswith(" ")
+    }
     assert lines["optimizer.lr"] == ["0.3", f"{tmp_path}/mine.yaml:2"]
     assert lines["model.options.width"] == ["64", "flag", "--model.options.width"]
     assert lines["seed"] == ["0", "default"]
@@ -90,5 +98,7 @@ def test_an_explanation_fits_in_100_columns(name: str) -> None:
 
 def test_a_long_value_does_not_push_the_origins_of_others_away() -> None:
     settings = read(None)
-    long = replace(settings, job=replace(settings.job, imports=("a/long/path/to/some/file.py",) * 3))
+    long = replace(
+        settings, job=replace(settings.job, imports=("a/long/path/to/some/file.py",) * 3)
+    )
     assert f"seed{' ' * 27}0{' ' * 25}default" in explain(long)

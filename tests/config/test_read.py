@@ -28,7 +28,9 @@ def test_nothing_given_is_all_defaults() -> None:
 
 
 def test_every_value_knows_where_it_came_from(here: Path) -> None:
-    (here / "mine.yaml").write_text("optimizer:\n  lr: 5e-5\n  nesterov: true\nmodel:\n  options:\n    width: 64\n")
+    (here / "mine.yaml").write_text(
+        "optimizer:\n  lr: 5e-5\n  nesterov: true\nmodel:\n  options:\n    width: 64\n"
+    )
     settings = read("mine.yaml", [("optimizer.lr", "1e-3"), ("seed", "7")])
     assert settings.job.optimizer.lr == 1e-3
     assert settings.job.optimizer.nesterov is True
@@ -61,7 +63,11 @@ def test_a_file_may_start_from_a_built_in_one_or_from_a_neighbour(here: Path) ->
     (here / "sub" / "below.yaml").write_text("base: digits\noptimizer:\n  lr: 0.3\n")
     (here / "top.yaml").write_text("base: sub/below.yaml\ntrain.epochs: 2\n")
     settings = read("top.yaml")
-    assert (settings.job.data.name, settings.job.optimizer.lr, settings.job.train.epochs) == ("digits", 0.3, 2)
+    assert (settings.job.data.name, settings.job.optimizer.lr, settings.job.train.epochs) == (
+        "digits",
+        0.3,
+        2,
+    )
     assert settings.origins["optimizer.lr"] == "sub/below.yaml:3"
     assert settings.origins["train.epochs"] == "top.yaml:2"
     assert settings.origins["train.batch_size"].startswith("builtin/digits.yaml:")
@@ -71,24 +77,37 @@ def test_bases_that_go_round_in_a_circle_are_refused(here: Path) -> None:
     (here / "a.yaml").write_text("base: b.yaml\n")
     (here / "b.yaml").write_text("seed: 1\nbase: a.yaml\n")
     (line,) = problems("a.yaml")
-    assert line == "b.yaml:2: base: a.yaml -> b.yaml -> a.yaml goes round in a circle; let one of them stand alone"
+    assert (
+        line
+        == "b.yaml:2: base: a.yaml -> b.yaml -> a.yaml goes round in a circle; let one of them stand alone"
+    )
 
 
 def test_options_add_up_key_by_key_and_leave_with_their_name(here: Path) -> None:
     (here / "gpt.yaml").write_text("model: {name: gpt, options: {layers: 2, width: 64}}\n")
     (here / "wide.yaml").write_text("base: gpt.yaml\nmodel: {options: {width: 512}}\n")
     assert read("wide.yaml").job.model.options == {"layers": 2, "width": 512}
-    assert read("wide.yaml", [("model.options.layers", "8")]).job.model.options == {"layers": 8, "width": 512}
+    assert read("wide.yaml", [("model.options.layers", "8")]).job.model.options == {
+        "layers": 8,
+        "width": 512,
+    }
     assert read("wide.yaml", [("model.options", "{heads: 2}")]).job.model.options["heads"] == 2
     assert read("wide.yaml", [("model.options", "none")]).job.model.options == {}
-    assert read("wide.yaml", [("model.name", "gpt")]).job.model.options == {"layers": 2, "width": 512}
+    assert read("wide.yaml", [("model.name", "gpt")]).job.model.options == {
+        "layers": 2,
+        "width": 512,
+    }
     lstm = read("wide.yaml", [("model.name", "lstm"), ("model.options.width", "8")])
     assert lstm.job.model.options == {"width": 8}
     assert "model.options.layers" not in lstm.origins
 
 
 def test_flags_take_lists_and_clear_with_none() -> None:
-    flags = [("train.clip_norm", "1"), ("train.clip_norm", "none"), ("schedule.milestones", "[3, 6]")]
+    flags = [
+        ("train.clip_norm", "1"),
+        ("train.clip_norm", "none"),
+        ("schedule.milestones", "[3, 6]"),
+    ]
     job = read(None, [*flags, ("data.shape", "5"), ("import", "a.py"), ("import", "b.py")]).job
     assert job.train.clip_norm is None
     assert job.schedule.milestones == (3, 6)
@@ -99,7 +118,9 @@ def test_flags_take_lists_and_clear_with_none() -> None:
 def test_whole_numbers_may_be_written_as_floats_and_bools_are_no_numbers() -> None:
     assert read(None, [("train.max_steps", "1e3")]).job.train.max_steps == 1000
     assert isinstance(read(None, [("optimizer.lr", "1")]).job.optimizer.lr, float)
-    assert problems(None, ("train.epochs", "1.5"), ("train.batch_size", "true"), ("optimizer.lr", "true")) == [
+    assert problems(
+        None, ("train.epochs", "1.5"), ("train.batch_size", "true"), ("optimizer.lr", "true")
+    ) == [
         "flag --train.epochs: train.epochs must be a whole number, not 1.5",
         "flag --train.batch_size: train.batch_size must be a whole number, not true",
         "flag --optimizer.lr: optimizer.lr must be a number, not true",
@@ -116,12 +137,14 @@ def test_all_problems_are_reported_at_once_with_file_and_line(here: Path) -> Non
         "bad.yaml:1: optimzer is not known; did you mean 'optimizer'?",
         "bad.yaml:4: optimizer.lerning_rate is not known; did you mean 'optimizer.lr'?",
         "flag --lr: lr is not known; did you mean 'optimizer.lr'?",
-        "flag --schedule: schedule is a section and takes no value; it holds name, warmup_epochs, warmup_factor, "
+        "flag --schedule: schedule is a section and takes no value; it holds name, warmup_epochs, "
+        "warmup_factor, "
         "final_factor, milestones, gamma",
         "flag --out: not YAML: expected the node content, but found '<stream end>'",
         "bad.yaml:5: optimizer.lr must be greater than 0, not -1.0",
         "bad.yaml:6: optimizer.momentum must be a number, not 'no'",
-        "bad.yaml:8: train.precision must be one of fp64, fp32, bf16, fp16, not fp17; did you mean 'fp16'?",
+        "bad.yaml:8: train.precision must be one of fp64, fp32, bf16, fp16, not fp17; did you mean "
+        "'fp16'?",
         "bad.yaml:9: train.accumulate is 64, more parts than the 32 samples of train.batch_size",
     ]
 
@@ -145,20 +168,27 @@ def test_an_unknown_name_comes_with_what_was_meant(name: str, hint: str) -> None
 
 def test_a_name_like_nothing_at_all_lists_what_there_is() -> None:
     (line,) = problems(None, ("xyzzy", "1"))
-    assert line.startswith("flag --xyzzy: xyzzy is not known; known: name, seed, strategy, out, imports, model, data,")
+    assert line.startswith(
+        "flag --xyzzy: xyzzy is not known; known: name, seed, strategy, out, imports, model, data,"
+    )
 
 
 def test_a_setting_given_twice_in_two_spellings_is_refused(here: Path) -> None:
     (here / "twice.yaml").write_text("optimizer.lr: 0.1\noptimizer:\n  lr: 0.2\n")
-    assert problems("twice.yaml") == ["twice.yaml:3: optimizer.lr is set twice, at twice.yaml:1 too; remove one"]
+    assert problems("twice.yaml") == [
+        "twice.yaml:3: optimizer.lr is set twice, at twice.yaml:1 too; remove one"
+    ]
 
 
 def test_an_option_must_be_a_keyword_argument() -> None:
     (line,) = problems(None, ("model.options.block.width", "3"))
     assert line.endswith(
-        "'block.width' cannot be a keyword argument in model.options; write what lies deeper as KEY: {...}"
+        "'block.width' cannot be a keyword argument in model.options; write what lies deeper as "
+        "KEY: {...}"
     )
-    assert read(None, [("model.options.block", "{width: 3}")]).job.model.options == {"block": {"width": 3}}
+    assert read(None, [("model.options.block", "{width: 3}")]).job.model.options == {
+        "block": {"width": 3}
+    }
 
 
 def test_a_section_of_comments_only_sets_nothing(here: Path) -> None:
@@ -173,7 +203,9 @@ def test_a_source_that_does_not_exist_comes_with_a_near_name(here: Path) -> None
     (line,) = problems(Path("digits"))
     assert line.startswith("digits: 'digits' is neither a file nor")
     (here / "x.yaml").write_text("seed: 1\nbase: imagenet\n")
-    assert problems("x.yaml")[0].startswith("x.yaml:2: base: 'imagenet' is neither a file nor a built-in")
+    assert problems("x.yaml")[0].startswith(
+        "x.yaml:2: base: 'imagenet' is neither a file nor a built-in"
+    )
 
 
 def test_files_that_cannot_be_read_say_why(here: Path) -> None:

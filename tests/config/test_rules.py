@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.config import Job, builtin_names, read
-from shoal.config.rules import broken_rules
+from shoal.config.rules import violations
 from shoal.errors import ConfigError
 
 # The flags that break a rule, and what is said of it.
@@ -37,7 +37,9 @@ def test_what_does_not_fit_together_is_refused(flags: str) -> None:
 
 
 def test_a_value_that_somebody_gave_takes_the_blame_not_a_default() -> None:
-    with pytest.raises(ConfigError, match=r"flag --data\.classes: evaluation\.topk is 5, but dummy has 2 classes"):
+    with pytest.raises(
+        ConfigError, match=r"flag --data\.classes: evaluation\.topk is 5, but dummy has 2 classes"
+    ):
         read(None, [("data.name", "dummy"), ("data.classes", "2")])
 
 
@@ -50,6 +52,6 @@ def test_a_rule_does_not_speak_of_a_value_that_could_not_be_read() -> None:
 
 
 def test_no_rule_is_broken_by_defaults_or_by_what_is_built_in() -> None:
-    assert not list(broken_rules(Job()))
+    assert not list(violations(Job()))
     for name in builtin_names():
-        assert not list(broken_rules(read(name).job))
+        assert not list(violations(read(name).job))

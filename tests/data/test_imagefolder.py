@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import load
 from shoal.errors import ConfigError, DataError
 
@@ -21,18 +21,31 @@ def root(tmp_path):
             directory = tmp_path / split / name
             directory.mkdir(parents=True)
             for i in range(number):
-                Image.new("RGB", (40 + 8 * i, 30), colour).save(directory / f"{name}_{i}.JPEG", quality=95)
+                Image.new("RGB", (40 + 8 * i, 30), colour).save(
+                    directory / f"{name}_{i}.JPEG", quality=95
+                )
     return tmp_path
 
 
 def images(root: Path, **settings):
-    return load(Data(name="imagefolder", path=str(root), **{"image_size": 16, "resize": 20} | settings), seed=0)
+    return load(
+        DataConfig(
+            name="imagefolder", path=str(root), **{"image_size": 16, "resize": 20} | settings
+        ),
+        seed=0,
+    )
 
 
 def test_classes_are_numbered_in_the_order_of_their_names(root):
     source = images(root)
-    assert (source.task, source.num_classes, source.input_shape) == ("classification", 3, (3, 16, 16))
-    assert [label for _, label in (source.train[i] for i in range(len(source.train)))] == [0] * 3 + [1] * 3 + [2] * 3
+    assert (source.task, source.num_classes, source.input_shape) == (
+        "classification",
+        3,
+        (3, 16, 16),
+    )
+    assert [label for _, label in (source.train[i] for i in range(len(source.train)))] == [
+        0
+    ] * 3 + [1] * 3 + [2] * 3
     assert len(source.validation) == 6
 
 
@@ -44,13 +57,22 @@ def test_images_are_float32_of_the_size_asked_for_and_normalised(root):
         assert image.dtype == torch.float32
         colour = torch.zeros(3)
         colour[label] = 1
-        expected = (colour - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+        expected = (colour - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
+            [0.229, 0.224, 0.225]
+        )
         torch.testing.assert_close(image.mean((1, 2)), expected, atol=0.05, rtol=0)
 
 
 def test_grey_palette_transparent_and_cmyk_images_become_rgb(root):
     directory = root / "val" / "n01_tench"
-    for mode, ending in (("L", "png"), ("P", "png"), ("RGBA", "png"), ("1", "png"), ("CMYK", "jpg"), ("I;16", "png")):
+    for mode, ending in (
+        ("L", "png"),
+        ("P", "png"),
+        ("RGBA", "png"),
+        ("1", "png"),
+        ("CMYK", "jpg"),
+        ("I;16", "png"),
+    ):
         Image.new(mode, (30, 30)).save(directory / f"a_{mode.replace(';', '')}.{ending}")
     validation = images(root).validation
     assert all(validation[i][0].shape == (3, 16, 16) for i in range(len(validation)))
@@ -96,14 +118,18 @@ def test_missing_directories_are_named_together(tmp_path):
 
 def test_splits_that_differ_in_their_classes_are_refused_with_the_differences(root):
     (root / "train" / "n01_tench").rename(root / "train" / "n09_eel")
-    with pytest.raises(DataError, match=r"(?s)train has 3; only there: n09_eel\n.*val has 3; only there: n01_tench"):
+    with pytest.raises(
+        DataError, match=r"(?s)train has 3; only there: n09_eel\n.*val has 3; only there: n01_tench"
+    ):
         images(root)
 
 
 def test_validation_images_that_lie_about_without_directories_are_recognised(root):
     shutil.rmtree(root / "val")
     (root / "val").mkdir()
-    with pytest.raises(DataError, match=r"(?s)only there: n01_tench, n02_shark, n03_ray\n.*have to be sorted"):
+    with pytest.raises(
+        DataError, match=r"(?s)only there: n01_tench, n02_shark, n03_ray\n.*have to be sorted"
+    ):
         images(root)
 
 
@@ -131,11 +157,15 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_read(root, kin
         Image.effect_noise((60, 60), 50).save(path, format="PNG")
         path.write_bytes(path.read_bytes()[:-1500])
     else:
-        path.write_bytes({"text": b"hello", "empty": b"", "truncated": whole[:-40], "gone": whole}[kind])
+        path.write_bytes(
+            {"text": b"hello", "empty": b"", "truncated": whole[:-40], "gone": whole}[kind]
+        )
     source = images(root)
     if kind == "gone":
         path.unlink()
-    with pytest.raises(DataError, match=r"n01_tench_0\.JPEG: not an image that can be read \(.*Replace the file"):
+    with pytest.raises(
+        DataError, match=r"n01_tench_0\.JPEG: not an image that can be read \(.*Replace the file"
+    ):
         source.train[0]
     assert source.train[1][0].shape == (3, 16, 16)
 

@@ -21,13 +21,19 @@ def test_augmentation_is_a_crop_of_the_image_in_a_black_border_flipped_or_not():
     height, width = plain.pixels.shape[-2:]
     padded = torch.zeros(3, height + 4, width + 4, dtype=torch.uint8)
     padded[:, 2:-2, 2:-2] = plain.pixels[0]
-    crops = [padded[:, top : top + height, left : left + width] for top in range(5) for left in range(5)]
+    crops = [
+        padded[:, top : top + height, left : left + width] for top in range(5) for left in range(5)
+    ]
     possible = [plain.normalise(view) for crop in crops for view in (crop, crop.flip(-1))]
     seen = set()
     for _ in range(600):
         image, label = Augmented(plain, border=2)[0]
         assert label == 0
-        seen.add(next(number for number, candidate in enumerate(possible) if torch.equal(candidate, image)))
+        seen.add(
+            next(
+                number for number, candidate in enumerate(possible) if torch.equal(candidate, image)
+            )
+        )
     assert len(seen) == 50
 
 

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from shoal.data.loader import ShareLoader
-from shoal.data.seeds import borrowed, load_random_state, random_state, seed_all, stream
+from shoal.data.loader import DistributedBatchLoader
+from shoal.data.seeds import (
+    derive_seed,
+    load_random_state,
+    preserve_rng_state,
+    random_state,
+    seed_all,
+)
 from shoal.data.warm_start import WarmStart
 
 
@@ -20,14 +26,18 @@ class Noisy(Dataset):
         return 23
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor(index), torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+        return torch.tensor(index), torch.tensor(
+            [torch.rand(()).item(), random.random(), np.random.rand()]
+        )
 
 
-def epochs(rank: int = 0, ranks: int = 1, workers: int = 0, count: int = 2, **arguments: object) -> list[list[Tensor]]:
+def epochs(
+    rank: int = 0, ranks: int = 1, workers: int = 0, count: int = 2, **arguments: object
+) -> list[list[Tensor]]:
     """For each global batch of `count` epochs, this rank's rows as (index, draws)."""
     arguments = {"shuffle": True, **arguments}
     loader = DataLoader(Noisy(), batch_size=5, num_workers=workers, **arguments)  # type: ignore[arg-type]
-    shared = ShareLoader(loader, rank, ranks, seed=7)
+    shared = DistributedBatchLoader(loader, rank, ranks, seed=7)
     found = []
     for _ in range(count):
         for index, draws in shared:
@@ -38,7 +48,9 @@ def epochs(rank: int = 0, ranks: int = 1, workers: int = 0, count: int = 2, **ar
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -67,19 +79,27 @@ def test_fetching_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_position_is_taken_up_by_another_number_of_ranks_without_losing_or_repeating_a_sample() -> None:
+def test_a_position_is_taken_up_by_another_number_of_ranks_without_losing_or_repeating_a_sample() -> (
+    None
+):
     whole = torch.cat(epochs(count=1))[:, 0].tolist()
-    loaders = [ShareLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 2, seed=7) for rank in range(2)]
+    loaders = [
+        DistributedBatchLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 2, seed=7)
+        for rank in range(2)
+    ]
     seen: list[float] = []
     for (first, _), (second, _) in zip(*loaders, strict=True):
         seen += [*first.tolist(), *second.tolist()]
         if len(seen) == 10:
-            state = loaders[0].state()
+            state = loaders[0].state_dict()
             break
     assert state == {"epoch": 0, "position": 10}
-    resumed = [ShareLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 3, seed=7) for rank in range(3)]
+    resumed = [
+        DistributedBatchLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 3, seed=7)
+        for rank in range(3)
+    ]
     for loader in resumed:
-        loader.restore(state)
+        loader.load_state_dict(state)
     for batches in zip(*resumed, strict=True):
         for loader, (index, _) in zip(resumed, batches, strict=True):
             seen += index.tolist()[: loader.share.rows]  # type: ignore[union-attr]
@@ -87,16 +107,18 @@ def test_a_position_is_taken_up_by_another_number_of_ranks_without_losing_or_rep
 
 
 def test_a_position_at_the_end_is_the_start_of_the_next_epoch() -> None:
-    loader = ShareLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
-    loader.restore({"epoch": 1, "position": 23})
-    assert loader.state() == {"epoch": 2, "position": 0}
-    dropping = ShareLoader(DataLoader(Noisy(), batch_size=5, drop_last=True), 0, 1, seed=0)
-    dropping.restore({"epoch": 1, "position": 20})
-    assert dropping.state() == {"epoch": 2, "position": 0}
+    loader = DistributedBatchLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
+    loader.load_state_dict({"epoch": 1, "position": 23})
+    assert loader.state_dict() == {"epoch": 2, "position": 0}
+    dropping = DistributedBatchLoader(
+        DataLoader(Noisy(), batch_size=5, drop_last=True), 0, 1, seed=0
+    )
+    dropping.load_state_dict({"epoch": 1, "position": 20})
+    assert dropping.state_dict() == {"epoch": 2, "position": 0}
 
 
 def test_leaving_an_epoch_early_ends_it() -> None:
-    loader = ShareLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
+    loader = DistributedBatchLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
     for _ in loader:
         break
     assert loader.epoch == 1
@@ -126,7 +148,7 @@ def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_b
 
     tensors = torch.randn(9, 2), torch.arange(9)
     fast, slow = (
-        ShareLoader(DataLoader(dataset, batch_size=4, shuffle=True), 0, 1, seed=0)
+        DistributedBatchLoader(DataLoader(dataset, batch_size=4, shuffle=True), 0, 1, seed=0)
         for dataset in (TensorDataset(*tensors), Plain())
     )
     for left, right in zip(fast, slow, strict=True):
@@ -137,7 +159,9 @@ def test_a_warm_start_sees_a_fixed_part_and_then_everything() -> None:
     def sampler() -> WarmStart:
         return WarmStart(samples=23, epochs=2, fraction=0.4, seed=1)
 
-    loader = ShareLoader(DataLoader(Noisy(), batch_size=5, sampler=sampler()), 0, 1, seed=7)
+    loader = DistributedBatchLoader(
+        DataLoader(Noisy(), batch_size=5, sampler=sampler()), 0, 1, seed=7
+    )
     assert [loader.batches_in(epoch) for epoch in range(3)] == [2, 2, 5]
     seen = [torch.cat([index for index, _ in loader]).tolist() for _ in range(3)]
     assert sorted(seen[0]) == sorted(seen[1])
@@ -148,14 +172,17 @@ def test_a_warm_start_sees_a_fixed_part_and_then_everything() -> None:
 
 def test_neighbouring_streams_are_unrelated_and_depend_on_the_order_of_their_names() -> None:
     seeds = {
-        stream(seed, epoch, index) & 0xFFFFFFFF for seed in range(10) for epoch in range(10) for index in range(10)
+        derive_seed(seed, epoch, index) & 0xFFFFFFFF
+        for seed in range(10)
+        for epoch in range(10)
+        for index in range(10)
     }
     assert len(seeds) == 1000
-    assert stream(1, 2) != stream(2, 1)
+    assert derive_seed(1, 2) != derive_seed(2, 1)
 
 
 def test_random_state_comes_back_as_it_was() -> None:
-    with borrowed():
+    with preserve_rng_state():
         seed_all(5)
         random.gauss(0, 1)
         np.random.randn()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shoal.data.mixing import cutmix, mixed
+from shoal.data.mixing import cutmix, mix_dataset
 from shoal.errors import DataError
 
 
@@ -21,13 +21,13 @@ class Constant(Dataset):
 
 def draws(mixup_alpha, cutmix_alpha, number=200):
     torch.manual_seed(0)
-    dataset = mixed(Constant(), 4, mixup_alpha, cutmix_alpha)
+    dataset = mix_dataset(Constant(), 4, mixup_alpha, cutmix_alpha)
     return [dataset[i % 4] for i in range(number)]
 
 
 def test_without_an_alpha_nothing_changes():
     dataset = Constant()
-    assert mixed(dataset, 4, 0, 0) is dataset
+    assert mix_dataset(dataset, 4, 0, 0) is dataset
 
 
 @pytest.mark.parametrize("alphas", [(0.2, 0), (0, 1.0), (0.8, 1.0), (0.001, 0)])
@@ -58,14 +58,22 @@ def test_with_both_alphas_samples_take_one_of_the_two_with_equal_chance():
 
 
 def test_every_partner_is_drawn_and_the_share_of_the_first_is_one_half_on_average():
-    targets = torch.stack([target for _, target in draws(1.0, 0, number=2000)]).view(-1, 4, 4).mean(0)
-    # Of what is mixed in, each of the four classes gives a quarter: 1/2 + 1/8 on the diagonal, 1/8 off it.
-    torch.testing.assert_close(targets, torch.full((4, 4), 0.125) + 0.5 * torch.eye(4), atol=0.05, rtol=0)
+    targets = (
+        torch.stack([target for _, target in draws(1.0, 0, number=2000)]).view(-1, 4, 4).mean(0)
+    )
+    # Of what is mixed in, each of the four classes gives a quarter: 1/2 + 1/8 on the diagonal, 1/8
+    # off it.
+    torch.testing.assert_close(
+        targets, torch.full((4, 4), 0.125) + 0.5 * torch.eye(4), atol=0.05, rtol=0
+    )
 
 
 def test_a_mixed_sample_follows_from_the_default_generator_alone():
     first, second = draws(0.2, 1.0), draws(0.2, 1.0)
-    assert all(torch.equal(a, b) and torch.equal(s, t) for (a, s), (b, t) in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(s, t)
+        for (a, s), (b, t) in zip(first, second, strict=True)
+    )
 
 
 def test_the_share_of_cutmix_is_corrected_to_the_pixels_that_were_pasted():
@@ -84,6 +92,6 @@ def test_cutmix_changes_neither_of_its_images():
 
 def test_cutmix_of_something_else_than_images_is_refused_and_mixup_is_not():
     flat = Constant(shape=(8,))
-    assert mixed(flat, 4, 0.2, 0)[0][0].shape == (8,)
+    assert mix_dataset(flat, 4, 0.2, 0)[0][0].shape == (8,)
     with pytest.raises(DataError, match=r"the shape \(8,\)\. Set train\.cutmix=0"):
-        mixed(flat, 4, 0, 1.0)[0]
+        mix_dataset(flat, 4, 0, 1.0)[0]

@@ -7,64 +7,81 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data import SOURCES, load, stdlib
 from shoal.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
 def text():
-    return load(Data(name="stdlib", sequence_length=64), seed=0)
+    return load(DataConfig(name="stdlib", sequence_length=64), seed=0)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"data\.name: there is no data set 'cifar01'; did you mean 'cifar10'\?"):
-        load(Data(name="cifar01"), seed=0)
+    with pytest.raises(
+        ConfigError, match=r"data\.name: there is no data set 'cifar01'; did you mean 'cifar10'\?"
+    ):
+        load(DataConfig(name="cifar01"), seed=0)
 
 
 def test_a_source_of_the_users_own_is_found_by_its_name():
     seen = []
-    own = {"mine": lambda config, seed: seen.append((config.samples, seed)) or SOURCES["digits"](config, seed)}
-    assert load(Data(name="mine", samples=7), 3, own).num_classes == 10
+    own = {
+        "mine": lambda config, seed: (
+            seen.append((config.samples, seed)) or SOURCES["digits"](config, seed)
+        )
+    }
+    assert load(DataConfig(name="mine", samples=7), 3, own).num_classes == 10
     assert seen == [(7, 3)]
     with pytest.raises(ConfigError, match="did you mean 'mine'"):
-        load(Data(name="min"), 0, own)
+        load(DataConfig(name="min"), 0, own)
 
 
 def test_sources_without_photographs_do_not_wait_for_torchvision():
     program = (
-        "import sys; from shoal.config.job import Data; from shoal.data import load; load(Data(name='digits'), 0);"
+        "import sys; from shoal.config.job import Data; from shoal.data import load; "
+        "load(Data(name='digits'), 0);"
         "sys.exit('torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_digits_are_split_once_and_for_all():
-    source = load(Data(name="digits"), seed=0)
+    source = load(DataConfig(name="digits"), seed=0)
     assert (len(source.train), len(source.validation)) == (1437, 360)
-    assert (source.task, source.num_classes, source.input_shape) == ("classification", 10, (1, 8, 8))
+    assert (source.task, source.num_classes, source.input_shape) == (
+        "classification",
+        10,
+        (1, 8, 8),
+    )
     image, label = source.train[0]
     assert image.shape == (1, 8, 8)
     assert image.dtype == torch.float32
     assert isinstance(label, int)
-    other = load(Data(name="digits"), seed=99)
+    other = load(DataConfig(name="digits"), seed=99)
     assert torch.equal(other.train[0][0], image)
 
 
 def test_digits_are_normalised_and_every_class_is_in_both_parts():
-    source = load(Data(name="digits"), seed=0)
+    source = load(DataConfig(name="digits"), seed=0)
     images, labels = source.train.batch(list(range(1437)))
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01
-    assert set(labels.tolist()) == set(source.validation.batch(list(range(360)))[1].tolist()) == set(range(10))
+    assert (
+        set(labels.tolist())
+        == set(source.validation.batch(list(range(360)))[1].tolist())
+        == set(range(10))
+    )
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
 @pytest.mark.parametrize("name", ["digits", "stdlib"])
 def test_a_batch_is_its_samples_stacked(name, part):
-    dataset = getattr(load(Data(name=name), seed=0), part)
+    dataset = getattr(load(DataConfig(name=name), seed=0), part)
     indices = [3, 0, len(dataset) - 1]
-    for whole, stacked in zip(dataset.batch(indices), default_collate([dataset[i] for i in indices]), strict=True):
+    for whole, stacked in zip(
+        dataset.batch(indices), default_collate([dataset[i] for i in indices]), strict=True
+    ):
         assert whole.dtype == stacked.dtype
         assert whole.is_contiguous()
         assert torch.equal(whole, stacked)
@@ -97,11 +114,19 @@ def test_the_text_is_python_source_of_a_few_million_bytes(text):
 
 
 def test_the_text_is_the_same_every_time(text):
-    assert torch.equal(load(Data(name="stdlib"), seed=5).train.text, text.train.text)
+    assert torch.equal(load(DataConfig(name="stdlib"), seed=5).train.text, text.train.text)
 
 
 def test_what_others_installed_and_tests_and_dangling_links_are_left_out_of_the_text(tmp_path):
-    for name in ("b.py", "a/c.py", "site-packages/d.py", "a/tests/e.py", "_sysconfigdata_x.py", "f.txt", "test/g.py"):
+    for name in (
+        "b.py",
+        "a/c.py",
+        "site-packages/d.py",
+        "a/tests/e.py",
+        "_sysconfigdata_x.py",
+        "f.txt",
+        "test/g.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass\n")
     (tmp_path / "h.py").symlink_to(tmp_path / "gone.py")
@@ -110,11 +135,11 @@ def test_what_others_installed_and_tests_and_dangling_links_are_left_out_of_the_
 
 def test_a_window_longer_than_the_text_is_refused_with_the_bytes_that_there_are():
     with pytest.raises(DataError, match=r"bytes for training .*data\.sequence_length=100,000,000"):
-        load(Data(name="stdlib", sequence_length=100_000_000), seed=0)
+        load(DataConfig(name="stdlib", sequence_length=100_000_000), seed=0)
 
 
 def test_dummy_samples_are_a_function_of_seed_split_and_index():
-    config = Data(name="dummy", shape=(2, 5), samples=20, classes=4)
+    config = DataConfig(name="dummy", shape=(2, 5), samples=20, classes=4)
     source, again, other = load(config, 1), load(config, 1), load(config, 2)
     torch.manual_seed(0)
     sample, label = source.train[7]
@@ -126,7 +151,7 @@ def test_dummy_samples_are_a_function_of_seed_split_and_index():
 
 
 def test_dummy_has_the_shape_the_size_and_the_classes_that_were_asked_for():
-    source = load(Data(name="dummy", shape=(2, 5), samples=200, classes=4), seed=0)
+    source = load(DataConfig(name="dummy", shape=(2, 5), samples=200, classes=4), seed=0)
     assert len(source.train) == len(source.validation) == 200
     assert (source.num_classes, source.input_shape) == (4, (2, 5))
     assert {label for _, label in source.train} == {0, 1, 2, 3}
@@ -135,5 +160,5 @@ def test_dummy_has_the_shape_the_size_and_the_classes_that_were_asked_for():
 
 def test_dummy_leaves_the_default_generator_alone():
     before = torch.get_rng_state()
-    load(Data(name="dummy", shape=(3,)), seed=0).train[0]
+    load(DataConfig(name="dummy", shape=(3,)), seed=0).train[0]
     assert torch.equal(torch.get_rng_state(), before)

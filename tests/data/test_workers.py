@@ -9,12 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.comm.mesh import leave
+from shoal.comm.mesh import shutdown
 from shoal.testing import world
 
 
 class _Note:
-    """Has a worker leave a file when it ends as it was told to, which one that is terminated does not."""
+    """Has a worker leave a file when it ends as it was told to, which one that is terminated
+    does not.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -35,7 +37,7 @@ def ends_with_workers_at_hand(directory: Path) -> int:
         optimizer.step()
     run.in_a_cycle = run  # as whatever holds a trainer that holds it
     del run, model, optimizer, loader
-    leave()
+    shutdown()
     return len(active_children())
 
 

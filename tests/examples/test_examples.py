@@ -1,4 +1,6 @@
-"""The examples as people run them: the same file with `python` and with `shoal launch`, the same losses."""
+"""The examples as people run them: the same file with `python` and with `shoal launch`, the
+same losses.
+"""
 
 import subprocess
 import sys
@@ -16,7 +18,9 @@ def printed(command: list[str], directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.slow)])
-def test_an_example_prints_the_same_losses_on_one_process_and_on_three(name: str, tmp_path: Path) -> None:
+def test_an_example_prints_the_same_losses_on_one_process_and_on_three(
+    name: str, tmp_path: Path
+) -> None:
     script, shoal = str(EXAMPLES / f"{name}.py"), str(Path(sys.executable).with_name("shoal"))
     one = printed([sys.executable, script], tmp_path)
     many = printed([shoal, "launch", "-n", "3", script], tmp_path)
@@ -59,7 +63,9 @@ def test_one_script_prints_the_same_losses_however_the_model_is_cut(
 @pytest.mark.parametrize("name", ["digits", "text", "gpt"])
 def test_five_lines_of_an_example_speak_to_shoal(name: str) -> None:
     lines = [
-        line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if not line.startswith(("    python", '"'))
+        line
+        for line in (EXAMPLES / f"{name}.py").read_text().splitlines()
+        if not line.startswith(("    python", '"'))
     ]
     calls = ("import shoal", "shoal.init(", "run.prepare(", "run.forward_backward(", "run.save(")
     assert [sum(call in line for line in lines) for call in calls] == [1] * len(calls)

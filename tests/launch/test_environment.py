@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 import recorded
-from recorded import OPEN_MPI, OPEN_MPI_IN_SALLOC, STEP, TORCHRUN_IN_EVERY_TASK, TORCHRUN_IN_STEP
+from launcher_environments import (
+    OPEN_MPI,
+    OPEN_MPI_IN_SALLOC,
+    STEP,
+    TORCHRUN_IN_EVERY_TASK,
+    TORCHRUN_IN_STEP,
+)
 
 from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import read
@@ -29,10 +35,20 @@ OPEN_MPI_5 = {
     "PMIX_RANK": "2",
     "PRTE_LAUNCHED": "1",
 }
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "9",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
 INTEL_MPI = MPICH | {"I_MPI_INFO_NP": "2", "I_MPI_MPIRUN": "mpirun", "MPI_LOCALNRANKS": "2"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n01", "MASTER_PORT": "29500"}
-OF_ONE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+OF_ONE = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
 MASTER = {"MASTER_ADDR": "n3"}
 
 
@@ -56,7 +72,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (STEP, "slurm", (3, 5), (1, 2), "n1"),
         (STEP | {"MASTER_ADDR": "n2", "WORLD_SIZE": "5"}, "slurm", (3, 5), (1, 2), "n2"),
         (
-            STEP | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_GTIDS": "4"},
+            STEP
+            | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_GTIDS": "4"},
             "slurm",
             (4, 5),
             (0, 1),
@@ -67,12 +84,24 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (recorded.PMI2_STEP, "slurm", (1, 2), (0, 1), "n1"),
         (recorded.ARBITRARY_STEP | MASTER, "slurm", (0, 4), (0, 2), "n3"),
         (recorded.HETEROGENEOUS_STEP | MASTER, "slurm", (0, 2), (0, 1), "n3"),
-        (without(recorded.LEFT_OVER_STEP, "SLURM_STEP_ID", "SLURM_STEPID"), "single", (0, 1), (0, 1), None),
+        (
+            without(recorded.LEFT_OVER_STEP, "SLURM_STEP_ID", "SLURM_STEPID"),
+            "single",
+            (0, 1),
+            (0, 1),
+            None,
+        ),
         (OPEN_MPI, "mpi", (1, 3), (1, 3), "127.0.0.1"),
         (OPEN_MPI | OF_ONE, "single", (0, 1), (0, 1), None),
         (OPEN_MPI_IN_SALLOC | {"MASTER_ADDR": "n1"}, "mpi", (2, 3), (0, 1), "n1"),
         (recorded.ONE_OPEN_MPI_IN_SALLOC, "single", (0, 1), (0, 1), None),
-        (recorded.ONE_OPEN_MPI_IN_SALLOC | recorded.TORCHRUN_IN_SALLOC, "torchrun", (1, 2), (1, 2), "localhost"),
+        (
+            recorded.ONE_OPEN_MPI_IN_SALLOC | recorded.TORCHRUN_IN_SALLOC,
+            "torchrun",
+            (1, 2),
+            (1, 2),
+            "localhost",
+        ),
         (OPEN_MPI_5 | {"MASTER_ADDR": "n01"}, "mpi", (2, 4), (0, 2), "n01"),
         (STEP | OPEN_MPI_5 | {"MASTER_ADDR": "n01"}, "mpi", (2, 4), (0, 2), "n01"),
         (MPICH, "mpi", (1, 2), (1, 2), "127.0.0.1"),
@@ -80,11 +109,25 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (BY_HAND, "environment", (1, 2), (0, 1), "n01"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "environment", (0, 1), (0, 1), None),
         (STEP | {"SHOAL_LAUNCHER": "single"}, "single", (0, 1), (0, 1), None),
-        (TORCHRUN_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "torchrun"}, "torchrun", (0, 1), (0, 1), "localhost"),
-        (recorded.OPEN_MPI_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "mpi"}, "mpi", (0, 1), (0, 1), "127.0.0.1"),
+        (
+            TORCHRUN_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "torchrun"},
+            "torchrun",
+            (0, 1),
+            (0, 1),
+            "localhost",
+        ),
+        (
+            recorded.OPEN_MPI_IN_EVERY_TASK | {"SHOAL_LAUNCHER": "mpi"},
+            "mpi",
+            (0, 1),
+            (0, 1),
+            "127.0.0.1",
+        ),
     ],
 )
-def test_each_launcher_is_read_by_its_own_variables(environ, launcher, rank_of_world, local, address):
+def test_each_launcher_is_read_by_its_own_variables(
+    environ, launcher, rank_of_world, local, address
+):
     place = read(environ)
     assert place.launcher == launcher
     assert (place.rank, place.world) == rank_of_world
@@ -96,35 +139,69 @@ def test_each_launcher_is_read_by_its_own_variables(environ, launcher, rank_of_w
     ("environ", "said"),
     [
         (TORCHRUN_IN_EVERY_TASK, ["Each of 2 tasks", "--nnodes=2", "SHOAL_LAUNCHER=torchrun"]),
-        (TORCHRUN_IN_EVERY_TASK | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["Each of 2 tasks"]),
+        (
+            TORCHRUN_IN_EVERY_TASK | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            ["Each of 2 tasks"],
+        ),
         (OPEN_MPI | TORCHRUN_IN_EVERY_TASK, ["Each of 3 tasks"]),
-        (recorded.OPEN_MPI_IN_EVERY_TASK, ["Each of 2 tasks", "outside of srun", "SHOAL_LAUNCHER=mpi"]),
+        (
+            recorded.OPEN_MPI_IN_EVERY_TASK,
+            ["Each of 2 tasks", "outside of srun", "SHOAL_LAUNCHER=mpi"],
+        ),
         (STEP | OPEN_MPI, ["Each of 5 tasks", "5 separate worlds"]),
         (STEP | OPEN_MPI_5 | OF_ONE | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ["Each of 5 tasks"]),
-        (recorded.LEFT_OVER_STEP, ["2 tasks, 1 of them here", "SLURM_NTASKS=1", "unset SLURM_STEP_ID"]),
-        (recorded.LEFT_OVER_STEP | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_GTIDS=0", "unset"]),
+        (
+            recorded.LEFT_OVER_STEP,
+            ["2 tasks, 1 of them here", "SLURM_NTASKS=1", "unset SLURM_STEP_ID"],
+        ),
+        (
+            recorded.LEFT_OVER_STEP | {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"},
+            ["SLURM_GTIDS=0", "unset"],
+        ),
         (recorded.ARBITRARY_STEP, ["MASTER_ADDR is missing", "arbitrary"]),
         (recorded.HETEROGENEOUS_STEP, ["MASTER_ADDR is missing", "heterogeneous"]),
         (
             without(STEP, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"),
-            ["SLURM_PROCID is missing", "SLURM_LOCALID is missing", "SLURM_STEP_NODELIST is missing"],
+            [
+                "SLURM_PROCID is missing",
+                "SLURM_LOCALID is missing",
+                "SLURM_STEP_NODELIST is missing",
+            ],
         ),
-        (without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ["SLURM_STEP_NUM_TASKS is missing"]),
+        (
+            without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+            ["SLURM_STEP_NUM_TASKS is missing"],
+        ),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) does not fit", "5 tasks"]),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["'two' is no list of counts"]),
-        (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 is set, but it is 3", "WORLD_SIZE=2 is set, but it is 5"]),
-        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), ["OMPI_COMM_WORLD_LOCAL_RANK is missing"]),
+        (
+            STEP | {"RANK": "0", "WORLD_SIZE": "2"},
+            ["RANK=0 is set, but it is 3", "WORLD_SIZE=2 is set, but it is 5"],
+        ),
+        (
+            without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            ["OMPI_COMM_WORLD_LOCAL_RANK is missing"],
+        ),
         (OPEN_MPI_IN_SALLOC, ["MASTER_ADDR is missing", "1 of 3 ranks", "mpirun -x MASTER_ADDR"]),
         (MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "n01"}, ["MASTER_PORT is missing"]),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["MPI_LOCALRANKID is missing", "MPI_LOCALNRANKS is missing"]),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            ["MPI_LOCALRANKID is missing", "MPI_LOCALNRANKS is missing"],
+        ),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "n01"}, ["RANK is missing", "MASTER_PORT is missing"]),
         ({"RANK": "0"}, ["WORLD_SIZE is missing"]),
         (BY_HAND | {"RANK": "2"}, ["rank 2 is outside a world of 2"]),
         (BY_HAND | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, ["local rank 1 of 1"]),
-        (BY_HAND | {"RANK": "one", "WORLD_SIZE": "-2"}, ["RANK=one is not", "WORLD_SIZE=-2 is not"]),
+        (
+            BY_HAND | {"RANK": "one", "WORLD_SIZE": "-2"},
+            ["RANK=one is not", "WORLD_SIZE=-2 is not"],
+        ),
         (BY_HAND | {"MASTER_PORT": "99999"}, ["MASTER_PORT=99999 is no port"]),
         (SHOAL | {"SHOAL_EXPECTED_WORLD": "8"}, ["8 processes were asked for", "a world of 4"]),
-        (recorded.TORCHRUN_IN_SALLOC | {"SHOAL_EXPECTED_WORLD": "4"}, ["4 processes were asked for", "a world of 2"]),
+        (
+            recorded.TORCHRUN_IN_SALLOC | {"SHOAL_EXPECTED_WORLD": "4"},
+            ["4 processes were asked for", "a world of 2"],
+        ),
         ({"SHOAL_EXPECTED_WORLD": "2"}, ["2 processes were asked for", "a world of 1"]),
         (without(SHOAL, "MASTER_PORT", "RANK"), ["MASTER_PORT is missing", "RANK is missing"]),
         ({"SHOAL_LAUNCHER": "torchrum"}, ["did you mean 'torchrun'"]),
@@ -160,7 +237,9 @@ def test_ranks_of_mpich_derive_their_port_from_their_common_parent():
 def test_a_place_describes_itself_in_one_line():
     assert read({}).describe() == "1 process (no launcher's variables are set)"
     said = read(STEP | {"MASTER_PORT": "29511"}).describe()
-    assert said == "rank 3 of 5 (1 of 2 on this machine), meeting at n1:29511; step 0 of Slurm job 3"
+    assert (
+        said == "rank 3 of 5 (1 of 2 on this machine), meeting at n1:29511; step 0 of Slurm job 3"
+    )
 
 
 def test_a_job_without_a_step_says_how_to_start_its_tasks():

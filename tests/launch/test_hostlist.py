@@ -25,7 +25,9 @@ def test_a_list_without_a_host_is_refused(nodelist):
         first_host(nodelist)
 
 
-@pytest.mark.parametrize(("text", "found"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,8(x2)", [1, 8, 8])])
+@pytest.mark.parametrize(
+    ("text", "found"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,8(x2)", [1, 8, 8])]
+)
 def test_counts_are_unfolded(text, found):
     assert counts(text) == found
 

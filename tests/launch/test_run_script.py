@@ -33,13 +33,19 @@ def written(folder, text, name="script.py"):
 
 
 @pytest.mark.parametrize(("processes", "gradient"), [(1, 0.0), (2, 1.0)])
-def test_a_script_that_knows_nothing_of_shoal_runs_as_python_would_run_it(tmp_path, capfd, processes, gradient):
+def test_a_script_that_knows_nothing_of_shoal_runs_as_python_would_run_it(
+    tmp_path, capfd, processes, gradient
+):
     (tmp_path / "helper.py").write_text("NAME = 'beside it'")
     assert local.run_script(written(tmp_path, RAW_DDP), ["--lr", "3"], processes) == 0
-    assert capfd.readouterr().out == f"['--lr', '3'] __main__ beside it {processes} {[[gradient] * 3]}\n"
+    assert (
+        capfd.readouterr().out
+        == f"['--lr', '3'] __main__ beside it {processes} {[[gradient] * 3]}\n"
+    )
 
 
-# The model is dropped after its group: without care, two or three rounds of this end in a deadlock inside torch.
+# The model is dropped after its group: without care, two or three rounds of this end in a deadlock
+# inside torch.
 DROPPED = """
     import torch
     from torch import distributed, nn
@@ -65,13 +71,17 @@ def test_a_model_may_outlive_its_process_group(tmp_path, capfd):
 
 
 def test_handlers_that_a_script_registers_run_at_its_end(tmp_path, capfd):
-    script = written(tmp_path, "import atexit\natexit.register(print, 'the end')\nprint('the start')")
+    script = written(
+        tmp_path, "import atexit\natexit.register(print, 'the end')\nprint('the start')"
+    )
     assert local.run_script(script, [], 1) == 0
     assert capfd.readouterr().out == "the start\nthe end\n"
 
 
 def test_data_loader_workers_start_as_in_any_script(tmp_path, capfd):
-    script = written(tmp_path, "import multiprocessing\nprint(multiprocessing.get_start_method(allow_none=True))")
+    script = written(
+        tmp_path, "import multiprocessing\nprint(multiprocessing.get_start_method(allow_none=True))"
+    )
     assert local.run_script(script, [], 1) == 0
     assert capfd.readouterr().out == "None\n"
 
@@ -79,7 +89,9 @@ def test_data_loader_workers_start_as_in_any_script(tmp_path, capfd):
 def test_ranks_draw_different_random_numbers_unless_they_are_seeded(tmp_path, capfd):
     script = written(tmp_path, "import numpy, random\nprint(numpy.random.rand(), random.random())")
     assert local.run_script(script, [], 2, output="all") == 0
-    first, second = (line.removeprefix("[rank 1] ").split() for line in capfd.readouterr().out.splitlines())
+    first, second = (
+        line.removeprefix("[rank 1] ").split() for line in capfd.readouterr().out.splitlines()
+    )
     assert not set(first) & set(second)
 
 

@@ -34,11 +34,19 @@ SCRIPT = """
 
 
 def has_slurm() -> bool:
-    return bool(shutil.which("sinfo")) and subprocess.run(["sinfo"], capture_output=True).returncode == 0
+    return (
+        bool(shutil.which("sinfo"))
+        and subprocess.run(["sinfo"], capture_output=True).returncode == 0
+    )
 
 
 def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]:
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, **AS_ROOT, "PET_LOG_DIR": str(logs)}  # torchrun's --log-dir
+    environ = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **AS_ROOT,
+        "PET_LOG_DIR": str(logs),
+    }  # torchrun's --log-dir
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
 
 
@@ -49,16 +57,24 @@ def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]
         pytest.param(
             "mpi",
             MPIRUN,
-            marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun"),
+            ],
         ),
         pytest.param(
             "slurm",
             SRUN,
-            marks=[pytest.mark.slow, pytest.mark.skipif(not has_slurm(), reason="there is no Slurm")],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not has_slurm(), reason="there is no Slurm"),
+            ],
         ),
     ],
 )
-def test_what_a_launcher_starts_is_one_world(tmp_path: Path, launcher: str, command: list[str]) -> None:
+def test_what_a_launcher_starts_is_one_world(
+    tmp_path: Path, launcher: str, command: list[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     ended = launched([*command, str(script), str(tmp_path)], tmp_path)

@@ -50,7 +50,13 @@ def test_a_builder_of_the_users_own_comes_before_the_others():
 
 
 def test_a_builder_that_takes_anything_is_given_anything():
-    build("mine", 10, TEXT, {"width": 3}, extra={"mine": lambda num_classes, **rest: nn.Linear(rest["width"], 1)})
+    build(
+        "mine",
+        10,
+        TEXT,
+        {"width": 3},
+        extra={"mine": lambda num_classes, **rest: nn.Linear(rest["width"], 1)},
+    )
 
 
 def test_a_builder_that_does_not_take_what_it_is_given_is_named():
@@ -64,7 +70,11 @@ def test_a_builder_that_does_not_take_what_it_is_given_is_named():
     [
         ("gtp", "did you mean 'gpt'?"),
         ("resnet-18", "did you mean 'resnet18'?"),
-        ("xyz", "known: cifar_resnet18, gpt, lstm, mlp, residual_cnn, timm:NAME, torchvision's (resnet18...)"),
+        (
+            "xyz",
+            "known: cifar_resnet18, gpt, lstm, mlp, residual_cnn, timm:NAME, torchvision's "
+            "(resnet18...)",
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_with_a_hint(name, hint):
@@ -75,7 +85,8 @@ def test_an_unknown_name_is_refused_with_a_hint(name, hint):
 def test_timm_where_it_is_not_installed_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(zoo, "find_spec", lambda name: None)
     assert problems("timm:vit_tiny_patch16_224") == [
-        "model.name: vit_tiny_patch16_224 is timm's, which is not installed; pip install 'shoal[timm]'"
+        "model.name: vit_tiny_patch16_224 is timm's, which is not installed; pip install "
+        "'shoal[timm]'"
     ]
 
 
@@ -108,17 +119,22 @@ def test_all_bad_values_are_named_at_once():
         "model.options.blocks: 0; each stage needs 1 or more",
         "model.options.widths: [12] must be positive multiples of groups=8",
     ]
-    assert problems("mlp", options={"hidden": [0]}) == ["model.options.hidden: [0] has a width below 1"]
+    assert problems("mlp", options={"hidden": [0]}) == [
+        "model.options.hidden: [0] has a width below 1"
+    ]
 
 
 def test_options_of_torchvision_are_checked_too():
     assert problems("resnet18", (1, 8, 8), {"zero_init_residuals": True, "groups": "many"}) == [
         "model.name: resnet18 takes images (3, height, width), but a sample is (1, 8, 8)",
-        "model.options.zero_init_residuals: resnet18 has no such option; did you mean 'zero_init_residual'?",
+        "model.options.zero_init_residuals: resnet18 has no such option; did you mean "
+        "'zero_init_residual'?",
         "model.options.groups: must be a whole number, not 'many'",
     ]
     (problem,) = problems("resnet18", options={"groups": 2})
-    assert problem.startswith("model.options: resnet18 does not take {'groups': 2}: BasicBlock only supports")
+    assert problem.startswith(
+        "model.options: resnet18 does not take {'groups': 2}: BasicBlock only supports"
+    )
 
 
 def test_a_model_of_torchvision_that_ignores_what_it_does_not_know_is_still_checked():

@@ -74,12 +74,16 @@ def test_a_later_token_never_changes_an_earlier_logit(name, options, input_shape
 @each_language_model
 def test_an_untrained_language_model_is_unsure(name, options, input_shape):
     logits = seeded(name, options, input_shape)(batch_for(name, input_shape))
-    assert F.cross_entropy(logits.flatten(0, 1), torch.arange(24) % 7).item() == pytest.approx(1.95, abs=0.35)
+    assert F.cross_entropy(logits.flatten(0, 1), torch.arange(24) % 7).item() == pytest.approx(
+        1.95, abs=0.35
+    )
 
 
 @pytest.mark.parametrize(("name", "embedding"), [("gpt", "token_embedding"), ("lstm", "embedding")])
 def test_a_tied_head_is_the_embedding_itself(name, embedding):
-    tied, untied = (seeded(name, {"width": 8, "layers": 1, "tied": tied}, (6,)) for tied in (True, False))
+    tied, untied = (
+        seeded(name, {"width": 8, "layers": 1, "tied": tied}, (6,)) for tied in (True, False)
+    )
     assert tied.head.weight is getattr(tied, embedding).weight
     assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
 
@@ -87,7 +91,9 @@ def test_a_tied_head_is_the_embedding_itself(name, embedding):
 def test_with_group_norm_a_sample_does_not_see_its_neighbours():
     images = batch_for("residual_cnn", (1, 8, 8), torch.float64)
     for norm, alike in (("group", True), ("batch", False)):
-        model = seeded("residual_cnn", {"widths": [8, 16], "norm": norm}, (1, 8, 8)).double().train()
+        model = (
+            seeded("residual_cnn", {"widths": [8, 16], "norm": norm}, (1, 8, 8)).double().train()
+        )
         halves = torch.cat([model(images[:2]), model(images[2:])])
         assert torch.allclose(model(images), halves, rtol=1e-12) == alike
 

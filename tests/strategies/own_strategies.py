@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Part, Strategy
+from shoal.strategies.base import LocalModel, Strategy
 
 NOT_A_CLASS = 3
 
@@ -14,12 +14,12 @@ class Mine(Strategy):
     count: int = 1
     name: str = "herring"
 
-    def cut(self, part: Part, mesh: Mesh) -> Part:
+    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
         return part
 
 
 class WithoutBase:
-    def cut(self, part: Part, mesh: Mesh) -> Part:
+    def cut(self, part: LocalModel, mesh: Mesh) -> LocalModel:
         return part
 
 

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from shoal.proof import prove
-from shoal.proof.matrix import LAYOUTS, read
-from shoal.proof.zoo import EXPERIMENTS
+from shoal.verification import verify_job
+from shoal.verification.matrix import LAYOUTS, read
+from shoal.verification.matrix_cases import EXPERIMENTS
 
 MEASURED = read(Path(__file__).parents[2] / "docs/verified.json")
 MODELS = list(EXPERIMENTS)
 SMALL = [layout for layout in LAYOUTS if layout[1] <= 4]
-# Every third strategy on one model, each model in its turn; the rest is behind a marker: `make test-slow`.
+# Every third strategy on one model, each model in its turn; the rest is behind a marker: `make
+# test-slow`.
 EVERY_DAY = {(layout, MODELS[5 * turn % len(MODELS)]) for turn, layout in enumerate(SMALL[1::3])}
 # Statistics in slices, compared by a collective that not all ranks would make.
 EVERY_DAY.add(
-    (("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1), "cnn with BatchNorm")
+    (
+        ("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1),
+        "cnn with BatchNorm",
+    )
 )
 
 
@@ -26,7 +30,9 @@ def test_every_model_has_its_turn() -> None:
     assert {name for _, name in EVERY_DAY} == set(EXPERIMENTS)
 
 
-CELLS = [(layout, name) for layout in LAYOUTS for name in EXPERIMENTS if (name, *layout) in MEASURED]
+CELLS = [
+    (layout, name) for layout in LAYOUTS for name in EXPERIMENTS if (name, *layout) in MEASURED
+]
 
 
 @pytest.mark.parametrize(
@@ -35,5 +41,5 @@ CELLS = [(layout, name) for layout in LAYOUTS for name in EXPERIMENTS if (name, 
 )
 def test_a_cell_of_the_page_is_what_it_says(layout: tuple[str, int, int], name: str) -> None:
     strategy, ranks, accumulate = layout
-    verdict = prove(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60)
+    verdict = verify_job(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60)
     assert verdict.verdict == MEASURED[name, *layout].verdict, verdict

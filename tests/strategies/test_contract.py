@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.strategies.averaged import Averaged
 
 from shoal.strategies import STRATEGIES, options
-from shoal.strategies.accumulate import Accumulate
 from shoal.strategies.base import Strategy
-from shoal.strategies.compile import Compile
-from shoal.strategies.local import _Engine as LocalSteps
-from shoal.strategies.precision import Precision
-from shoal.strategies.served import Engine as ServedSteps
+from shoal.strategies.ddp.reduce_functions import ErrorFeedbackState
+from shoal.strategies.local_sgd import LocalSgdStep
+from shoal.strategies.server.worker_engine import WorkerEngine
 from shoal.strategies.state import Stateless, StrategyState
+from shoal.strategies.transforms.accumulate import Accumulate
+from shoal.strategies.transforms.compile import Compile
+from shoal.strategies.transforms.precision import Precision
 
 STRATEGY_CLASSES = [
     *(
@@ -29,16 +29,16 @@ STRATEGY_CLASSES = [
     Compile,
     Precision,
 ]
-STATE_CLASSES = [Averaged, LocalSteps, ServedSteps, Stateless]
+STATE_CLASSES = [ErrorFeedbackState, LocalSgdStep, WorkerEngine, Stateless]
 MISSPELLED = """
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Part, Strategy
+from shoal.strategies.base import LocalModel, Strategy
 
 class Mine(Strategy):
-    def cut(self, part: Part, mesh: Mesh) -> Part:
+    def apply(self, part: LocalModel, mesh: Mesh) -> LocalModel:
         return part
 
-    def together(self, uncut: int) -> list[str]:
+    def colocations(self, uncut: int) -> list[str]:
         return []
 
 def notes_of(strategy: Strategy) -> list[str]:
@@ -63,10 +63,14 @@ def test_every_strategy_derives_from_the_contract(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
-def test_public_members_of_a_strategy_are_declared_by_the_contract_or_are_options(kind: type) -> None:
+def test_public_members_of_a_strategy_are_declared_by_the_contract_or_are_options(
+    kind: type,
+) -> None:
     declared = {name for base in Strategy.__mro__ for name in vars(base)}
     fields = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
-    of_options = {name for base in kind.__mro__ if base.__module__ == options.__name__ for name in vars(base)}
+    of_options = {
+        name for base in kind.__mro__ if base.__module__ == options.__name__ for name in vars(base)
+    }
     public = {name for name in vars(kind) if not name.startswith("_")}
     assert public <= declared | fields | of_options
 
@@ -76,7 +80,9 @@ def test_what_a_strategy_overrides_has_the_declared_kind_and_parameters(kind: ty
     for name, own, declared in own_members(kind, Strategy):
         assert type(own) is type(declared), name
         if inspect.isfunction(own):
-            assert [*inspect.signature(own).parameters] == [*inspect.signature(declared).parameters], name
+            assert [*inspect.signature(own).parameters] == [
+                *inspect.signature(declared).parameters
+            ], name
 
 
 @pytest.mark.parametrize("kind", STATE_CLASSES, ids=lambda kind: kind.__name__)
@@ -85,13 +91,17 @@ def test_what_a_state_overrides_has_the_declared_parameters(kind: type) -> None:
     assert not inspect.isabstract(kind)
     for name, own, declared in own_members(kind, StrategyState):
         if inspect.isfunction(own):
-            assert [*inspect.signature(own).parameters] == [*inspect.signature(declared).parameters], name
+            assert [*inspect.signature(own).parameters] == [
+                *inspect.signature(declared).parameters
+            ], name
 
 
 @pytest.mark.slow
 def test_mypy_finds_a_misspelled_member_of_a_strategy(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MISSPELLED)
-    found = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True
+    )
     assert 'Return type "list[str]" of "together" incompatible' in found.stdout
     assert 'has no attribute "remarks"' in found.stdout

@@ -51,7 +51,10 @@ def waits_for(path: Path) -> int:
 
 
 def loads_with_workers() -> int:
-    return sum(len(batch[0]) for batch in DataLoader(TensorDataset(torch.zeros(10)), batch_size=3, num_workers=1))
+    return sum(
+        len(batch[0])
+        for batch in DataLoader(TensorDataset(torch.zeros(10)), batch_size=3, num_workers=1)
+    )
 
 
 def prints() -> None:

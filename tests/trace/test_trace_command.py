@@ -1,4 +1,6 @@
-"""What people type: `--trace` alone, with steps, with wrong ones; `shoal trace` as text, JSON and a picture."""
+"""What people type: `--trace` alone, with steps, with wrong ones; `shoal trace` as text, JSON
+and a picture.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,9 @@ def shoal(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str,
     return stop.value.code, out, err
 
 
-def test_a_run_is_traced_and_its_trace_is_told_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_is_traced_and_its_trace_is_told_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     status, _, err = shoal(capsys, "train", "--trace", "2@1", "digits", *TINY, "--out", tmp_path)
     assert status == 0
     assert f"note: steps 2 to 3 traced: shoal trace {tmp_path}/trace.json" in err
@@ -47,14 +51,21 @@ def test_a_run_is_traced_and_its_trace_is_told_and_drawn(capsys: pytest.CaptureF
     assert told["ranks"]["0"]["compute_s"] > 0
 
 
-def test_a_run_that_ends_before_its_trace_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_trace_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     _, _, err = shoal(capsys, "train", "--trace", "digits", *TINY, "--out", tmp_path)
-    assert "no trace was written: it was to be of 3 steps after the first 12, and the run took 4" in err
+    assert (
+        "no trace was written: it was to be of 3 steps after the first 12, and the run took 4"
+        in err
+    )
     assert "--trace=1@3" in err
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_run_that_ends_in_its_trace_writes_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_ends_in_its_trace_writes_what_there_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     _, _, err = shoal(capsys, "train", "digits", *TINY, "--out", tmp_path, "--trace", "50@2")
     assert "steps 3 to 4 traced" in err
 
@@ -63,7 +74,9 @@ def test_a_run_that_ends_in_its_trace_writes_what_there_is(capsys: pytest.Captur
 def test_steps_that_are_none_are_refused_before_any_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, window: str
 ) -> None:
-    status, _, err = shoal(capsys, "train", "digits", f"--trace={window}", "--out", tmp_path / "run")
+    status, _, err = shoal(
+        capsys, "train", "digits", f"--trace={window}", "--out", tmp_path / "run"
+    )
     assert status == 2
     assert "log.trace must be N or N@S: N steps (1 to 100), after the first S" in err
     assert not (tmp_path / "run").exists()
@@ -72,7 +85,9 @@ def test_steps_that_are_none_are_refused_before_any_work(
     assert f"--trace: '{window}' must be N or N@S" in err
 
 
-def test_a_directory_without_a_trace_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_directory_without_a_trace_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     status, _, err = shoal(capsys, "trace", tmp_path)
     assert (status, "holds no trace.json" in err) == (2, True)
     status, _, err = shoal(capsys, "trace", tmp_path, "-o", "picture.bmp")
@@ -106,15 +121,32 @@ def test_a_script_of_ones_own_is_traced_without_a_line_changed(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with pytest.raises(SystemExit) as stop:
-        cli.main(["launch", "-n", "2", "--trace", "2@2", "--trace-to", f"{tmp_path}/out", str(script), "--trace", "x"])
+        cli.main(
+            [
+                "launch",
+                "-n",
+                "2",
+                "--trace",
+                "2@2",
+                "--trace-to",
+                f"{tmp_path}/out",
+                str(script),
+                "--trace",
+                "x",
+            ]
+        )
     out, err = capfd.readouterr()
     assert stop.value.code == 0, err
     assert "['--trace', 'x']" in out
     assert "steps 3 to 4 traced" in err
-    assert json.loads((tmp_path / "out" / "trace.json").read_text())["otherData"]["shoal"]["steps"] == [3, 4]
+    assert json.loads((tmp_path / "out" / "trace.json").read_text())["otherData"]["shoal"][
+        "steps"
+    ] == [3, 4]
 
 
-def test_a_script_that_ends_too_early_is_told_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_script_that_ends_too_early_is_told_so(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with pytest.raises(SystemExit) as stop:

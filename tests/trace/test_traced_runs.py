@@ -1,4 +1,6 @@
-"""Runs on several ranks: what their traces say, under every strategy, and what a trace leaves as it was."""
+"""Runs on several ranks: what their traces say, under every strategy, and what a trace leaves
+as it was.
+"""
 
 import json
 import os
@@ -10,25 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from traced import LATE_S, run_traced
+from traced_runs import LATE_S, run_traced
 
 import shoal
 from shoal.errors import LaunchError
 from shoal.testing import world
 from shoal.trace import chrome
-from shoal.trace.account import PARTS, Account, account
+from shoal.trace.breakdown import COMPONENTS, Breakdown, compute_breakdown
 from shoal.trace.chrome import Trace
 from shoal.trace.span import BACKWARD, BLOCKED, EXCHANGE, FORWARD, STEP
 
 
-def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Account]:
+def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Breakdown]:
     for _, recording in world.run(ranks, run_traced, directory, *args):
         assert recording == 0  # nobody notes anything any more
     trace = chrome.read(directory)
-    found = account(trace.spans)
+    found = compute_breakdown(trace.spans)
     assert sorted(found.shares) == list(range(ranks))
     for shares in found.shares.values():
-        assert sum(getattr(shares, f"{part}_s") for part in PARTS) == pytest.approx(shares.step_s)
+        assert sum(getattr(shares, f"{part}_s") for part in COMPONENTS) == pytest.approx(
+            shares.step_s
+        )
         assert shares.compute_s > 0
         assert shares.optimizer_s > 0
     return trace, found
@@ -39,7 +43,9 @@ def names(trace: Trace, kind: str, rank: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("slow", ["data", "compute"])
-def test_a_slow_rank_is_named_with_what_it_is_slow_at_and_the_other_waits(tmp_path: Path, slow: str) -> None:
+def test_a_slow_rank_is_named_with_what_it_is_slow_at_and_the_other_waits(
+    tmp_path: Path, slow: str
+) -> None:
     trace, found = traced(tmp_path, 2, "ddp", "2@2", slow)
     assert trace.steps == [3, 4]
     assert names(trace, STEP) == ["step 3", "step 4"]
@@ -58,7 +64,10 @@ def test_a_bucket_of_ddp_is_seen_with_its_bytes_on_both_ranks(tmp_path: Path) ->
     gradients = 4 * (16 * 64 + 64 + 64 * 64 + 64 + 64 * 4 + 4 + 16)  # and sixteen totals
     assert found.shares[0].sent_bytes >= gradients
     assert found.shares[0].sent_bytes == found.shares[1].sent_bytes
-    met = [{(s.meeting, s.number) for s in spans if s.kind == EXCHANGE} for spans in trace.spans.values()]
+    met = [
+        {(s.collective_id, s.number) for s in spans if s.kind == EXCHANGE}
+        for spans in trace.spans.values()
+    ]
     assert met[0] == met[1]
 
 
@@ -71,22 +80,28 @@ def test_messages_of_a_pipeline_say_for_which_micro_batch_they_are(tmp_path: Pat
     trace, found = traced(tmp_path, 2, "pipeline=2,microbatches=4", "2@2", "data")
     assert {"F0 of stage 0", "F3 of stage 0"} <= set(names(trace, FORWARD))
     assert {"B0 of stage 1", "B3 of stage 1"} <= set(names(trace, BACKWARD, rank=1))
-    assert {"send to 1 F0", "send to 1 F3", "recv from 1 B0", "recv from 1 B3"} <= set(names(trace, EXCHANGE))
+    assert {"send to 1 F0", "send to 1 F3", "recv from 1 B0", "recv from 1 B3"} <= set(
+        names(trace, EXCHANGE)
+    )
     assert {"recv from 0 F0", "send to 0 B3"} <= set(names(trace, EXCHANGE, rank=1))
     assert found.shares[0].waiting_s > LATE_S / 2  # for gradients of a stage whose data come late
 
 
 def test_pushes_and_pulls_of_parameter_servers_are_seen(tmp_path: Path) -> None:
-    trace, _ = traced(tmp_path, 2, "server=1,part_mb=0.001", "2@2", "backward")  # rank 0 waits for rank 1's
+    trace, _ = traced(
+        tmp_path, 2, "server=1,part_mb=0.001", "2@2", "backward"
+    )  # rank 0 waits for rank 1's
     parts = [name for name in names(trace, EXCHANGE) if name.startswith("push and pull part")]
     assert len(parts) % 2 == 0
     assert len(set(parts)) > 1
     assert any(name.startswith("push and pull") for name in names(trace, BLOCKED))
 
 
-def test_sums_of_slices_and_the_means_beside_them_are_seen_in_groups_of_their_own(tmp_path: Path) -> None:
+def test_sums_of_slices_and_the_means_beside_them_are_seen_in_groups_of_their_own(
+    tmp_path: Path,
+) -> None:
     trace, _ = traced(tmp_path, 4, "tensor=2,ddp")
-    groups = {span.meeting: span.ranks for span in trace.spans[0] if span.kind == EXCHANGE}
+    groups = {span.collective_id: span.ranks for span in trace.spans[0] if span.kind == EXCHANGE}
     assert {(1,), (2,)} <= set(groups.values())
     assert any("Gloo" in name for name in names(trace, EXCHANGE))
 
@@ -119,7 +134,9 @@ def _measured() -> tuple[int, int]:
     return found[1]
 
 
-def test_a_run_that_is_killed_while_it_is_traced_leaves_the_trace_before_as_it_was(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_while_it_is_traced_leaves_the_trace_before_as_it_was(
+    tmp_path: Path,
+) -> None:
     traced(tmp_path)
     before = (tmp_path / "trace.json").read_bytes()
     with world.start(2, _dies_in_its_trace, tmp_path) as ranks:
@@ -135,23 +152,31 @@ def _dies_in_its_trace(directory: Path) -> None:
     run_traced(directory, "ddp", "100@2", "compute", 200)
 
 
-def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     found = world.run(2, run_traced, tmp_path / "file")
     assert len(found[0][0]) == 5
     assert "no trace was written" in capfd.readouterr().err
 
 
-def test_a_run_that_ends_before_a_whole_step_leaves_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_ends_before_a_whole_step_leaves_no_trace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     world.run(2, _ends_at_once, tmp_path)
     assert not [*tmp_path.iterdir()]
     assert (
-        "no trace was written: it was to be of 2 steps after the first 0, and the run took 0" in capfd.readouterr().err
+        "no trace was written: it was to be of 2 steps after the first 0, and the run took 0"
+        in capfd.readouterr().err
     )
 
 
 def _ends_at_once(directory: Path) -> None:
-    run, model = shoal.init("ddp", trace="2@0", trace_to=directory, announce=lambda _: None), nn.Linear(2, 2)
+    run, model = (
+        shoal.init("ddp", trace="2@0", trace_to=directory, announce=lambda _: None),
+        nn.Linear(2, 2),
+    )
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.end_trace()
 

@@ -15,7 +15,11 @@ from shoal.testing import world
 from shoal.train.checkpoint import newest, read_info
 from shoal.train.task import Task
 
-EPOCHS = {"train.epochs": 6, "checkpoint.every_steps": 100, "checkpoint.keep": 1}  # of four steps each
+EPOCHS = {
+    "train.epochs": 6,
+    "checkpoint.every_steps": 100,
+    "checkpoint.keep": 1,
+}  # of four steps each
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,16 @@ def fails_to_save(job: Job, accuracies: list[float], failing: int) -> None:
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
     ("accuracies", "best"),
-    [([50, 60, 70, 55, 52, 51], (8, 60)), ([50, 60, 70, 65, 52, 51], (16, 65)), ([50, 60, 70, 75, 52, 51], (16, 75))],
-    ids=["none that comes later is better than what was saved", "a later one is better than it", "and than all"],
+    [
+        ([50, 60, 70, 55, 52, 51], (8, 60)),
+        ([50, 60, 70, 65, 52, 51], (16, 65)),
+        ([50, 60, 70, 75, 52, 51], (16, 75)),
+    ],
+    ids=[
+        "none that comes later is better than what was saved",
+        "a later one is better than it",
+        "and than all",
+    ],
 )
 def test_where_the_best_one_was_not_saved_the_best_that_was_is_kept(
     tmp_path: Path, beside: bool, accuracies: list[float], best: tuple[int, float]
@@ -62,7 +74,10 @@ def test_where_the_best_one_was_not_saved_the_best_that_was_is_kept(
     world.run(1, fails_to_save, job, accuracies, 12)
     checkpoints = tmp_path / "run/checkpoints"
     assert (checkpoints / "best").read_text() == f"step-{best[0]:08}\n"
-    assert sorted(path.name for path in checkpoints.glob("step-*")) == [f"step-{best[0]:08}", "step-00000024"]
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == [
+        f"step-{best[0]:08}",
+        "step-00000024",
+    ]
     last = newest(checkpoints)
     assert last is not None
     found = read_info(last)["best"]
@@ -83,7 +98,9 @@ def stops_where_it_cannot_save(job: Job) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
-def test_what_a_stop_saves_at_the_second_try_is_the_best_one_still(tmp_path: Path, beside: bool) -> None:
+def test_what_a_stop_saves_at_the_second_try_is_the_best_one_still(
+    tmp_path: Path, beside: bool
+) -> None:
     job = tiny(tmp_path / "run", MLP, EPOCHS, {"checkpoint.asynchronous": beside})
     with world.start(1, stops_where_it_cannot_save, job) as stopping:
         assert stopping.wait() == [EXIT_RESTART]

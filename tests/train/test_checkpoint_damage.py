@@ -48,7 +48,9 @@ DAMAGES = {
     "metadata was altered: SHA-256": lambda path: flip_a_bit(path.with_name(".metadata")),
     "__0_0.distcp is missing": Path.unlink,
     "metadata is missing": lambda path: path.with_name(".metadata").unlink(),
-    "__7.metadata is not in the manifest": lambda path: path.with_name("__7.metadata").write_bytes(b"x"),
+    "__7.metadata is not in the manifest": lambda path: path.with_name("__7.metadata").write_bytes(
+        b"x"
+    ),
     "manifest.json is missing": lambda path: path.with_name("manifest.json").unlink(),
     "manifest.json is unreadable": lambda path: truncate(path.with_name("manifest.json")),
     "manifest.json is no manifest": lambda path: path.with_name("manifest.json").write_text("[]"),
@@ -64,7 +66,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("complaint", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, complaint: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, complaint: str
+) -> None:
     store = saved(tmp_path / "c", 1, 2)
     DAMAGES[complaint](data_file(tmp_path / "c", 2))
     reports: list[str] = []
@@ -84,7 +88,10 @@ def test_a_missing_or_emptied_hint_changes_nothing_but_is_reported(tmp_path: Pat
     store = saved(tmp_path / "c", 1, 2)
     latest = tmp_path / "c" / "latest"
     assert latest.read_text() == "step-00000002\n"
-    for text, complaint in (("", "names no checkpoint"), ("step-00000009", "names step-00000009, which is not there")):
+    for text, complaint in (
+        ("", "names no checkpoint"),
+        ("step-00000009", "names step-00000009, which is not there"),
+    ):
         latest.write_text(text)
         reports: list[str] = []
         loaded = store.load(reports.append)
@@ -101,7 +108,8 @@ def test_when_all_are_damaged_training_does_not_start_afresh_silently(tmp_path: 
     flip_a_bit(data_file(tmp_path / "c", 2))
     for search in (lambda: store.load(pytest.fail), lambda: newest(tmp_path / "c")):
         with pytest.raises(
-            CheckpointError, match=r"(?s)step-00000002.*altered.*step-00000001.*has 100.*move them away"
+            CheckpointError,
+            match=r"(?s)step-00000002.*altered.*step-00000001.*has 100.*move them away",
         ):
             search()
 
@@ -119,7 +127,9 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path / "c", 1)
     (tmp_path / "c").chmod(0o775)
     for use in (lambda: store.load(pytest.fail), lambda: store.save(2, filled(2), {})):
-        with pytest.raises(CheckpointError, match=r"written by other users .mode 775.*chmod -R go-w"):
+        with pytest.raises(
+            CheckpointError, match=r"written by other users .mode 775.*chmod -R go-w"
+        ):
             use()
 
 
@@ -127,7 +137,9 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path / "c", 1)
     os.chown(tmp_path / "c", 12345, -1)
-    with pytest.raises(CheckpointError, match=r"belongs to user 12345, and you are user 0.*copy of your own"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to user 12345, and you are user 0.*copy of your own"
+    ):
         store.load(pytest.fail)
 
 

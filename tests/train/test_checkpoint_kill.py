@@ -1,8 +1,8 @@
-"""SIGKILL at every single point of a save: before each call that changes the disk, and in the middle of each write.
+"""SIGKILL at every single point of a save: before each call that changes the disk, and in the
+middle of each write.
 
-Run as a program, this file is the one that dies: it forks a child for every point. A program of its own, because
-the test process may have threads, and those do not survive a fork.
-"""
+Run as a program, this file is the one that dies: it forks a child for every point. A program of its
+own, because the test process may have threads, and those do not survive a fork."""
 
 import gc
 import io
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.train.checkpoint import Checkpoints, Saved, durable
+from shoal.train.checkpoint import Checkpoints, Saved, durable_io
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -27,10 +27,14 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def die_at(point: int) -> Callable[[], int]:
-    """From here on, this process is killed at the `point`-th change of the disk; returns how many there were."""
+    """From here on, this process is killed at the `point`-th change of the disk; returns how
+    many there were.
+    """
     calls = 0
 
-    def deadly(original: Callable[..., Any], first: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    def deadly(
+        original: Callable[..., Any], first: Callable[..., Any] = lambda *_: None
+    ) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
@@ -43,8 +47,11 @@ def die_at(point: int) -> Callable[[], int]:
 
     for name in ("fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir"):
         setattr(os, name, deadly(getattr(os, name)))
-    half = lambda file, data: io.FileIO.write(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])  # noqa: E731
-    durable.HashedFile.write = deadly(durable.HashedFile.write, first=half)  # type: ignore[method-assign]
+
+    def half(file: Any, data: Any) -> int:
+        return io.FileIO.write(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
+
+    durable_io.HashedFile.write = deadly(durable_io.HashedFile.write, first=half)  # type: ignore[method-assign]
     return lambda: calls
 
 
@@ -106,12 +113,16 @@ def kill_and_recover(directory: Path, step: int, point: int) -> dict[str, Any]:
 
 
 def is_whole(loaded: Saved) -> bool:
-    same = (torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors(loaded.step).items())
+    same = (
+        torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors(loaded.step).items()
+    )
     return loaded.info == {"step": loaded.step} and all(same)
 
 
 def sweep(scene: str, parent: Path) -> None:
-    """Print one line of JSON for each point at which a save can be killed; the last is of a save that was not."""
+    """Print one line of JSON for each point at which a save can be killed; the last is of a
+    save that was not.
+    """
     step = SCENES[scene](parent / scene)
     exit_code, point = -signal.SIGKILL, 0
     while exit_code != 0:
@@ -134,7 +145,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_wherever_a_save_is_killed_a_whole_checkpoint_loads(outcomes: list[dict[str, Any]], scene: str) -> None:
+def test_wherever_a_save_is_killed_a_whole_checkpoint_loads(
+    outcomes: list[dict[str, Any]], scene: str
+) -> None:
     *killed, undisturbed = [outcome for outcome in outcomes if outcome["scene"] == scene]
     assert len(killed) > 30
     assert {outcome["exit_code"] for outcome in killed} == {-signal.SIGKILL}
@@ -145,7 +158,11 @@ def test_wherever_a_save_is_killed_a_whole_checkpoint_loads(outcomes: list[dict[
         assert outcome["left"] == ["best", "latest", "step-00000003"]
         assert scene == "leftovers_in_the_way" or outcome["reports"] == []
     saved = [outcome["loaded"] == undisturbed["loaded"] for outcome in killed]
-    assert all(outcome["loaded"] == outcome["before"] for outcome, new in zip(killed, saved, strict=True) if not new)
+    assert all(
+        outcome["loaded"] == outcome["before"]
+        for outcome, new in zip(killed, saved, strict=True)
+        if not new
+    )
     assert saved == sorted(saved), "from one point on, the new one is there; before it, the old one"
     assert len(set(saved)) == 2
 

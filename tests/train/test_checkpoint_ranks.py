@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shoal.errors import CheckpointError, UsageError
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints, Saved
-from shoal.train.checkpoint.agreement import rank, world_size
+from shoal.train.checkpoint.rank_consensus import rank, world_size
 
 
 def replicated(step: int) -> dict[str, Tensor]:
@@ -39,7 +39,9 @@ def save(directory: Path, *steps: int) -> None:
 
 
 def load(directory: Path) -> tuple[int | None, bool, dict[str, Tensor], list[str]]:
-    """The step, whether all is as it was saved, this rank's own tensors, and what was reported here."""
+    """The step, whether all is as it was saved, this rank's own tensors, and what was reported
+    here.
+    """
     reports: list[str] = []
     loaded = Checkpoints(directory).load(reports.append)
     if loaded is None:
@@ -49,8 +51,13 @@ def load(directory: Path) -> tuple[int | None, bool, dict[str, Tensor], list[str
 
 def is_whole(loaded: Saved) -> bool:
     expected = replicated(loaded.step)
-    same = loaded.tensors.keys() == expected.keys() and loaded.info == {"step": loaded.step, "rank": 0}
-    return same and all(torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.items())
+    same = loaded.tensors.keys() == expected.keys() and loaded.info == {
+        "step": loaded.step,
+        "rank": 0,
+    }
+    return same and all(
+        torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def save_and_load(directory: Path) -> tuple[bool, bool]:
@@ -61,7 +68,9 @@ def save_and_load(directory: Path) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_gets_all_that_is_shared_and_what_was_its_own(tmp_path: Path, ranks: int) -> None:
+def test_every_rank_gets_all_that_is_shared_and_what_was_its_own(
+    tmp_path: Path, ranks: int
+) -> None:
     assert world.run(ranks, save_and_load, tmp_path / "c") == [(True, True)] * ranks
     files = {f"__{number}_0.distcp" for number in range(ranks)} | {".metadata", "manifest.json"}
     assert set(os.listdir(tmp_path / "c" / "step-00000002")) == files
@@ -74,16 +83,22 @@ def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_another_number_of_ranks_gets_what_is_shared_and_nothing_private(saved_by_two: Path) -> None:
+def test_another_number_of_ranks_gets_what_is_shared_and_nothing_private(
+    saved_by_two: Path,
+) -> None:
     assert load(saved_by_two) == (2, True, {}, [])
     assert world.run(3, load, saved_by_two) == [(2, True, {}, [])] * 3
 
 
-def test_all_ranks_load_the_same_earlier_step_and_one_reports(tmp_path: Path, saved_by_two: Path) -> None:
+def test_all_ranks_load_the_same_earlier_step_and_one_reports(
+    tmp_path: Path, saved_by_two: Path
+) -> None:
     shutil.copytree(saved_by_two, tmp_path / "c")
     data = tmp_path / "c" / "step-00000002" / "__1_0.distcp"
     os.truncate(data, 10)
-    (step_0, whole_0, _, reports_0), (step_1, whole_1, _, reports_1) = world.run(2, load, tmp_path / "c")
+    (step_0, whole_0, _, reports_0), (step_1, whole_1, _, reports_1) = world.run(
+        2, load, tmp_path / "c"
+    )
     assert (step_0, whole_0, step_1, whole_1) == (1, True, 1, True)
     assert reports_1 == []
     assert reports_0[0].startswith(f"checkpoint step-00000002 is skipped: {data} should have ")
@@ -116,7 +131,9 @@ def no_file_above(size_bytes: int) -> Iterator[None]:
 
 
 def fail_to_write(directory: Path, failing: int) -> tuple[str, list[str], int | None, int | None]:
-    """The error of the second save, what is left of it, and the steps that load before and after the third."""
+    """The error of the second save, what is left of it, and the steps that load before and
+    after the third.
+    """
     save(directory, 1)
     error = ""
     with no_file_above(2000 if rank() == failing else resource.RLIM_INFINITY):
@@ -131,7 +148,9 @@ def fail_to_write(directory: Path, failing: int) -> tuple[str, list[str], int | 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_costs_nothing_else(tmp_path: Path, failing: int) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_costs_nothing_else(
+    tmp_path: Path, failing: int
+) -> None:
     outcomes = world.run(2, fail_to_write, tmp_path / "c", failing)
     assert outcomes[0] == outcomes[1]
     error, left, before, after = outcomes[0]
@@ -169,8 +188,12 @@ def test_ranks_that_see_different_directories_are_told(tmp_path: Path) -> None:
     save(directories[0], 1)
     Checkpoints(directories[1]).save(1, replicated(2), {"step": 1})
     for errors in world.run(2, use_one_each, directories):
-        assert all("rank 1: " in error and "must reach the same directory" in error for error in errors)
-    assert [sorted(os.listdir(directory)) for directory in directories] == [["latest", "step-00000001"]] * 2
+        assert all(
+            "rank 1: " in error and "must reach the same directory" in error for error in errors
+        )
+    assert [sorted(os.listdir(directory)) for directory in directories] == [
+        ["latest", "step-00000001"]
+    ] * 2
 
 
 def save_and_be_killed(directory: Path, victim: int, point: int) -> None:

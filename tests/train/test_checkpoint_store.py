@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.errors import CheckpointError, TidyingFailed, UsageError
+from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.train.checkpoint import Checkpoints, newest, read_info
 from shoal.train.checkpoint.exact_json import from_text, problems, to_text
 from shoal.train.checkpoint.manifest import name_of, step_of
@@ -47,7 +47,8 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(contents)
 
 
-# -- what goes in comes out ------------------------------------------------------------------------------------------
+# -- what goes in comes out
+# ------------------------------------------------------------------------------------------
 
 TENSORS = {
     "scalar": torch.tensor(3),
@@ -92,7 +93,9 @@ def test_saving_draws_no_random_number(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -105,7 +108,13 @@ def test_every_number_in_info_comes_back_exactly(value: object) -> None:
 
 
 def test_info_comes_back_with_its_keys_in_order(tmp_path: Path) -> None:
-    info = {"z": 0.1 + 0.2, "a": [math.nan, -math.inf, 5e-324], "betas": (0.9, 0.999), "none": None, "big": 2**80}
+    info = {
+        "z": 0.1 + 0.2,
+        "a": [math.nan, -math.inf, 5e-324],
+        "betas": (0.9, 0.999),
+        "none": None,
+        "big": 2**80,
+    }
     path = Checkpoints(tmp_path / "c").save(1, filled(1), info)
     assert repr(read_info(path)) == repr({**info, "betas": [0.9, 0.999]})
 
@@ -114,14 +123,22 @@ def test_all_misuse_is_named_at_once(tmp_path: Path) -> None:
     info = {"lr": torch.tensor(0.1), "milestones": {30: "a"}, "$float": 1}
     with pytest.raises(UsageError) as caught:
         Checkpoints(tmp_path / "c").save(-1, {"rank0/x": torch.ones(1), "y": 3}, info)  # type: ignore[dict-item]
-    for part in ("-1", "info['lr']: a Tensor", "info['milestones']: the key 30", "$float", "'rank0/x'", "'y' is a int"):
+    for part in (
+        "-1",
+        "info['lr']: a Tensor",
+        "info['milestones']: the key 30",
+        "$float",
+        "'rank0/x'",
+        "'y' is a int",
+    ):
         assert part in str(caught.value)
     assert not (tmp_path / "c").exists()
     with pytest.raises(UsageError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
 
 
-# -- what is loaded --------------------------------------------------------------------------------------------------
+# -- what is loaded
+# --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
@@ -140,7 +157,9 @@ def test_newest_best_or_a_given_step_can_be_loaded(tmp_path: Path) -> None:
         assert loaded is not None
         assert loaded.step == step
     assert newest(tmp_path / "c") == tmp_path / "c" / "step-123456789"
-    with pytest.raises(CheckpointError, match=r"step-00000004 is not there; there are: .*step-00000001"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000004 is not there; there are: .*step-00000001"
+    ):
         store.load(pytest.fail, step=4)
 
 
@@ -156,14 +175,21 @@ def test_a_checkpoint_copied_elsewhere_loads(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "copy").load(pytest.fail) is not None
 
 
-# -- what stays and what goes ----------------------------------------------------------------------------------------
+# -- what stays and what goes
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path / "c", keep=2)
     for step in range(1, 7):
         store.save(step, filled(step), {}, best=step == 2)
-    assert names(tmp_path / "c") == ["best", "latest", "step-00000002", "step-00000005", "step-00000006"]
+    assert names(tmp_path / "c") == [
+        "best",
+        "latest",
+        "step-00000002",
+        "step-00000005",
+        "step-00000006",
+    ]
     store.save(7, filled(7), {}, best=True)
     assert names(tmp_path / "c") == ["best", "latest", "step-00000006", "step-00000007"]
 
@@ -172,7 +198,9 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     saved(tmp_path / "c", 1, 2, 3)
     flip_a_bit(data_file(tmp_path / "c", 3))
     saved(tmp_path / "c", 4, keep=2)
-    assert [name for name in names(tmp_path / "c") if step_of(name)] == [name_of(step) for step in (2, 3, 4)]
+    assert [name for name in names(tmp_path / "c") if step_of(name)] == [
+        name_of(step) for step in (2, 3, 4)
+    ]
 
 
 def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -218,7 +246,10 @@ def test_a_best_one_that_could_not_be_marked_is_marked_by_the_next_save(tmp_path
     store = Checkpoints(tmp_path / "c", keep=1)
     store.save(1, filled(1), {}, best=True)
     (tmp_path / "c" / "best.tmp").mkdir()  # stands where the new hint is written first
-    with pytest.raises(TidyingFailed, match=r"step 2 was saved, but not all that follows was done:.*\n.*IsADirectory"):
+    with pytest.raises(
+        CleanupFailed,
+        match=r"step 2 was saved, but not all that follows was done:.*\n.*IsADirectory",
+    ):
         store.save(2, filled(2), {}, best=True)
     (tmp_path / "c" / "best.tmp").rmdir()
     store.save(3, filled(3), {})
@@ -235,13 +266,16 @@ def test_a_run_that_goes_on_marks_the_best_one_if_it_is_there(tmp_path: Path) ->
     assert (tmp_path / "c" / "best").read_text() == "step-00000001\n"
 
 
-# -- a full disk -----------------------------------------------------------------------------------------------------
+# -- a full disk
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
         store = saved(disk / "c", 1)

@@ -1,4 +1,6 @@
-"""Every sample counts once, and the sums are the same to the last bit, whatever the number of ranks."""
+"""Every sample counts once, and the sums are the same to the last bit, whatever the number of
+ranks.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ def cnn() -> nn.Module:
 
 
 def evaluates_images() -> list[Report]:
-    """On each number of samples. Every rank has buffers of its own, as after training; rank 0's count."""
+    """On each number of samples. Every rank has buffers of its own, as after training; rank 0's
+    count.
+    """
     run, model, task = shoal.init(announce=str), cnn(), Task("classification", 10)
     model.stages[0][0].norm1.running_mean.fill_(0.01 * (run.rank + 1))  # type: ignore[index, union-attr]
     loaders = [DataLoader(images(samples), batch_size=200) for samples in SAMPLES]
@@ -78,19 +82,29 @@ def test_the_numbers_are_those_of_a_plain_loop() -> None:
 
 
 @pytest.fixture(scope="module", params=[1_797, 10_001])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Report]:
     """A run that was trained for four steps on two ranks, and its own last evaluation."""
     dummy = {"data.name": "dummy", "data.shape": [1, 8, 8], "data.samples": request.param}
     directory = tmp_path_factory.mktemp("finished") / "run"
-    world.run(2, tiny_jobs.trains, tiny(directory, EVERYTHING, dummy, train__max_steps=4, evaluation__batch_size=200))
+    world.run(
+        2,
+        tiny_jobs.trains,
+        tiny(directory, EVERYTHING, dummy, train__max_steps=4, evaluation__batch_size=200),
+    )
     *_, last = tiny_jobs.metrics(directory)
     return directory, {name: last[name] for name in ("loss", "top1", "top5", "samples", "step")}
 
 
-def test_a_run_evaluated_again_is_worth_the_same_on_any_number_of_ranks(finished: tuple[Path, Report]) -> None:
+def test_a_run_evaluated_again_is_worth_the_same_on_any_number_of_ranks(
+    finished: tuple[Path, Report],
+) -> None:
     directory, expected = finished
     for ranks in RANKS:
-        assert world.run(ranks, evaluate_run, directory, "latest") == [(rank, expected) for rank in range(ranks)]
+        assert world.run(ranks, evaluate_run, directory, "latest") == [
+            (rank, expected) for rank in range(ranks)
+        ]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -99,7 +113,9 @@ def test_the_command_prints_one_json_object_in_full_precision(tmp_path: Path, ra
     tiny_jobs.trains(job)
     *_, last = tiny_jobs.metrics(tmp_path / "run")
     command = [SHOAL, "eval", str(tmp_path / "run"), "-n", str(ranks), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=os.fspath(tmp_path))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=os.fspath(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     found = json.loads(done.stdout)

@@ -20,13 +20,15 @@ from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.testing import world
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.export import export
+from shoal.train.weight_export import export
 from shoal.train.weights import load_weights
 
 DATA = str(tiny_jobs.DATA)
 
 
-def trained(folder: Path, strategy: str = "single", ranks: int = 1, *parts: dict[str, object]) -> Path:
+def trained(
+    folder: Path, strategy: str = "single", ranks: int = 1, *parts: dict[str, object]
+) -> Path:
     world.run(ranks, tiny_jobs.trains, tiny(folder / "run", *parts, strategy=strategy))
     return folder / "run"
 
@@ -34,17 +36,23 @@ def trained(folder: Path, strategy: str = "single", ranks: int = 1, *parts: dict
 def stored(run: Path, prefix: str) -> dict[str, torch.Tensor]:
     saved = Checkpoints(run / "checkpoints").load(pytest.fail)
     assert saved is not None
-    return {name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)
+    }
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3), ("zero2,hybrid=2", 4)])
-def test_the_model_is_written_whole_whatever_has_saved_it(tmp_path: Path, strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3), ("zero2,hybrid=2", 4)]
+)
+def test_the_model_is_written_whole_whatever_has_saved_it(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
     run = trained(tmp_path, strategy, ranks, MLP)
     done = export(run, tmp_path / "model.safetensors")
     found, expected = load_file(tmp_path / "model.safetensors"), stored(run, "model.")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert (done.tensors, done.averaged) == (len(expected), False)
+    assert (done.tensors, done.from_ema) == (len(expected), False)
     assert done.size_bytes == os.path.getsize(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "run": "job", "step": "12"}
@@ -53,18 +61,26 @@ def test_the_model_is_written_whole_whatever_has_saved_it(tmp_path: Path, strate
 
 def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) -> None:
     run = trained(tmp_path, "zero1", 2, GPT)
-    assert export(run, tmp_path / "model.safetensors").averaged
+    assert export(run, tmp_path / "model.safetensors").from_ema
     found = load_file(tmp_path / "model.safetensors")
     for name, value in stored(run, "ema.").items():
         assert torch.equal(found[name], value)
     assert found.keys() == stored(run, "model.").keys()
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "piece"), [("zero3", 2, 2 << 20), ("ddp", 2, 4 << 20)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "piece"), [("zero3", 2, 2 << 20), ("ddp", 2, 4 << 20)]
+)
 def test_no_more_than_one_piece_is_in_memory_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, piece: int
 ) -> None:
-    run = trained(tmp_path, strategy, ranks, MLP, {"model.options.hidden": [1024, 1024, 1024], "train.epochs": 1})
+    run = trained(
+        tmp_path,
+        strategy,
+        ranks,
+        MLP,
+        {"model.options.hidden": [1024, 1024, 1024], "train.epochs": 1},
+    )
     export(run, tmp_path / "model.safetensors")  # whatever is imported on the way is now
     load, read = torch.load, list[tuple[StorageWeakRef, int]]()
 
@@ -81,12 +97,16 @@ def test_no_more_than_one_piece_is_in_memory_at_once(
     tracemalloc.stop()
     sizes = [size for _, size in read]
     assert max(sizes) == piece
-    assert sum(sizes) == sum(t.numel() * t.element_size() for t in load_file(tmp_path / "model.safetensors").values())
+    assert sum(sizes) == sum(
+        t.numel() * t.element_size() for t in load_file(tmp_path / "model.safetensors").values()
+    )
     assert python_bytes < 1.5 * 2**20  # the buffer of the file that is written; no copy of a piece
 
 
 def test_buffers_of_every_dtype_come_along(tmp_path: Path) -> None:
-    run = trained(tmp_path, "single", 1, CNN, {"model.options.norm": "batch", "train.accumulate": 1})
+    run = trained(
+        tmp_path, "single", 1, CNN, {"model.options.norm": "batch", "train.accumulate": 1}
+    )
     export(run, tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.safetensors")
     counts = [value for name, value in found.items() if name.endswith("num_batches_tracked")]
@@ -94,20 +114,34 @@ def test_buffers_of_every_dtype_come_along(tmp_path: Path) -> None:
     assert all(count.dtype == torch.int64 and count > 0 for count in counts)
 
 
-def test_a_run_starts_from_what_was_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_starts_from_what_was_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = trained(tmp_path / "first", "zero3", 2, MLP)
     file = tmp_path / "model.safetensors"
     export(first, file)
     # With a rate of almost nothing, the first evaluation of the new run is the last one of the old.
     config = tmp_path / "job.yaml"
     config.write_text((first / "config.yaml").read_text())
-    words = ["import", str(file), str(config), "--out", str(tmp_path / "second"), "--optimizer.lr", "1e-30"]
+    words = [
+        "import",
+        str(file),
+        str(config),
+        "--out",
+        str(tmp_path / "second"),
+        "--optimizer.lr",
+        "1e-30",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*words, "--strategy", "single", "--train.epochs", "1"])
     assert end.value.code == 0
     capsys.readouterr()
     evaluations = [
-        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "top5" in line]
+        [
+            json.loads(line)["loss"]
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+            if "top5" in line
+        ]
         for run in (first, tmp_path / "second")
     ]
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
@@ -116,7 +150,9 @@ def test_a_run_starts_from_what_was_exported(tmp_path: Path, capsys: pytest.Capt
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path, "single", 1, MLP)
     with pytest.raises(SystemExit) as end:
-        main(["export", str(run), "-o", str(tmp_path / "model.safetensors"), "--checkpoint", "best"])
+        main(
+            ["export", str(run), "-o", str(tmp_path / "model.safetensors"), "--checkpoint", "best"]
+        )
     assert end.value.code == 0
     assert f"{tmp_path}/model.safetensors: weights of step" in capsys.readouterr().out
 
@@ -137,10 +173,14 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) 
     run = trained(tmp_path, "single", 1, MLP)
     with pytest.raises(UsageError, match=r"name it model\.safetensors"):
         export(run, tmp_path / "model.pt")
-    with pytest.raises(UsageError, match=r"there is no directory \S*nowhere\. Make it, or give another -o"):
+    with pytest.raises(
+        UsageError, match=r"there is no directory \S*nowhere\. Make it, or give another -o"
+    ):
         export(run, tmp_path / "nowhere/model.safetensors")
     (tmp_path / "directory.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match=r"directory\.safetensors was not written: Is a directory\. "):
+    with pytest.raises(
+        CheckpointError, match=r"directory\.safetensors was not written: Is a directory\. "
+    ):
         export(run, tmp_path / "directory.safetensors")
     (tmp_path / "directory.safetensors").rmdir()
     for step in (9, 12):
@@ -185,19 +225,24 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_what_a_narrower_model_rounds_is_said_and_another_kind_of_number_refused(tmp_path: Path, suffix: str) -> None:
+def test_what_a_narrower_model_rounds_is_said_and_another_kind_of_number_refused(
+    tmp_path: Path, suffix: str
+) -> None:
     model, file = torch.nn.BatchNorm1d(2), tmp_path / f"model{suffix}"
     save = save_file if suffix == ".safetensors" else torch.save
     wide = torch.nn.BatchNorm1d(2).double()
     save(wide.state_dict(), file)
     assert load_weights(model, str(file), "norm") == [
-        f"model.weights: 4 of 5 tensors are torch.float64 in {file} and were rounded to torch.float32"
+        f"model.weights: 4 of 5 tensors are torch.float64 in {file} and were rounded to "
+        "torch.float32"
     ]
     assert load_weights(wide, str(file), "norm") == []
     save(torch.nn.BatchNorm1d(2).half().state_dict(), file)
     assert load_weights(model, str(file), "norm") == []  # float32 holds all that float16 does
     save({**model.state_dict(), "bias": torch.zeros(2, dtype=torch.int64)}, file)
-    with pytest.raises(ConfigError, match=rf"bias is torch\.int64 in {file} and torch\.float32 in norm"):
+    with pytest.raises(
+        ConfigError, match=rf"bias is torch\.int64 in {file} and torch\.float32 in norm"
+    ):
         load_weights(model, str(file), "norm")
 
 
@@ -227,12 +272,16 @@ def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -
                 load_weights(model, str(file), "linear")
 
 
-def test_a_file_that_holds_no_weights_is_refused_without_advice_to_run_what_is_in_it(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_weights_is_refused_without_advice_to_run_what_is_in_it(
+    tmp_path: Path,
+) -> None:
     model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
     file.write_text("model:\n  name: mlp\n")
     with pytest.raises(ConfigError, match="is not a torch or safetensors file") as text:
         load_weights(model, str(file), "linear")
     torch.save(model, file)
-    with pytest.raises(ConfigError, match=r"holds torch\.nn\S*Linear, and tensors alone are read") as module:
+    with pytest.raises(
+        ConfigError, match=r"holds torch\.nn\S*Linear, and tensors alone are read"
+    ) as module:
         load_weights(model, str(file), "linear")
     assert "weights_only" not in f"{text.value} {module.value}"

@@ -1,4 +1,6 @@
-"""SIGKILL at some points of a run, half of them within a save: the same command again ends bit-equal."""
+"""SIGKILL at some points of a run, half of them within a save: the same command again ends
+bit-equal.
+"""
 
 import random
 import signal
@@ -14,7 +16,10 @@ from shoal.launch import local
 from shoal.testing import world
 
 SCENES: dict[str, tuple[int, dict[str, Any]]] = {
-    "augmented": (2, EVERYTHING),  # and mixup, moving average, warm start, clipping, label smoothing
+    "augmented": (
+        2,
+        EVERYTHING,
+    ),  # and mixup, moving average, warm start, clipping, label smoothing
     "dropout": (2, GPT),
     "workers": (2, {**GPT, **WORKERS}),
     "fp16": (2, HALF),
@@ -23,7 +28,8 @@ SCENES: dict[str, tuple[int, dict[str, Any]]] = {
     "three ranks": (3, GPT),
     "servers": (2, {**GPT, "strategy": "server=2,part_mb=0.001"}),
 }
-# From the seeds follow the rank and the call at which it is killed, once while training and once while saving.
+# From the seeds follow the rank and the call at which it is killed, once while training and once
+# while saving.
 SEEDS = {
     "augmented": (1, 2),
     "dropout": (3, 4),
@@ -34,19 +40,28 @@ SEEDS = {
     "three ranks": (9, 10),
     "servers": (11, 12),
 }
-POINTS = [(scene, part, seed) for scene in SCENES for part in ("training", "saving") for seed in SEEDS[scene]]
+POINTS = [
+    (scene, part, seed)
+    for scene in SCENES
+    for part in ("training", "saving")
+    for seed in SEEDS[scene]
+]
 EVERY_DAY = [
     *[("augmented", "training", 1), ("fp16", "training", 6)],
     *[("one rank", "saving", 8), ("three ranks", "saving", 9)],
 ]
-MARKED = [pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS]
+MARKED = [
+    pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS
+]
 
 Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """What the undisturbed run of a scene leaves, and how many calls each of its ranks makes in each part."""
+    """What the undisturbed run of a scene leaves, and how many calls each of its ranks makes in
+    each part.
+    """
     known: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {}
 
     def of(scene: str) -> tuple[dict[str, Any], list[dict[str, int]]]:
@@ -79,7 +94,9 @@ def test_a_killed_run_ends_bit_equal(
     rank = draw.randrange(ranks)
     point = draw.randrange(1, calls[rank][part] * 9 // 10)
     job = tiny(tmp_path / "run", settings)
-    if scene == "servers":  # who waits for values hears nothing of another worker's end; the launcher ends it
+    if (
+        scene == "servers"
+    ):  # who waits for values hears nothing of another worker's end; the launcher ends it
         assert local.run(tiny_jobs.dies, (job, rank, part, point), ranks) == 128 + signal.SIGKILL
     else:
         with world.start(ranks, tiny_jobs.dies, job, rank, part, point) as dying:

@@ -18,7 +18,14 @@ from shoal.train.metrics_file import read_metrics
 
 
 def record(step: int) -> dict[str, float | int]:
-    return {"step": step, "epoch": 1 + (step - 1) // 4, "sample": 8 * step, "loss": 1 / step, "lr": 0.1, "time_s": 0.5}
+    return {
+        "step": step,
+        "epoch": 1 + (step - 1) // 4,
+        "sample": 8 * step,
+        "loss": 1 / step,
+        "lr": 0.1,
+        "time_s": 0.5,
+    }
 
 
 def write(log: Log, steps: range) -> None:
@@ -26,7 +33,15 @@ def write(log: Log, steps: range) -> None:
     for step in steps:
         log.step(record(step))
         if step % 4 == 0:
-            log.evaluation({"step": step, "epoch": step // 4, "loss": 2 / step, "top1": 10.0 * step, "time_s": 0.5})
+            log.evaluation(
+                {
+                    "step": step,
+                    "epoch": step // 4,
+                    "loss": 2 / step,
+                    "top1": 10.0 * step,
+                    "time_s": 0.5,
+                }
+            )
 
 
 def run(directory: Path, steps: range, tensorboard: bool = False) -> None:
@@ -41,7 +56,9 @@ def lines(directory: Path) -> list[bytes]:
 
 @contextmanager
 def largest_file(size_bytes: int):
-    """Files cannot grow beyond this size, as on a disk that is full: a write is cut short or fails."""
+    """Files cannot grow beyond this size, as on a disk that is full: a write is cut short or
+    fails.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -53,7 +70,9 @@ def largest_file(size_bytes: int):
 def test_records_are_json_lines_with_their_kind(tmp_path):
     run(tmp_path, range(1, 5))
     parsed = [json.loads(line) for line in lines(tmp_path)]
-    assert [(r["kind"], r["step"]) for r in parsed] == [("train", s) for s in (1, 2, 3, 4)] + [("validation", 4)]
+    assert [(r["kind"], r["step"]) for r in parsed] == [("train", s) for s in (1, 2, 3, 4)] + [
+        ("validation", 4)
+    ]
     assert parsed[1] == {"kind": "train", **record(2)}
 
 
@@ -163,7 +182,12 @@ def test_the_closing_table_shows_what_was_reached(tmp_path, capfd):
     best = {"step": 300, "epoch": 13, "loss": 0.0712, "top1": 98.056, "top5": 100.0, "samples": 360}
     log.close(
         {"final": best | {"step": 345, "top1": 97.5}, "best": best, "epochs": 15, "steps": 12_345}
-        | {"time_s": 3725.4, "samples_per_s": 812.3, "checkpoint": Path("runs/digits/step-345"), "curves": None}
+        | {
+            "time_s": 3725.4,
+            "samples_per_s": 812.3,
+            "checkpoint": Path("runs/digits/step-345"),
+            "curves": None,
+        }
     )
     assert capfd.readouterr().out.splitlines() == [
         "final validation  loss 0.0712  top1 97.50 %  top5 100.00 %  (step 345)",
@@ -188,7 +212,10 @@ def test_tensorboard_shows_the_scalars_of_training_and_validation(tmp_path):
     accumulator.Reload()
     tags = {"train/loss", "train/lr", "validation/loss", "validation/top1"}
     assert set(accumulator.Tags()["scalars"]) == tags
-    assert [(e.step, e.value) for e in accumulator.Scalars("validation/top1")] == [(4, 40.0), (8, 80.0)]
+    assert [(e.step, e.value) for e in accumulator.Scalars("validation/top1")] == [
+        (4, 40.0),
+        (8, 80.0),
+    ]
 
 
 def test_tensorboard_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_path):
@@ -205,6 +232,8 @@ Log(pathlib.Path(sys.argv[1]), active=True, tensorboard=False, resume_step=0).cl
 Log(pathlib.Path(sys.argv[1]), active=False, tensorboard=True, resume_step=0).close()
 print([name for name in ("tensorboard", "torch", "rich", "tensorflow") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

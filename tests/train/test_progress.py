@@ -1,4 +1,6 @@
-"""The display of a run: plain lines in a file, a bar on a real (pseudo) terminal, and the arithmetic behind them."""
+"""The display of a run: plain lines in a file, a bar on a real (pseudo) terminal, and the
+arithmetic behind them.
+"""
 
 import fcntl
 import os
@@ -11,13 +13,13 @@ import termios
 
 import pytest
 
-from shoal.train.closing import duration, number
-from shoal.train.pace import Pace
+from shoal.train.console import duration, number
 from shoal.train.progress import Progress
+from shoal.train.throughput import Throughput
 
 RUN = """
 import sys
-from shoal.train.closing import say_summary
+from shoal.train.console import say_summary
 from shoal.train.progress import Progress
 
 progress = Progress(active=True, epochs=2, total_steps=20)
@@ -50,9 +52,15 @@ def on_a_terminal(columns: int, **environment: str) -> str:
     """What RUN writes on a terminal of that width, escape sequences included."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    surroundings = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    surroundings = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     surroundings |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
-    with subprocess.Popen([sys.executable, "-c", RUN], stdout=theirs, stderr=theirs, env=surroundings) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN], stdout=theirs, stderr=theirs, env=surroundings
+    ) as process:
         os.close(theirs)
         written = bytearray()
         while True:
@@ -101,13 +109,17 @@ def test_on_a_terminal_results_and_words_in_between_stay(tmp_path):
     lines = [line.rstrip() for line in plain(on_a_terminal(100))]
     assert "epoch 2/2  step 20/20  validation  loss 0.2000  top1 98.00 %  top5 99.50 %" in lines
     assert lines.count("a word in between") == 2
-    assert any(line.startswith("│ best validation │ loss 0.2000  top1 98.00 %  (step 20)") for line in lines)
+    assert any(
+        line.startswith("│ best validation │ loss 0.2000  top1 98.00 %  (step 20)")
+        for line in lines
+    )
 
 
 def test_the_cursor_is_never_left_hidden():
     drawn = on_a_terminal(80)
     assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l")
-    # Also while the bar is up, for a run that is killed: it is shown again before the first bar is drawn.
+    # Also while the bar is up, for a run that is killed: it is shown again before the first bar is
+    # drawn.
     assert drawn.index("\x1b[?25h") < drawn.index("epoch 1/2")
 
 
@@ -137,7 +149,10 @@ def test_a_reader_that_went_away_does_not_end_training(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "end"], stdout=writer, stderr=subprocess.DEVNULL, check=False
+        [sys.executable, "-c", program, tmp_path / "end"],
+        stdout=writer,
+        stderr=subprocess.DEVNULL,
+        check=False,
     )
     os.close(writer)
     assert (tmp_path / "end").read_text() == "done"
@@ -145,7 +160,7 @@ def test_a_reader_that_went_away_does_not_end_training(tmp_path):
 
 def test_speed_and_end_follow_from_the_time_of_steps():
     clock = Clock()
-    pace = Pace(total_steps=101, done_steps=0, clock=clock)
+    pace = Throughput(total_steps=101, done_steps=0, clock=clock)
     clock.now += 60  # the first step compiles, and is not counted
     pace.step(64)
     assert pace.samples_per_s is None
@@ -159,7 +174,7 @@ def test_speed_and_end_follow_from_the_time_of_steps():
 
 def test_pauses_do_not_slow_the_speed_but_postpone_the_end():
     clock = Clock()
-    pace = Pace(total_steps=40, done_steps=0, clock=clock)
+    pace = Throughput(total_steps=40, done_steps=0, clock=clock)
     for _ in range(20):
         clock.now += 1
         pace.step(10)
@@ -173,7 +188,7 @@ def test_pauses_do_not_slow_the_speed_but_postpone_the_end():
 
 def test_the_speed_follows_a_change_within_seconds():
     clock = Clock()
-    pace = Pace(total_steps=10_000, done_steps=5_000, clock=clock)
+    pace = Throughput(total_steps=10_000, done_steps=5_000, clock=clock)
     for step_s in (0.1, 1.0):
         for _ in range(100):
             clock.now += step_s
@@ -184,7 +199,7 @@ def test_the_speed_follows_a_change_within_seconds():
 
 def test_most_steps_do_nothing_but_count():
     clock = Clock()
-    pace = Pace(total_steps=1_000, done_steps=0, clock=clock)
+    pace = Throughput(total_steps=1_000, done_steps=0, clock=clock)
     due = 0
     for _ in range(1_000):
         clock.now += 0.01
@@ -195,7 +210,14 @@ def test_most_steps_do_nothing_but_count():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (11_045, "3:04:05"), (90_000, "1 d 1:00:00"), (-3, "0:00")],
+    [
+        (0, "0:00"),
+        (59.6, "1:00"),
+        (754, "12:34"),
+        (11_045, "3:04:05"),
+        (90_000, "1 d 1:00:00"),
+        (-3, "0:00"),
+    ],
 )
 def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text

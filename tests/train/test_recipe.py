@@ -1,4 +1,6 @@
-"""Every part of a recipe does what it says in a real run, and changes nothing about the number of ranks."""
+"""Every part of a recipe does what it says in a real run, and changes nothing about the number
+of ranks.
+"""
 
 import json
 from pathlib import Path
@@ -24,8 +26,15 @@ TINY = {
 RECIPES: dict[str, dict[str, str]] = {
     "plain": {},
     "adamw": {"optimizer.name": "AdamW", "optimizer.lr": "1e-3", "optimizer.nesterov": "false"},
-    "no decay of norm and bias": {"optimizer.weight_decay": "0.1", "optimizer.decay_norm_and_bias": "false"},
-    "step schedule": {"schedule.name": "step", "schedule.milestones": "[1]", "schedule.warmup_epochs": "0"},
+    "no decay of norm and bias": {
+        "optimizer.weight_decay": "0.1",
+        "optimizer.decay_norm_and_bias": "false",
+    },
+    "step schedule": {
+        "schedule.name": "step",
+        "schedule.milestones": "[1]",
+        "schedule.warmup_epochs": "0",
+    },
     "linear scaling": {"optimizer.reference_batch": "25", "optimizer.lr": "0.05"},
     "mixup and cutmix": {"train.mixup": "0.2", "train.cutmix": "1.0"},
     "moving average": {"train.ema": "0.9"},
@@ -36,7 +45,13 @@ RECIPES: dict[str, dict[str, str]] = {
     "no last batch": {"train.drop_last": "true", "train.batch_size": "400", "train.max_steps": "6"},
     "workers": {"data.workers": "2"},
 }
-EVERY_DAY = ("no decay of norm and bias", "mixup and cutmix", "clipping", "accumulation", "no last batch")
+EVERY_DAY = (
+    "no decay of norm and bias",
+    "mixup and cutmix",
+    "clipping",
+    "accumulation",
+    "no last batch",
+)
 
 
 def train(out: Path, recipe: dict[str, str]) -> None:
@@ -45,7 +60,9 @@ def train(out: Path, recipe: dict[str, str]) -> None:
 
 def records(out: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith("_s")} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.endswith("_s")} for line in lines
+    ]
 
 
 def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
@@ -53,8 +70,12 @@ def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
     return records(out / str(ranks))
 
 
-@pytest.mark.parametrize("name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
-def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
+)
+def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(
+    name: str, tmp_path: Path
+) -> None:
     one, three = on(1, tmp_path, RECIPES[name]), on(3, tmp_path, RECIPES[name])
     assert len(one) == len(three)
     for expected, given in zip(one, three, strict=True):
@@ -68,7 +89,11 @@ def test_a_warm_start_takes_fewer_steps_while_it_sees_a_part(tmp_path: Path) -> 
 
 
 def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
-    recipe = RECIPES["step schedule"] | {"train.batch_size": "500", "train.epochs": "3", "train.max_steps": "9"}
+    recipe = RECIPES["step schedule"] | {
+        "train.batch_size": "500",
+        "train.epochs": "3",
+        "train.max_steps": "9",
+    }
     rates = [record["lr"] for record in on(1, tmp_path, recipe) if record["kind"] == "train"]
     assert rates == pytest.approx([0.2] * 3 + [0.02] * 6)
 

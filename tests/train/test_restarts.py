@@ -1,4 +1,6 @@
-"""`shoal train -n 2` goes on by itself when a process is killed, and ends at the bits of a run that was left alone."""
+"""`shoal train -n 2` goes on by itself when a process is killed, and ends at the bits of a run
+that was left alone.
+"""
 
 import json
 import random
@@ -26,7 +28,12 @@ MORTAL = {
 SERVERS = "server=2,part_mb=0.0001,lease_s=0.5"
 # From the seed follow the rank and the call at which it is killed.
 POINTS = [("ddp", "saving", 3), (SERVERS, "training", 4)]
-MORE = [("ddp", "training", 1), ("ddp", "training", 2), (SERVERS, "training", 5), (SERVERS, "saving", 6)]
+MORE = [
+    ("ddp", "training", 1),
+    ("ddp", "training", 2),
+    (SERVERS, "training", 5),
+    (SERVERS, "saving", 6),
+]
 MARKED = [*POINTS, *(pytest.param(*point, marks=pytest.mark.slow) for point in MORE)]
 
 Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
@@ -34,7 +41,9 @@ Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """What a run that is left alone leaves, and how many calls each of its ranks makes in each part."""
+    """What a run that is left alone leaves, and how many calls each of its ranks makes in each
+    part.
+    """
     known: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {}
 
     def of(strategy: str) -> tuple[dict[str, Any], list[dict[str, int]]]:
@@ -89,7 +98,10 @@ def test_a_run_that_loses_a_worker_ends_bit_equal(
     foretell(tmp_path, rank, part=part, point=draw.randrange(1, calls[rank][part] * 9 // 10))
     assert command(mortal(tmp_path, strategy), tmp_path) == 0
     said = capfd.readouterr().err
-    assert f"note: rank {rank} of 2 was killed by SIGKILL (out of memory?); 2 processes start from" in said
+    assert (
+        f"note: rank {rank} of 2 was killed by SIGKILL (out of memory?); 2 processes start from"
+        in said
+    )
     assert "Traceback" not in said
     assert_equal_to_the_bit(everything(tmp_path / "run"), expected)
     assert list(temporary.iterdir()) == []
@@ -98,15 +110,19 @@ def test_a_run_that_loses_a_worker_ends_bit_equal(
 
 @pytest.mark.parametrize("replicas", ["", ",replicas=2"])
 def test_a_run_that_loses_all_servers_of_a_shard_ends_bit_equal(
-    undisturbed: Undisturbed, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str], replicas: str
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    temporary: Path,
+    capfd: pytest.CaptureFixture[str],
+    replicas: str,
 ) -> None:
     expected, _ = undisturbed(SERVERS)
     foretell(tmp_path, 0, shard=1, sample=random.Random(replicas).randrange(18, 40))
     assert command(mortal(tmp_path, SERVERS + replicas), tmp_path) == 0
     said = capfd.readouterr().err
     assert (
-        "note: shard 1 of the parameter servers is lost: its servers are gone, and nobody holds what they held; "
-        in said
+        "note: shard 1 of the parameter servers is lost: its servers are gone, and nobody holds "
+        "what they held; " in said
     )
     assert "2 processes start from the checkpoint of step " in said
     assert_equal_to_the_bit(everything(tmp_path / "run"), expected)

@@ -1,4 +1,6 @@
-"""The same command again: bit for bit the run that was never stopped; on other numbers of ranks, the same losses."""
+"""The same command again: bit for bit the run that was never stopped; on other numbers of
+ranks, the same losses.
+"""
 
 import shutil
 import signal
@@ -9,7 +11,18 @@ from typing import Any
 import pytest
 import tiny_jobs
 import torch
-from tiny_jobs import CNN, EVERYTHING, GPT, MLP, WORKERS, assert_equal_to_the_bit, differing, everything, metrics, tiny
+from tiny_jobs import (
+    CNN,
+    EVERYTHING,
+    GPT,
+    MLP,
+    WORKERS,
+    assert_equal_to_the_bit,
+    differing,
+    everything,
+    metrics,
+    tiny,
+)
 
 from shoal.errors import ConfigError
 from shoal.launch.rank import EXIT_RESTART
@@ -18,7 +31,11 @@ from shoal.train.checkpoint import Checkpoints, newest
 
 DOUBLE_PRECISION = {"train.precision": "fp64"}
 DOUBLE = {**MLP, **DOUBLE_PRECISION}
-OPTIMIZERS = ["Adafactor", "NAdam", "Rprop"]  # a state of its own, a product in it, a copy of the gradient
+OPTIMIZERS = [
+    "Adafactor",
+    "NAdam",
+    "Rprop",
+]  # a state of its own, a product in it, a copy of the gradient
 MORE = ["ASGD", "Adadelta", "Adagrad", "Adamax", "RMSprop"]
 
 
@@ -48,7 +65,9 @@ def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> Non
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> None:
     settings = {**MLP, "optimizer.name": name, "optimizer.lr": 0.01, "train.epochs": 2}
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", settings))
@@ -59,10 +78,18 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)]
+)
 def test_moments_of_eight_bits_are_resumed(tmp_path: Path, strategy: str, ranks: int) -> None:
     wide = {**MLP, "model.options.hidden": [256, 64]}
-    settings = {**wide, "strategy": strategy, "optimizer.name": "AdamW8bit", "optimizer.lr": 0.01, "train.epochs": 2}
+    settings = {
+        **wide,
+        "strategy": strategy,
+        "optimizer.name": "AdamW8bit",
+        "optimizer.lr": 0.01,
+        "train.epochs": 2,
+    }
     world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))
     job = tiny(tmp_path / "run", settings)
     stop(ranks, job, 5)
@@ -91,8 +118,14 @@ def test_on_another_number_of_ranks_each_remaining_sample_comes_once_and_losses_
     tmp_path: Path, on_one_rank: Path, before: int, after: int
 ) -> None:
     stop(before, tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen before")), 5)
-    world.run(after, tiny_jobs.trains, tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen after")))
-    first, second = ((tmp_path / f"seen {when}").read_text().split() for when in ("before", "after"))
+    world.run(
+        after,
+        tiny_jobs.trains,
+        tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen after")),
+    )
+    first, second = (
+        (tmp_path / f"seen {when}").read_text().split() for when in ("before", "after")
+    )
     everyone = Counter({str(sample): 1 for sample in range(30)})
     # Stopped after step 6, the second of an epoch of four: 16 of its 30 samples were seen.
     assert len(first) == 30 + 16
@@ -114,7 +147,9 @@ LAYOUTS = [
 ]
 
 
-def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(tmp_path: Path, on_one_rank: Path) -> None:
+def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
+    tmp_path: Path, on_one_rank: Path
+) -> None:
     for leg, (strategy, ranks) in enumerate(LAYOUTS):
         stop_at = 2 * (leg + 1)
         with world.start(
@@ -125,14 +160,19 @@ def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(tmp_path: Path,
         ) as running:
             expected = EXIT_RESTART if stop_at < 12 else 0
             assert running.wait() == [expected] * ranks, (strategy, ranks)
-    # Each of the three epochs has seen every sample once, though each was shared out in two or three ways.
+    # Each of the three epochs has seen every sample once, though each was shared out in two or
+    # three ways.
     seen = (tmp_path / "seen").read_text().split()
     everyone = Counter({str(sample): 1 for sample in range(30)})
     assert [Counter(seen[start : start + 30]) for start in (0, 30, 60)] == [everyone] * 3
     assert_close(metrics(tmp_path / "run"), metrics(on_one_rank))
-    weights, expected_weights = (weights_of(directory) for directory in (tmp_path / "run", on_one_rank))
+    weights, expected_weights = (
+        weights_of(directory) for directory in (tmp_path / "run", on_one_rank)
+    )
     for name, weight in weights.items():
-        assert (weight - expected_weights[name]).abs().max() <= 1e-10 * expected_weights[name].abs().max()
+        assert (weight - expected_weights[name]).abs().max() <= 1e-10 * expected_weights[
+            name
+        ].abs().max()
 
 
 def test_what_is_loaded_in_shards_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
@@ -161,14 +201,22 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_checkpoint_that_is_due_when_an_epoch_ends_is_saved(tmp_path: Path) -> None:
-    job = tiny(tmp_path / "run", MLP, checkpoint__every_epochs=100, checkpoint__every_steps=4, checkpoint__keep=9)
+    job = tiny(
+        tmp_path / "run",
+        MLP,
+        checkpoint__every_epochs=100,
+        checkpoint__every_steps=4,
+        checkpoint__keep=9,
+    )
     tiny_jobs.trains(job)
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
 
 
 @pytest.mark.parametrize(("hint", "step"), [("best", 4), ("latest", 12)])
-def test_what_a_killed_save_left_undone_is_done_by_the_resume(tmp_path: Path, hint: str, step: int) -> None:
+def test_what_a_killed_save_left_undone_is_done_by_the_resume(
+    tmp_path: Path, hint: str, step: int
+) -> None:
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", GPT))
     job = tiny(tmp_path / "run", GPT)
     with world.start(1, tiny_jobs.dies_before, job, hint, step) as dying:
@@ -182,14 +230,16 @@ def test_what_a_killed_save_left_undone_is_done_by_the_resume(tmp_path: Path, hi
 def test_what_is_there_is_never_started_afresh(tmp_path: Path) -> None:
     tiny_jobs.trains(tiny(tmp_path / "run", MLP))
     before = tiny_jobs.contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume: is false, but .*run holds checkpoints"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.resume: is false, but .*run holds checkpoints"
+    ):
         tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))
     assert tiny_jobs.contents(tmp_path / "run") == before
     shutil.rmtree(tmp_path / "run")
     tiny_jobs.trains(tiny(tmp_path / "run", MLP, checkpoint__resume=False))
 
 
-@pytest.mark.slow  # tests/train/test_resume_fewer.py has one for every day
+@pytest.mark.slow  # tests/train/test_resume_compressed.py has one for every day
 def test_what_compression_has_left_out_goes_on_after_a_resume(tmp_path: Path) -> None:
     strategy = "server=2,compress=topk=0.1,part_mb=0.0001"
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "whole", CNN, strategy=strategy))

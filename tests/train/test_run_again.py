@@ -12,8 +12,8 @@ from tiny_jobs import MLP, WORKERS, contents, everything, tiny
 from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.testing import world
-from shoal.train.directory import claim
 from shoal.train.loop import train
+from shoal.train.run_directory import lock
 
 
 def closing_table(said: str) -> list[str]:
@@ -36,10 +36,14 @@ def test_a_finished_run_shows_its_results_again_and_changes_nothing(
     assert f"resumed from {tmp_path / 'run/checkpoints/step-00000012'}" in said.err
 
 
-def test_another_experiment_in_the_same_directory_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_another_experiment_in_the_same_directory_is_refused_with_what_differs(
+    tmp_path: Path,
+) -> None:
     tiny_jobs.trains(tiny(tmp_path / "run", MLP))
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"run holds another experiment: optimizer\.lr: 0\.1 there, 0\.2 here"):
+    with pytest.raises(
+        ConfigError, match=r"run holds another experiment: optimizer\.lr: 0\.1 there, 0\.2 here"
+    ):
         tiny_jobs.trains(tiny(tmp_path / "run", MLP, optimizer__lr=0.2))
     assert contents(tmp_path / "run") == before
 
@@ -48,7 +52,9 @@ def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
     job = tiny(tmp_path / "run", MLP, data__name="patient", data__path=str(tmp_path))
     with world.start(1, tiny_jobs.trains, job) as first:
         until(lambda: list(tmp_path.glob("waiting.*")))
-        with pytest.raises(ConfigError, match=rf"run is being trained in by process {first.pids[0]}\. Wait for it"):
+        with pytest.raises(
+            ConfigError, match=rf"run is being trained in by process {first.pids[0]}\. Wait for it"
+        ):
             tiny_jobs.trains(job)
         first.kill(0, signal.SIGTERM)
         assert first.wait() == [75]
@@ -57,13 +63,13 @@ def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 def claims_and_leaves_a_worker(job: Job, end: Path) -> None:
-    lock = claim(job)
+    claim = lock(job)
     if os.fork() == 0:
         os.setsid()  # out of reach of the launcher, which would end it
         until(end.exists)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
-    lock.close()
+    claim.close()
 
 
 def test_a_killed_process_leaves_no_lock_even_where_its_workers_live_on(tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_a_killed_process_leaves_no_lock_even_where_its_workers_live_on(tmp_path
     try:
         with world.start(1, claims_and_leaves_a_worker, job, tmp_path / "end") as dying:
             assert dying.wait() == [-signal.SIGKILL]
-        claim(job).close()
+        lock(job).close()
     finally:
         (tmp_path / "end").touch()
 

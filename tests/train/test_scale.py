@@ -1,4 +1,6 @@
-"""`shoal scale RUN N`: a run has another number of processes from one step to the next, and the same numbers."""
+"""`shoal scale RUN N`: a run has another number of processes from one step to the next, and the
+same numbers.
+"""
 
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from tiny_jobs import MLP, metrics, tiny
 
 from shoal import cli
 from shoal.config import to_yaml
-from shoal.launch.control import NAME
+from shoal.launch.control_server import NAME
 
 DOUBLE = {**MLP, "train.precision": "fp64"}
 
@@ -41,7 +43,14 @@ class Scaling(threading.Thread):
         while time.monotonic() < deadline_s and not self.can_be_called():
             time.sleep(0.01)
         for processes in self.wanted:
-            command = [sys.executable, "-m", "shoal", "scale", str(self.folder / "run"), str(processes)]
+            command = [
+                sys.executable,
+                "-m",
+                "shoal",
+                "scale",
+                str(self.folder / "run"),
+                str(processes),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             self.answers.append((done.returncode, done.stdout + done.stderr))
 
@@ -55,16 +64,25 @@ CASES = {
     "server=2,part_mb=0.0001": (2, [3], []),
     "zero3": (3, [1], []),
     "zero1": (1, [2], []),
-    "zero3,hybrid=2": (2, [0, 2, 3, 4], ["at least one is needed", "it has 2 processes already", "Use a divisor of 3"]),
+    "zero3,hybrid=2": (
+        2,
+        [0, 2, 3, 4],
+        ["at least one is needed", "it has 2 processes already", "Use a divisor of 3"],
+    ),
 }
 
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_each_remaining_sample_comes_once_and_losses_are_those_of_a_run_that_was_left_alone(
-    tmp_path: Path, on_one_rank: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], strategy: str
+    tmp_path: Path,
+    on_one_rank: list[dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
+    strategy: str,
 ) -> None:
     ranks, wanted, refused = CASES[strategy]
-    job = tiny(tmp_path / "run", DOUBLE, strategy=strategy, data__name="seen", data__path=str(tmp_path))
+    job = tiny(
+        tmp_path / "run", DOUBLE, strategy=strategy, data__name="seen", data__path=str(tmp_path)
+    )
     (tmp_path / "job.yaml").write_text(to_yaml(job))
     scaling = Scaling(tmp_path, wanted)
     with pytest.raises(SystemExit) as stop:
@@ -84,15 +102,22 @@ def test_each_remaining_sample_comes_once_and_losses_are_those_of_a_run_that_was
     assert [Counter(seen[start : start + 30]) for start in (0, 30, 60)] == [everyone] * 3
     assert len(seen) == 90
     found, expected = metrics(tmp_path / "run"), [dict(record) for record in on_one_rank]
-    assert [record.pop("loss") for record in found] == pytest.approx([r.pop("loss") for r in expected], rel=1e-10)
+    assert [record.pop("loss") for record in found] == pytest.approx(
+        [r.pop("loss") for r in expected], rel=1e-10
+    )
     assert found == expected
 
 
-def test_a_directory_without_a_run_or_a_launcher_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_or_a_launcher_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["scale", str(tmp_path), "2"])
     assert "is no run directory" in capsys.readouterr().err
     tiny_jobs.trains(tiny(tmp_path / "run", MLP))
     with pytest.raises(SystemExit, match="1"):
         cli.main(["scale", str(tmp_path / "run"), "2"])
-    assert f"no launcher on this machine has {tmp_path / 'run'}: nobody trains in it" in capsys.readouterr().err
+    assert (
+        f"no launcher on this machine has {tmp_path / 'run'}: nobody trains in it"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""SIGTERM: all ranks save at the same step and exit with 75, and the same command goes on from there."""
+"""SIGTERM: all ranks save at the same step and exit with 75, and the same command goes on from
+there.
+"""
 
 import json
 import signal
@@ -35,7 +37,9 @@ def test_a_command_that_is_told_to_stop_saves_exits_with_75_and_goes_on_when_run
     config = tmp_path / "patient.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", PATIENT, data__path=str(tmp_path))))
     command = [SHOAL, "train", str(config), "-n", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         try:
             while len(list(tmp_path.glob("waiting.*"))) < 2:
                 assert running.poll() is None, running.communicate()
@@ -75,7 +79,13 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 
 @pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "async"])
 def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, staleness: str) -> None:
-    job = tiny(tmp_path / "run", MLP, strategy=f"server=2,staleness={staleness}", train__ema=0.9, train__epochs=9)
+    job = tiny(
+        tmp_path / "run",
+        MLP,
+        strategy=f"server=2,staleness={staleness}",
+        train__ema=0.9,
+        train__epochs=9,
+    )
     with world.start(3, tiny_jobs.is_signalled, job, 5, signal.SIGTERM, 1) as stopping:
         assert stopping.wait() == [EXIT_RESTART] * 3
     saved = newest(tmp_path / "run/checkpoints")
@@ -98,7 +108,9 @@ def is_told_to_stop_on_a_full_disk(job: Job) -> None:
 
 
 def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(tmp_path: Path) -> None:
-    with world.start(2, is_told_to_stop_on_a_full_disk, tiny(tmp_path / "run", PATIENT)) as stopping:
+    with world.start(
+        2, is_told_to_stop_on_a_full_disk, tiny(tmp_path / "run", PATIENT)
+    ) as stopping:
         assert stopping.wait() == [1, 1]
     assert "the checkpoint of step 1 was not saved" in stopping.failures[0].text
 
@@ -132,9 +144,16 @@ def cannot_mark(job: Job, step: int) -> None:
     ids=["a stop at the end of an epoch", "a stop in its middle", "the end"],
 )
 def test_a_save_that_could_not_be_marked_is_a_save_all_the_same(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], beside: bool, step: int, batch_size: int, code: int
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    beside: bool,
+    step: int,
+    batch_size: int,
+    code: int,
 ) -> None:
-    job = tiny(tmp_path / "run", MLP, {"checkpoint.asynchronous": beside, "train.batch_size": batch_size})
+    job = tiny(
+        tmp_path / "run", MLP, {"checkpoint.asynchronous": beside, "train.batch_size": batch_size}
+    )
     with world.start(2, cannot_mark, job, step) as ending:
         assert ending.wait() == [code] * 2
     assert f"step {step} was saved, but not all that follows was done" in capfd.readouterr().err

@@ -31,7 +31,10 @@ def test_the_second_accuracy_is_never_wider_than_the_classes() -> None:
 
 def test_a_text_is_measured_token_by_token() -> None:
     task = Task("language", num_classes=3, topk=2)
-    sums = {n: v.item() for n, v in task.measures(LOGITS[None].repeat(2, 1, 1), TARGET[None].repeat(2, 1)).items()}
+    sums = {
+        n: v.item()
+        for n, v in task.measures(LOGITS[None].repeat(2, 1, 1), TARGET[None].repeat(2, 1)).items()
+    }
     report = task.report(sums | {"samples": 2.0})
     assert sums["predictions"] == 6
     assert report["perplexity"] == pytest.approx(math.exp(F.cross_entropy(LOGITS, TARGET).item()))
@@ -39,13 +42,15 @@ def test_a_text_is_measured_token_by_token() -> None:
 
 def test_hits_of_mixed_samples_count_their_larger_part() -> None:
     soft = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.6, 0.4], [0.9, 0.0, 0.1]])
-    assert Task("classification", 3).hits(LOGITS, soft).tolist() == [2, 3]
+    assert Task("classification", 3).num_correct(LOGITS, soft).tolist() == [2, 3]
 
 
 def test_smoothing_is_for_training_alone() -> None:
     task = Task("classification", 3, label_smoothing=0.2)
     assert task.loss(LOGITS, TARGET) == F.cross_entropy(LOGITS, TARGET, label_smoothing=0.2)
-    assert task.measures(LOGITS, TARGET)["loss"].item() == pytest.approx(3 * F.cross_entropy(LOGITS, TARGET).item())
+    assert task.measures(LOGITS, TARGET)["loss"].item() == pytest.approx(
+        3 * F.cross_entropy(LOGITS, TARGET).item()
+    )
 
 
 def test_a_diverged_text_has_infinite_perplexity_instead_of_an_error() -> None:
@@ -56,7 +61,9 @@ def test_of_two_evaluations_of_equal_accuracy_the_one_with_the_lower_loss_is_bet
     task = Task("classification", 3)
     assert task.score({"top1": 99.17, "loss": 0.147}) > task.score({"top1": 99.17, "loss": 0.195})
     assert task.score({"top1": 99.44, "loss": 0.195}) > task.score({"top1": 99.17, "loss": 0.147})
-    assert task.score({"top1": 99.17, "loss": 0.195}) > task.score({"top1": 99.17, "loss": math.nan})
+    assert task.score({"top1": 99.17, "loss": 0.195}) > task.score(
+        {"top1": 99.17, "loss": math.nan}
+    )
 
 
 def test_any_number_is_better_than_a_loss_that_is_none() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.config.job import Data
+from shoal.config.job import DataConfig
 from shoal.data.source import Source
 
 CLASSES = 6
@@ -53,11 +53,11 @@ class Recorded(Dataset):
 
 
 class Patient(Dataset):
-    """Waits for a SIGTERM, once in a rank's life, before its tenth sample; the file `waiting.PID` says when.
+    """Waits for a SIGTERM, once in a rank's life, before its tenth sample; the file `waiting.PID`
+    says when.
 
-    A signal that comes from outside so meets a run in its middle, however fast that is. Ranks that start when there
-    are such files already do not wait.
-    """
+    A signal that comes from outside so meets a run in its middle, however fast that is. Ranks that
+    start when there are such files already do not wait."""
 
     def __init__(self, samples: Dataset, directory: Path) -> None:
         self.samples, self.directory = samples, directory
@@ -75,7 +75,9 @@ class Patient(Dataset):
     def wait(self) -> None:
         told: list[int] = []
         inner: Any = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda number, frame: (told.append(number), inner(number, frame)))
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: (told.append(number), inner(number, frame))
+        )
         (self.directory / f"waiting.{os.getpid()}").touch()
         while not told:
             time.sleep(0.01)
@@ -96,39 +98,53 @@ def tokens(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(text[:, :-1], text[:, 1:])
 
 
-def load_noisy(config: Data, seed: int) -> Source:
+def load_noisy(config: DataConfig, seed: int) -> Source:
     train, validation = Noisy(images(config.samples, seed)), images(VALIDATION_SAMPLES, seed + 1)
     return Source(train, validation, "classification", CLASSES, (1, 8, 8))
 
 
-def load_recorded(config: Data, seed: int) -> Source:
+def load_recorded(config: DataConfig, seed: int) -> Source:
     train = images(config.samples, seed)
     dataset = Recorded(train, Path(config.path)) if config.path else train
-    return Source(dataset, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
+    return Source(
+        dataset, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8)
+    )
 
 
-def load_patient(config: Data, seed: int) -> Source:
+def load_patient(config: DataConfig, seed: int) -> Source:
     train = images(config.samples, seed)
     dataset = Patient(train, Path(config.path)) if config.path else train
-    return Source(dataset, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
+    return Source(
+        dataset, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8)
+    )
 
 
-def load_seen(config: Data, seed: int) -> Source:
-    """Recorded in the file `seen` of a directory, and patient on rank 0, so that no other rank goes ahead."""
+def load_seen(config: DataConfig, seed: int) -> Source:
+    """Recorded in the file `seen` of a directory, and patient on rank 0, so that no other rank
+    goes ahead.
+    """
     folder = Path(config.path)
     recorded = Recorded(images(config.samples, seed), folder / "seen")
     train = Patient(recorded, folder) if os.environ.get("RANK", "0") == "0" else recorded
     return Source(train, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
 
 
-def load_bright(config: Data, seed: int) -> Source:
+def load_bright(config: DataConfig, seed: int) -> Source:
     pixels, labels = images(config.samples, seed).tensors
     validation = images(VALIDATION_SAMPLES, seed + 1)
-    return Source(TensorDataset(1e4 * pixels, labels), validation, "classification", CLASSES, (1, 8, 8))
+    return Source(
+        TensorDataset(1e4 * pixels, labels), validation, "classification", CLASSES, (1, 8, 8)
+    )
 
 
-def load_tokens(config: Data, seed: int) -> Source:
-    return Source(tokens(config.samples, seed), tokens(VALIDATION_SAMPLES, seed + 1), "language", CLASSES, (6,))
+def load_tokens(config: DataConfig, seed: int) -> Source:
+    return Source(
+        tokens(config.samples, seed),
+        tokens(VALIDATION_SAMPLES, seed + 1),
+        "language",
+        CLASSES,
+        (6,),
+    )
 
 
 data = {

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.norm import whole
+from shoal.comm.norm import full_tensor
 from shoal.config import read
 from shoal.config.job import Job
 from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
-from shoal.train.directory import claim_for_all
 from shoal.train.loop import Training
+from shoal.train.run_directory import claim_for_all
 
 DATA = Path(__file__).with_name("tiny_data.py")
 TIMES = ("time_s", "samples_per_s")
@@ -70,7 +70,8 @@ GPT = {
     "train.ema": 0.9,
 }
 WORKERS = {"data.workers": 2}
-# So bright that gradients overflow in the first steps: the loss scale falls, and is part of what must be resumed.
+# So bright that gradients overflow in the first steps: the loss scale falls, and is part of what
+# must be resumed.
 HALF = {**MLP, "data.name": "bright", "train.precision": "fp16", "optimizer.lr": 1e-6}
 
 
@@ -80,7 +81,10 @@ def tiny(out: Path, *parts: dict[str, Any], **more: Any) -> Job:
     for part in (*parts, {name.replace("__", "."): value for name, value in more.items()}):
         settings |= part
     settings["out"] = str(out)
-    flags = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
+    flags = [
+        (name, value if isinstance(value, str) else json.dumps(value))
+        for name, value in settings.items()
+    ]
     return read(None, flags).job
 
 
@@ -118,8 +122,12 @@ class StopsAfter(Undrawn):
             os.kill(os.getpid(), self.number)
 
 
-def is_signalled(job: Job, step: int, number: int = signal.SIGTERM, rank: int | None = None) -> None:
-    """What a rank does: the job, with a signal to itself (to `rank` alone, if given) after `step`."""
+def is_signalled(
+    job: Job, step: int, number: int = signal.SIGTERM, rank: int | None = None
+) -> None:
+    """What a rank does: the job, with a signal to itself (to `rank` alone, if given) after
+    `step`.
+    """
     go(StopsAfter(job, step, number, rank))
 
 
@@ -130,7 +138,7 @@ def is_resumed(job: Job) -> dict[str, Tensor]:
     tensors, _, _ = training.run.state()
     training.log.close()
     tensors |= {"sums": training.sums} | (training.ema.state() if training.ema else {})
-    return {name: whole(tensor).clone() for name, tensor in tensors.items()}
+    return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
 class FillsTheDisk(Undrawn):
@@ -156,10 +164,11 @@ def fills_the_disk(job: Job, steps: tuple[int, ...]) -> None:
 
 
 class Calls:
-    """Counts the calls, Python's and C's, that this process makes in each part of a run; dies at one of them.
+    """Counts the calls, Python's and C's, that this process makes in each part of a run; dies at
+    one of them.
 
-    Args: part: "training" (within an epoch, but in no save) or "saving". point: dies at this call in it; 0 never.
-    """
+    Args: part: "training" (within an epoch, but in no save) or "saving". point: dies at this call
+    in it; 0 never."""
 
     def __init__(self, part: str = "", point: int = 0) -> None:
         self.part, self.point = part, point
@@ -199,7 +208,9 @@ def dies(job: Job, rank: int, part: str, point: int) -> None:
 
 
 def everything(directory: Path) -> dict[str, Any]:
-    """All that a run leaves behind, but for the times: what two runs that are equal to the last bit agree in."""
+    """All that a run leaves behind, but for the times: what two runs that are equal to the last
+    bit agree in.
+    """
     checkpoints = directory / "checkpoints"
     last = newest(checkpoints)
     assert last is not None
@@ -215,20 +226,29 @@ def everything(directory: Path) -> dict[str, Any]:
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory, whole."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl without their times."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        for line in lines
+    ]
 
 
 def assert_equal_to_the_bit(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Both from `everything`."""
     found, expected = dict(found), dict(expected)
     assert differing(found.pop("tensors"), expected.pop("tensors")) == []
-    assert found == expected, [(k, found.get(k), v) for k, v in expected.items() if found.get(k) != v]
+    assert found == expected, [
+        (k, found.get(k), v) for k, v in expected.items() if found.get(k) != v
+    ]
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -243,7 +263,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def dies_before(job: Job, hint: str, step: int) -> None:
-    """What a rank does: the job, until rank 0 is killed when the checkpoint of `step` is there and its hint is not."""
+    """What a rank does: the job, until rank 0 is killed when the checkpoint of `step` is there
+    and its hint is not.
+    """
     replace = os.replace
 
     def deadly(source: Any, target: Any) -> None:

@@ -1,4 +1,6 @@
-"""No server: all_reduce of torch.distributed, in place, as DistributedDataParallel calls it on its buckets."""
+"""No server: all_reduce of torch.distributed, in place, as DistributedDataParallel calls it on
+its buckets.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.server.candidate import Missing
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 
 
 class Member(Worker):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        dist.init_process_group("gloo", f"file://{place.folder}/store", rank=place.index, world_size=place.workers)
+        dist.init_process_group(
+            "gloo", f"file://{place.folder}/store", rank=place.index, world_size=place.workers
+        )
 
     def prepare(self, gradient: Tensor) -> None:
         self.gradient, self.held = gradient, torch.zeros_like(gradient)

@@ -1,4 +1,5 @@
-"""Ray actors, arrays in its object store, as Ray's parameter server example has it: the driver only chains the calls.
+"""Ray actors, arrays in its object store, as Ray's parameter server example has it: the driver only
+chains the calls.
 
     worker.push(sums) ──> shares ─┐                      what one call returns lies in shared memory,
     worker.push(sums) ──> shares ─┴─> server.add ──> sum    where the next reads it without a copy
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.server.candidate import compare, gradient, shares, sum_factor
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 
 # It reads these when it is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -73,7 +74,9 @@ class Pusher:
 class Chief(Worker):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self.folder = tempfile.TemporaryDirectory(prefix="ray")  # of its own: sockets' paths must be short
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="ray"
+        )  # of its own: sockets' paths must be short
         ray.init(
             num_cpus=place.workers + place.servers,
             include_dashboard=False,
@@ -96,9 +99,15 @@ class Chief(Worker):
     def repeat(self, rounds: int) -> None:
         sums: list[ray.ObjectRef] = []
         for _ in range(rounds):
-            pushed = [pusher.push.options(num_returns=len(self.servers)).remote(*sums) for pusher in self.pushers]
+            pushed = [
+                pusher.push.options(num_returns=len(self.servers)).remote(*sums)
+                for pusher in self.pushers
+            ]
             by_server = zip(*pushed, strict=True) if len(self.servers) > 1 else [pushed]
-            sums = [server.add.remote(*pieces) for server, pieces in zip(self.servers, by_server, strict=True)]
+            sums = [
+                server.add.remote(*pieces)
+                for server, pieces in zip(self.servers, by_server, strict=True)
+            ]
         ray.get([pusher.pull.remote(*sums) for pusher in self.pushers])
 
     def check(self, gradient: Tensor, factor: Fraction) -> None:

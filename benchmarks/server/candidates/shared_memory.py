@@ -1,4 +1,5 @@
-"""Bound: a part of 4 MiB is copied to shared memory by the worker and read and rewritten there by the server.
+"""Bound: a part of 4 MiB is copied to shared memory by the worker and read and rewritten there by
+the server.
 
     worker   gradient -copy-> [slot] ............. [slot] -copy-> held        a message on a Unix socket, the door
     server               bell   [slot] -copy-> own -copy-> [slot]   bell      bell, says that it is the other's turn
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 from benchmarks.server.wire import FLOAT_BYTES, PART_BYTES, accept_all
 
 BELL = struct.Struct("<II")  # which slot, and how many numbers are in it

@@ -1,4 +1,5 @@
-"""Shoal's parameter server, as training uses it: parts of up to 4 MiB, authenticated frames, a lease, an arbiter.
+"""Shoal's parameter server, as training uses it: parts of up to 4 MiB, authenticated frames, a
+lease, an arbiter.
 
     worker   copies a part's gradient where it is lent from ── push ──> server   adds up, steps, says: there
              copies the values          <──────────────────────────────
@@ -17,17 +18,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.server.crew import Crew, Place, Worker
-from shoal.launch.nursery import Nursery
-from shoal.server.client import Client, connect_to_servers
-from shoal.server.flat import Flat
-from shoal.server.fleet import Fleet, Job, Judge
-from shoal.server.key import new_key_file, read_key
-from shoal.server.layout import Shape, bytes_of_a_part, cut, place
-from shoal.server.recipe import recipe_of
-from shoal.server.said import Order
-from shoal.server.shard_settings import ShardSettings
-from shoal.server.transport_settings import Transport
+from benchmarks.server.role_processes import Crew, Place, Worker
+from shoal.launch.helper_spawner import HelperSpawner
+from shoal.parameter_server.events import StepRequest
+from shoal.parameter_server.launcher.server_pool import (
+    ClusterConfig,
+    CoordinatorProcess,
+    ServerPool,
+)
+from shoal.parameter_server.optimizer_spec import recipe_of
+from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
+from shoal.parameter_server.shard_settings import ShardSettings
+from shoal.parameter_server.transport.key import new_key_file, read_key
+from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.flat_params import FlatParams
 
 
 class Replace(torch.optim.Optimizer):
@@ -51,9 +56,9 @@ class Pusher(Worker):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self.nursery: Nursery | None = None
-        self.fleet: Fleet | None = None
-        self.client: Client | None = None
+        self.nursery: HelperSpawner | None = None
+        self.fleet: ServerPool | None = None
+        self.client: WorkerClient | None = None
         self.times = 0
 
     def prepare(self, gradient: Tensor) -> None:
@@ -61,27 +66,29 @@ class Pusher(Worker):
         self.times += 1
         self.gradient = gradient
         parameters = {"weight": nn.Parameter(torch.zeros_like(gradient))}
-        shapes = {"weight": Shape(len(gradient), torch.float32, 0)}
-        self.parts = cut(shapes, bytes_of_a_part(shapes, self.place.servers))
-        self.flat = Flat(parameters, self.parts)
+        shapes = {"weight": ParamMeta(len(gradient), torch.float32, 0)}
+        self.parts = partition(shapes, partition_bytes(shapes, self.place.servers))
+        self.flat = FlatParams(parameters, self.parts)
         job, file, host, port = self._fleet()
         transport = Transport(read_key(Path(file)), job)
-        self.client = connect_to_servers(self.place.index, self.flat, (host, port), transport, shares=self.shares)
+        self.client = connect_to_servers(
+            self.place.index, self.flat, (host, port), transport, shares=self.shares
+        )
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
-        self.order = Order([{"lr": 1.0}])
+        self.order = StepRequest([{"lr": 1.0}])
         if self.place.index == 0:
             self.client.load([[{}] for _ in self.parts])
             (Path(self.place.folder) / f"loaded-{self.times}").touch()
         else:
             _await(Path(self.place.folder) / f"loaded-{self.times}")
-        self.client.begin()
+        self.client.connect()
 
     def round(self) -> Sequence[Tensor]:
         assert self.client is not None
         for number, piece in enumerate(self.pieces):
             self.client.push(number, piece, self.present[number])
-        self.client.order(self.order)
+        self.client.request_step(self.order)
         self.client.wait(range(len(self.parts)))
         return self.flat.values
 
@@ -100,13 +107,15 @@ class Pusher(Worker):
         if self.place.index == 0:
             folder.mkdir()
             recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
-            owners, key_file = tuple(place(self.parts, self.place.servers)), new_key_file(folder)
-            settings = ShardSettings(tuple(self.parts), recipe, self.place.workers, staleness=0, lease_s=10.0)
+            owners, key_file = tuple(assign(self.parts, self.place.servers)), new_key_file(folder)
+            settings = ShardSettings(
+                tuple(self.parts), recipe, self.place.workers, staleness=0, lease_s=10.0
+            )
             transport = Transport(read_key(key_file), str(self.times))
-            job = Job(transport, folder, settings, owners, self.place.servers)
-            self.nursery = Nursery()
-            judge = Judge(self.nursery, job, "127.0.0.1")
-            self.fleet = Fleet(self.nursery, job, judge.address, "127.0.0.1", judge)
+            job = ClusterConfig(transport, folder, settings, owners, self.place.servers)
+            self.nursery = HelperSpawner()
+            judge = CoordinatorProcess(self.nursery, job, "127.0.0.1")
+            self.fleet = ServerPool(self.nursery, job, judge.address, "127.0.0.1", judge)
             told.with_suffix(".tmp").write_text(json.dumps(judge.address))
             told.with_suffix(".tmp").rename(told)
         _await(told)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 from benchmarks.server.wire import PART_BYTES, accept_all, connect, fill, parts
 
 HEADER = struct.Struct("<Q")  # bytes that follow

@@ -1,4 +1,5 @@
-"""Bound: blocking sockets; both directions at once, and the server sends back whatever has arrived, however little.
+"""Bound: blocking sockets; both directions at once, and the server sends back whatever has arrived,
+however little.
 
 worker   sendall ------------>      one thread for each server and direction
          <--------- recv_into
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 from benchmarks.server.wire import PART_BYTES, accept_all, connect, fill, parts
 
 

@@ -1,11 +1,11 @@
-"""TensorFlow's ParameterServerStrategy. It has no synchronous mode, so a round is two waits of the coordinator.
+"""TensorFlow's ParameterServerStrategy. It has no synchronous mode, so a round is two waits of the
+coordinator.
 
     coordinator   schedule(push) for each worker, join,     worker: variable.assign_add(gradient), on the server
                   schedule(pull) for each worker, join      worker: read the variables; the values stay with it
 
-It does not say which worker takes which call, so all push the same gradient. Gradients come from a data set that every
-worker makes for itself. Variables are on the servers, one for each server.
-"""
+It does not say which worker takes which call, so all push the same gradient. Gradients come from a
+data set that every worker makes for itself. Variables are on the servers, one for each server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import compare, shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 
 # It reads these when it is imported.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -35,15 +35,20 @@ PATTERN = 1000  # as in benchmarks.server.candidate.gradient
 class Chief(Worker):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        roles = [("worker", index) for index in range(place.workers)] + [("ps", k) for k in range(place.servers)]
+        roles = [("worker", index) for index in range(place.workers)] + [
+            ("ps", k) for k in range(place.servers)
+        ]
         addresses = _free_addresses(len(roles))
         cluster = {"worker": addresses[: place.workers], "ps": addresses[place.workers :]}
         command = [sys.executable, "-m", __name__, json.dumps(cluster)]
         self.processes = [
-            subprocess.Popen([*command, role, str(index)], stdin=subprocess.PIPE) for role, index in roles
+            subprocess.Popen([*command, role, str(index)], stdin=subprocess.PIPE)
+            for role, index in roles
         ]
         _one_thread_each()
-        found = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
+        found = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster), rpc_layer="grpc"
+        )
         self.strategy = tf.distribute.ParameterServerStrategy(found)
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
@@ -54,7 +59,9 @@ class Chief(Worker):
 
         def gradients() -> tf.data.Dataset:
             pieces = (tf.math.floormod(tf.range(cut.start, cut.stop), PATTERN) for cut in cuts)
-            return tf.data.Dataset.from_tensors(tuple(tf.cast(piece, tf.float32) for piece in pieces)).repeat()
+            return tf.data.Dataset.from_tensors(
+                tuple(tf.cast(piece, tf.float32) for piece in pieces)
+            ).repeat()
 
         @tf.function
         def push(iterator: object) -> None:
@@ -103,7 +110,10 @@ def _one_thread_each() -> None:
 
 def _free_addresses(count: int) -> list[str]:
     with ExitStack() as listeners:
-        ports = [listeners.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+        ports = [
+            listeners.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for _ in range(count)
+        ]
     return [f"127.0.0.1:{port}" for port in ports]
 
 
@@ -112,7 +122,9 @@ def main() -> None:
     cluster, role, index = sys.argv[1:]
     _one_thread_each()
     cluster_spec = tf.train.ClusterSpec(json.loads(cluster))
-    server = tf.distribute.Server(cluster_spec, job_name=role, task_index=int(index), protocol="grpc")
+    server = tf.distribute.Server(
+        cluster_spec, job_name=role, task_index=int(index), protocol="grpc"
+    )
     sys.stdin.read()  # ends when the chief does, however it does
     del server
     os._exit(0)

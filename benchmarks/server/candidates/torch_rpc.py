@@ -1,4 +1,5 @@
-"""torch.distributed.rpc with TensorPipe's own choice of transports, as PyTorch's tutorial on batched RPC does it.
+"""torch.distributed.rpc with TensorPipe's own choice of transports, as PyTorch's tutorial on
+batched RPC does it.
 
     worker   rpc_async(share) ─┐                    ┌─> the sum is the reply, a tensor of its own
     worker   rpc_async(share) ─┴─ add, last one in ─┴─> set_result
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 
 
 class Shard:
@@ -29,7 +30,8 @@ class Shard:
 
     def push(self, gradient: Tensor, workers: int) -> Future[Tensor]:
         with self.lock:
-            # The first tensor of a round has arrived in memory of its own, which may as well hold the sum.
+            # The first tensor of a round has arrived in memory of its own, which may as well hold
+            # the sum.
             self.sum = self.sum.add_(gradient) if self.pushed else gradient
             self.pushed += 1
             reply = self.reply
@@ -61,7 +63,9 @@ class Client(Worker):
     def round(self) -> Sequence[Tensor]:
         pieces = [self.gradient[cut] for cut in shares(len(self.gradient), self.place.servers)]
         workers = self.place.workers
-        replies = [rpc.rpc_async(f"server{k}", push, (piece, workers)) for k, piece in enumerate(pieces)]
+        replies = [
+            rpc.rpc_async(f"server{k}", push, (piece, workers)) for k, piece in enumerate(pieces)
+        ]
         self.held = [reply.wait() for reply in replies]
         return self.held
 
@@ -70,7 +74,10 @@ class Client(Worker):
 
 
 class Candidate(Crew):
-    worker, spins = Client, True  # TensorPipe looks at shared memory again and again, in every process
+    worker, spins = (
+        Client,
+        True,
+    )  # TensorPipe looks at shared memory again and again, in every process
 
     @staticmethod
     def serve(place: Place, announce: Callable[[None], None]) -> None:
@@ -80,5 +87,9 @@ class Candidate(Crew):
 
 
 def _join(name: str, place: Place, rank: int) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place.folder}/store", rpc_timeout=0)
-    rpc.init_rpc(name, rank=rank, world_size=place.servers + place.workers, rpc_backend_options=options)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{place.folder}/store", rpc_timeout=0
+    )
+    rpc.init_rpc(
+        name, rank=rank, world_size=place.servers + place.workers, rpc_backend_options=options
+    )

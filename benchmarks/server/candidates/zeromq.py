@@ -1,4 +1,5 @@
-"""pyzmq echo over TCP, without copies where pyzmq can: parts of 4 MiB, all sent at once, taken as they come back.
+"""pyzmq echo over TCP, without copies where pyzmq can: parts of 4 MiB, all sent at once, taken as
+they come back.
 
 ZeroMQ cannot receive into memory of ours, so a worker copies each part to its place.
 """
@@ -12,7 +13,7 @@ import zmq
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.crew import Crew, Place, Worker
+from benchmarks.server.role_processes import Crew, Place, Worker
 from benchmarks.server.wire import FLOAT_BYTES, PART_BYTES, parts
 
 
@@ -34,7 +35,9 @@ class Echo(Worker):
                 connection.send(part, copy=False)
         for connection, cut in zip(self.sockets, cuts, strict=True):
             for part in self.held[cut].split(PART_BYTES // FLOAT_BYTES):
-                part.copy_(torch.frombuffer(connection.recv(copy=False).buffer, dtype=torch.float32))
+                part.copy_(
+                    torch.frombuffer(connection.recv(copy=False).buffer, dtype=torch.float32)
+                )
         return [self.held]
 
     def close(self) -> None:

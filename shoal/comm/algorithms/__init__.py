@@ -8,6 +8,6 @@
 
     pairs.py ── ring, tree, halving_doubling, hierarchical ── all_reduce.py ── DistributedDataParallel's buckets
 
-Whatever the algorithm, all ranks end with the same bits: each number is summed on one rank, or in the same pairs on
-all. With halving_doubling, where n is no power of two, some ranks send M more.
+Whatever the algorithm, all ranks end with the same bits: each number is summed on one rank, or in
+the same pairs on all. With halving_doubling, where n is no power of two, some ranks send M more.
 """

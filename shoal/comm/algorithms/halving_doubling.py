@@ -1,4 +1,5 @@
-"""All-reduce by halving and doubling: with every message the piece that a rank sums halves, and then it doubles again.
+"""All-reduce by halving and doubling: with every message the piece that a rank sums halves, and
+then it doubles again.
 
                   rank 0        rank 1        rank 2        rank 3        four ranks, a tensor of four pieces
                   a0 b0 c0 d0   a1 b1 c1 d1   a2 b2 c2 d2   a3 b3 c3 d3
@@ -10,10 +11,12 @@
                   A B           A B           C D           C D
                   A B C D       A B C D       A B C D       A B C D
 
-Ranks beyond the largest power of two first give their numbers to one below it [0], and get the sums at the end [3].
+Ranks beyond the largest power of two first give their numbers to one below it [0], and get the sums
+at the end [3].
 
-2 log2(n) messages one after the other; each rank sends 2 (n - 1)/n M, as in a ring, and M more where n is no power of
-two. It is the one for middling tensors. Every number is summed in the same pairs of ranks, wherever in the tensor it
+2 log2(n) messages one after the other; each rank sends 2 (n - 1)/n M, as in a ring, and M more
+where n is no power of two. It is the one for middling tensors. Every number is summed in the same
+pairs of ranks, wherever in the tensor it
 lies: a sum of two does not depend on their order.
 
 Source: Rabenseifner, Optimization of Collective Reduction Operations, ICCS 2004, LNCS 3036.
@@ -24,11 +27,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.comm.algorithms.pairs import Pairs
+from shoal.comm.algorithms.send_recv import PairwiseLink
 
 
-def all_reduce(tensor: Tensor, pairs: Pairs) -> None:
-    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each. Collective."""
+def all_reduce(tensor: Tensor, pairs: PairwiseLink) -> None:
+    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each.
+    Collective.
+    """
     rank, power = pairs.rank, 1 << (pairs.size.bit_length() - 1)
     if rank >= power:
         pairs.send(tensor, rank - power)  # [0]
@@ -44,8 +49,10 @@ def all_reduce(tensor: Tensor, pairs: Pairs) -> None:
         pairs.send(tensor, guest)  # [3]
 
 
-def _halve_and_double(tensor: Tensor, arrived: Tensor, pairs: Pairs, ranks: int) -> None:
-    """Among the first `ranks`, a power of two. Args: arrived: as long as `tensor`, for what comes in."""
+def _halve_and_double(tensor: Tensor, arrived: Tensor, pairs: PairwiseLink, ranks: int) -> None:
+    """Among the first `ranks`, a power of two. Args: arrived: as long as `tensor`, for what
+    comes in.
+    """
     mine, distance = tensor, ranks // 2
     way_back = []
     while distance:  # [1]

@@ -8,24 +8,27 @@
                 ──────────> A
                 ────> A     ────> A     ────> A
 
-2 log2(n) messages one after the other, rounded up, each of all M bytes: few, so it is the one for small tensors. Rank 0
-sends and receives log2(n) M. Every number is summed in the same pairs of ranks, wherever in the tensor it lies.
+2 log2(n) messages one after the other, rounded up, each of all M bytes: few, so it is the one for
+small tensors. Rank 0 sends and receives log2(n) M. Every number is summed in the same pairs of
+ranks, wherever in the tensor it lies.
 
-Source: the binomial tree of Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
-MPICH, IJHPCA 19(1), 2005. Two trees at once use all links (Sanders, Speck and Träff, Two-tree algorithms for full
-bandwidth broadcast, reduction and scan, Parallel Computing 35(12), 2009); this is one.
-"""
+Source: the binomial tree of Thakur, Rabenseifner and Gropp, Optimization of Collective
+Communication Operations in MPICH, IJHPCA 19(1), 2005. Two trees at once use all links (Sanders,
+Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
+Computing 35(12), 2009); this is one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shoal.comm.algorithms.pairs import Pairs
+from shoal.comm.algorithms.send_recv import PairwiseLink
 
 
-def all_reduce(tensor: Tensor, pairs: Pairs) -> None:
-    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each. Collective."""
+def all_reduce(tensor: Tensor, pairs: PairwiseLink) -> None:
+    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each.
+    Collective.
+    """
     rank, size = pairs.rank, pairs.size
     arrived = torch.empty_like(tensor)
     distance = 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.fewer import Member
+from shoal.comm.compression.reducers import BucketEntry
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 
 
@@ -49,7 +49,7 @@ class BucketWorker:
         if reduce.blocks and axis.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="bucket-mean")
 
-    def start_mean(self, message: Tensor, members: Sequence[Member] = ()) -> PendingMean:
+    def start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> PendingMean:
         """Start to put the mean over ranks in the place of `message`. Collective.
 
         Args: members: whose gradients it holds; empty for a message that is no bucket, which is

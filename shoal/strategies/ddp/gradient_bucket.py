@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.buckets import buckets
-from shoal.comm.fewer import Member
-from shoal.comm.norm import local
+from shoal.comm.buckets import bucketize
+from shoal.comm.compression.reducers import BucketEntry
+from shoal.comm.norm import to_local
+from shoal.platform.tensors import MIB
 from shoal.strategies.ddp.bucket_worker import BucketWorker, PendingMean
-from shoal.tensors import MIB
 
 
 class GradientBucket:
@@ -25,7 +25,7 @@ class GradientBucket:
     Attributes: num_missing: parameters whose gradient is still to come in this backward pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], members: Sequence[Member]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], members: Sequence[BucketEntry]) -> None:
         self.parameters = parameters
         self.members = members
         self.num_missing = len(parameters)
@@ -59,9 +59,9 @@ class GradientBucket:
             if not by_any_rank:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = _as_gradient(parameter, mean.view_as(local(parameter)).clone())
+                parameter.grad = _as_gradient(parameter, mean.view_as(to_local(parameter)).clone())
             else:
-                local(parameter.grad).copy_(mean.view_as(local(parameter)))
+                to_local(parameter.grad).copy_(mean.view_as(to_local(parameter)))
         self._message = None
         self._pending = None
 
@@ -87,18 +87,18 @@ def bucketize_backward(
     names = {id(parameter): name for name, parameter in parameters.items()}
     backward_order = reversed([*parameters.values()])
     return [
-        GradientBucket(group, [Member(names[id(p)], local(p).shape) for p in group])
-        for group in buckets(backward_order, int(bucket_mb * MIB))
+        GradientBucket(group, [BucketEntry(names[id(p)], to_local(p).shape) for p in group])
+        for group in bucketize(backward_order, int(bucket_mb * MIB))
     ]
 
 
 def _dense_or_zeros(parameter: nn.Parameter) -> Tensor:
     """Return what this rank sends for a parameter, (numel,), and make a sparse gradient dense."""
     if parameter.grad is None:
-        return torch.zeros_like(local(parameter).reshape(-1))
+        return torch.zeros_like(to_local(parameter).reshape(-1))
     if parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
-    return local(parameter.grad).reshape(-1)
+    return to_local(parameter.grad).reshape(-1)
 
 
 def _as_gradient(parameter: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from shoal.strategies.base import Batch, Forward, Loss, Part
+from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 from shoal.strategies.mean_scaling import scaled_for_mean
 
@@ -23,7 +23,7 @@ from shoal.strategies.mean_scaling import scaled_for_mean
 class GradientLayout(ABC):
     """Decides which gradients travel together, and when. Every rank makes the same one."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: LocalModel) -> None:
         self.part = part
 
     @property
@@ -38,7 +38,7 @@ class GradientLayout(ABC):
         Collective: ranks may have different numbers of micro-batches, and each calls this once.
         """
 
-    def run(self, forward: Forward, batch: Batch) -> Loss:
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes of a micro-batch; the last one may begin to reduce. Totals are local."""
         return self.part.run(forward, batch)
 
@@ -67,17 +67,17 @@ class GradientReducer:
         self.num_ranks = num_ranks
         self.forward = layout.forward
 
-    def forward_backward(self, forward: Forward, batch: Batch) -> Loss:
+    def forward_backward(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes of one micro-batch. Collective.
 
         With the last one of a step, gradients and totals are those of all ranks.
         """
-        if batch.before is None:
+        if batch.previous_totals is None:
             self.layout.start_step()
         local = self.layout.run(forward, scaled_for_mean(batch, self.num_ranks))
-        if not batch.last:
+        if not batch.is_last_microbatch:
             return local
-        return Loss(self.layout.finish_step(local.totals), local.weighed)
+        return StepResult(self.layout.finish_step(local.step_totals), local.is_sum_and_count)
 
     def close(self) -> None:
         """Let go of process groups, and of all that holds one."""

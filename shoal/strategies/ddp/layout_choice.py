@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.fewer import Reduction, parse, plain_bytes
-from shoal.comm.ordered import needs_order
-from shoal.strategies.base import Part
+from shoal.comm.compression.reducers import CompressedReducer, parse, uncompressed_bytes
+from shoal.comm.deterministic import needs_order
+from shoal.platform.tensors import MIB
+from shoal.strategies.base import LocalModel
 from shoal.strategies.ddp.bucket_worker import BucketWorker, with_own_group
 from shoal.strategies.ddp.gradient_bucket import GradientBucket, bucketize_backward
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
@@ -25,7 +26,6 @@ from shoal.strategies.ddp.reduce_functions import (
 from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.ddp.torch_engine import TorchEngine
 from shoal.strategies.options import DdpOptions
-from shoal.tensors import MIB
 
 SMALL_MIB = 4.0
 """Largest single message. Steps took 0.78 of those with DistributedDataParallel for gradients of
@@ -41,7 +41,7 @@ class LayoutName(Enum):
     ENGINE = "torch's DistributedDataParallel"
 
 
-def choose_layout(options: DdpOptions, part: Part, axis: Axis) -> LayoutName:
+def choose_layout(options: DdpOptions, part: LocalModel, axis: Axis) -> LayoutName:
     """Return the layout of a run. The first rule that holds decides."""
     if parse(options.compress) is not None:
         # Error feedback belongs to parameters by name, which the engine's hook does not know.
@@ -62,7 +62,7 @@ def choose_layout(options: DdpOptions, part: Part, axis: Axis) -> LayoutName:
     return LayoutName.ENGINE
 
 
-def build_reducer(options: DdpOptions, part: Part, axis: Axis) -> GradientReducer:
+def build_reducer(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
     """Return what averages the gradients of a run. Every rank of the world makes it together."""
     build = {
         LayoutName.SINGLE: _single_message,
@@ -72,14 +72,14 @@ def build_reducer(options: DdpOptions, part: Part, axis: Axis) -> GradientReduce
     return build[choose_layout(options, part, axis)](options, part, axis)
 
 
-def _single_message(_: DdpOptions, part: Part, axis: Axis) -> GradientReducer:
+def _single_message(_: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
     reduce = RankOrderMean(axis)
     return GradientReducer(SingleMessage(part, axis, reduce), reduce, axis.size)
 
 
-def _overlapped_buckets(options: DdpOptions, part: Part, axis: Axis) -> GradientReducer:
+def _overlapped_buckets(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
     compression = parse(options.compress)
-    buckets = bucketize_backward(part.owned, options.bucket_mb)
+    buckets = bucketize_backward(part.trainable_params, options.bucket_mb)
     # A pipeline sends all buckets after its passes, when nothing else is under way.
     own_axis = axis if part.passes.complete_after_run else with_own_group(axis)
     reduce: ReduceFunction = RankOrderMean(own_axis)
@@ -90,7 +90,7 @@ def _overlapped_buckets(options: DdpOptions, part: Part, axis: Axis) -> Gradient
     return GradientReducer(layout, reduce, axis.size)
 
 
-def _torch_engine(options: DdpOptions, part: Part, axis: Axis) -> GradientReducer:
+def _torch_engine(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
     reduce: ReduceFunction = RankOrderMean(axis)
     if options.allreduce != "backend":
         reduce = NamedMean(options.allreduce, axis)
@@ -99,7 +99,7 @@ def _torch_engine(options: DdpOptions, part: Part, axis: Axis) -> GradientReduce
 
 def _bytes_summary(
     compress: str,
-    compression: Reduction,
+    compression: CompressedReducer,
     buckets: Sequence[GradientBucket],
     num_ranks: int,
 ) -> str:
@@ -108,14 +108,14 @@ def _bytes_summary(
     uncompressed = 0
     for bucket in buckets:
         sent += compression.sent_bytes(bucket.members, bucket.dtype, num_ranks)
-        uncompressed += plain_bytes(bucket.num_elements, bucket.dtype, num_ranks)
+        uncompressed += uncompressed_bytes(bucket.num_elements, bucket.dtype, num_ranks)
     return (
         f"compress={compress}: a rank sends {sent / 1e6:,.3g} MB of gradients a step; uncompressed "
         f"{uncompressed / 1e6:,.3g} MB"
     )
 
 
-def is_partial_model(part: Part) -> bool:
+def is_partial_model(part: LocalModel) -> bool:
     """Return if this rank has slices or stages of the model, beside tensor or in a pipeline."""
     return part.passes.complete_after_run or part.has_sharded_params
 
@@ -131,12 +131,12 @@ def _has_sparse_gradient(layer: nn.Module) -> bool:
     return layer.sparse and layer.weight.requires_grad
 
 
-def fits_in_single_message(part: Part, axis: Axis, bucket_mb: float) -> bool:
+def fits_in_single_message(part: LocalModel, axis: Axis, bucket_mb: float) -> bool:
     """Return if one message takes all gradients.
 
     They are on the CPU, of one plain dtype, small, and not more than a bucket of `bucket_mb` MiB.
     """
-    parameters = part.owned.values()
+    parameters = part.trainable_params.values()
     dtypes = {parameter.dtype for parameter in parameters}
     if axis.device.type != "cpu" or dtypes not in ({torch.float32}, {torch.float64}):
         return False

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.strategies.base import SLOTS, Batch, Forward, Loss, Part
+from shoal.strategies.base import TOTALS_LENGTH, Forward, LocalBatch, LocalModel, StepResult
 from shoal.strategies.ddp.bucket_worker import BucketWorker
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_bucket import GradientBucket
@@ -43,7 +43,7 @@ class OverlappedBuckets(GradientLayout):
 
     def __init__(
         self,
-        part: Part,
+        part: LocalModel,
         axis: Axis,
         buckets: Sequence[GradientBucket],
         worker: BucketWorker,
@@ -56,7 +56,7 @@ class OverlappedBuckets(GradientLayout):
         self._next = 0  # the bucket to be sent next
         # A pipeline's are sent after all passes, in however many parts they were accumulated.
         overlaps = not part.passes.complete_after_run
-        self._check = AccumulatedOnceCheck(part.owned if overlaps else {})
+        self._check = AccumulatedOnceCheck(part.trainable_params if overlaps else {})
         for bucket in self.buckets if overlaps else ():
             for parameter in bucket.parameters:
                 hook = partial(self._on_grad_ready, bucket)
@@ -68,9 +68,9 @@ class OverlappedBuckets(GradientLayout):
         self._worker.reduce.finish_step(())
         self._buffers.broadcast()
 
-    def run(self, forward: Forward, batch: Batch) -> Loss:
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run one micro-batch, or all that a pipeline makes of it."""
-        self._is_last_batch = batch.last
+        self._is_last_batch = batch.is_last_microbatch
         self._next = 0
         for bucket in self.buckets:
             bucket.num_missing = len(bucket.parameters)
@@ -85,10 +85,10 @@ class OverlappedBuckets(GradientLayout):
         flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
         message = torch.cat((totals.double(), flags_sent))
         self._worker.start_mean(message).wait()
-        *used, changed = (message[SLOTS:] > 0).tolist()
+        *used, changed = (message[TOTALS_LENGTH:] > 0).tolist()
         self._finish_buckets(used)
         self._buffers.record_change(changed)
-        return message[:SLOTS].to(totals.dtype)
+        return message[:TOTALS_LENGTH].to(totals.dtype)
 
     def close(self) -> None:
         self._worker.close()

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
-from shoal.comm.beside import reduce_beside
-from shoal.comm.fewer import Member, Reduction
-from shoal.comm.ordered import mean, needs_order, ordered_mean, use_ordered_mean
+from shoal.comm.compression.reducers import BucketEntry, CompressedReducer
+from shoal.comm.deterministic import mean, needs_order, rank_order_mean, use_ordered_mean
+from shoal.comm.overlap import register_overlapped_reduce
 from shoal.strategies.state import STATELESS, StrategyState
 
 WORLD_CHANGED_MESSAGE = (
@@ -44,10 +44,10 @@ class ReduceFunction(ABC):
 
     blocks: bool
     summary_lines: tuple[str, ...] = ()
-    kept: StrategyState = STATELESS
+    strategy_state: StrategyState = STATELESS
 
     @abstractmethod
-    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+    def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         """Put the mean over ranks in the place of `message`. Collective.
 
         Args: members: whose gradients the message holds, one after the other; empty for a message
@@ -59,7 +59,7 @@ class ReduceFunction(ABC):
 
         Args: errors: of buckets are added here; to be looked at after each backward pass.
         """
-        reduce_beside(ddp, self.mean, errors)
+        register_overlapped_reduce(ddp, self.mean, errors)
 
     def finish_step(self, names: Collection[str]) -> None:
         """End a step in which parameters of these names got a mean.
@@ -80,7 +80,7 @@ class RankOrderMean(ReduceFunction):
         self.axis = axis
         self.blocks = needs_order(axis)
 
-    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+    def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         mean(message, self.axis)
 
     def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
@@ -103,9 +103,9 @@ class NamedMean(ReduceFunction):
 
     def __init__(self, name: str, axis: Axis) -> None:
         self.algorithm = NamedAllReduce(name, axis)
-        self.summary_lines = self.algorithm.said()
+        self.summary_lines = self.algorithm.summary_lines()
 
-    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+    def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         self.algorithm.mean(message)
 
     def close(self) -> None:
@@ -120,17 +120,19 @@ class CompressedMean(ReduceFunction):
 
     blocks = True
 
-    def __init__(self, compression: Reduction, axis: Axis, summary: str) -> None:
+    def __init__(self, compression: CompressedReducer, axis: Axis, summary: str) -> None:
         self.compression = compression
         self.summary_lines = (summary,)
-        self.kept = ErrorFeedbackState(compression) if compression.keeps_error else STATELESS
+        self.strategy_state = (
+            ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
+        )
         self._group: dist.ProcessGroup | None = axis.group
 
-    def mean(self, message: Tensor, members: Sequence[Member] = ()) -> None:
+    def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:
             self.compression.mean(message, members, self._group)
         else:
-            ordered_mean(message, self._group)
+            rank_order_mean(message, self._group)
 
     def finish_step(self, names: Collection[str]) -> None:
         self.compression.keep(names)
@@ -142,19 +144,21 @@ class CompressedMean(ReduceFunction):
 class ErrorFeedbackState(StrategyState):
     """What messages have left out so far, each rank its own, for checkpoints."""
 
-    def __init__(self, compression: Reduction) -> None:
+    def __init__(self, compression: CompressedReducer) -> None:
         self.compression = compression
 
-    def agree(self) -> bool:
+    def synchronize(self) -> bool:
         """Return False: ranks are never apart."""
         return False
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def private(self) -> dict[str, Tensor]:
-        return self.compression.private()
+    def rank_state_dict(self) -> dict[str, Tensor]:
+        return self.compression.rank_state_dict()
 
-    def load(self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> list[str]:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
+    ) -> list[str]:
         self.compression.load(private)
         return [] if private else [WORLD_CHANGED_MESSAGE]

@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.strategies.base import SLOTS, Part
+from shoal.platform.tensors import dense
+from shoal.platform.torch_private.kernels import foreach_copy_
+from shoal.strategies.base import TOTALS_LENGTH, LocalModel
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.tensors import dense
-from shoal.torch_private.kernels import foreach_copy_
 
 
 class SingleMessage(GradientLayout):
     """One message for all gradients of a model that `layout_choice.fits_in_single_message`."""
 
-    def __init__(self, part: Part, axis: Axis, reduce: ReduceFunction) -> None:
+    def __init__(self, part: LocalModel, axis: Axis, reduce: ReduceFunction) -> None:
         super().__init__(part)
         self._reduce = reduce
-        self._parameters = [*part.owned.values()]
+        self._parameters = [*part.trainable_params.values()]
         count = len(self._parameters)
-        sizes = [*(parameter.numel() for parameter in self._parameters), SLOTS, count + 1]
+        sizes = [*(parameter.numel() for parameter in self._parameters), TOTALS_LENGTH, count + 1]
         self._message = torch.zeros(sum(sizes), dtype=self._parameters[0].dtype)
         pieces: list[Tensor] = [*self._message.split(sizes)]
         self._flags = pieces.pop()

@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.comm.fewer import parse
-from shoal.comm.mesh import Mesh, close_before_leaving
+from shoal.comm.compression.reducers import parse
+from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Part, Strategy
+from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, sparse_layers
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
@@ -52,41 +52,41 @@ NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no train
 class Ddp(DdpOptions, Strategy):
     """Distributed data parallel."""
 
-    def cut(self, part: Part, mesh: Mesh) -> Part:
+    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace forward, run and late_gradients; with error feedback, kept too. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or
             pipeline, or of complex numbers; allreduce beside these, or of sparse gradients.
         """
         if self.allreduce == "auto":
-            part = replace(part, said=(*part.said, AUTO_MESSAGE))
-            return replace(self, allreduce="backend", table="").cut(part, mesh)
+            part = replace(part, summary_lines=(*part.summary_lines, AUTO_MESSAGE))
+            return replace(self, allreduce="backend", table="").apply_strategies(part, mesh)
         self._check_allreduce(part, mesh)
         self._check_compress(part)
-        if not part.owned and not part.is_partial:  # some layers may have none
+        if not part.trainable_params and not part.is_partial:  # some layers may have none
             raise StrategyRefused(NO_PARAMETERS_MESSAGE)
         if mesh.data.size == 1:
             return part
-        mesh.data.broadcast(part.module)
+        mesh.data.broadcast_module(part.module)
         reducer = build_reducer(self, part, mesh.data)
-        close_before_leaving(reducer)
+        register_cleanup(reducer)
         return replace(
             part,
             forward=reducer.forward,
             run=reducer.forward_backward,
-            late_gradients=part.late_gradients or GRADS_AFTER_BACKWARD_MESSAGE,
-            kept=reducer.reduce.kept,
-            said=(*part.said, *reducer.reduce.summary_lines),
+            grads_not_ready_reason=part.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
+            strategy_state=reducer.reduce.strategy_state,
+            summary_lines=(*part.summary_lines, *reducer.reduce.summary_lines),
         )
 
     @property
-    def notes(self) -> list[str]:
+    def deviations(self) -> list[str]:
         """Sentences for the startup summary: where the numbers are not those of one device."""
         if self.compress == "none":
             return []
         return [f"compress={self.compress} is not exact: gradients arrive rounded, or late."]
 
-    def _check_allreduce(self, part: Part, mesh: Mesh) -> None:
+    def _check_allreduce(self, part: LocalModel, mesh: Mesh) -> None:
         """Raise StrategyRefused where the named algorithm cannot average this model's gradients."""
         if self.allreduce == "backend":
             return
@@ -108,7 +108,7 @@ class Ddp(DdpOptions, Strategy):
                 "NCCL_ALGO=Ring or NCCL_ALGO=Tree chooses one."
             )
 
-    def _check_compress(self, part: Part) -> None:
+    def _check_compress(self, part: LocalModel) -> None:
         """Raise StrategyRefused where this model's gradients cannot be compressed."""
         if parse(self.compress) is None:
             return
@@ -117,4 +117,4 @@ class Ddp(DdpOptions, Strategy):
                 f"compress={self.compress} is for whole models, and beside tensor and pipeline a "
                 "rank has a part of one. Use compress=none, or ddp alone."
             )
-        check_real_parameters(part.owned, self.compress)
+        check_real_parameters(part.trainable_params, self.compress)

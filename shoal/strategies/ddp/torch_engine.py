@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import Batch, Forward, Loss, Outcome, Part
+from shoal.platform.torch_private.c10d import check_reducer_finalized
+from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.ddp.first_step_probe import FirstStepProbe
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 from shoal.strategies.ddp.totals_carrier import TotalsCarrier
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
-from shoal.torch_private.c10d import check_reducer_finalized
 
 
 class TorchEngine(GradientLayout):
@@ -37,7 +37,7 @@ class TorchEngine(GradientLayout):
 
     def __init__(
         self,
-        part: Part,
+        part: LocalModel,
         axis: Axis,
         options: DdpOptions,
         reduce: ReduceFunction,
@@ -48,7 +48,7 @@ class TorchEngine(GradientLayout):
         self._reduce = reduce
         self._carrier = TotalsCarrier(part, axis.device)
         self._probe = FirstStepProbe(self._carrier, part.module)
-        self._check = AccumulatedOnceCheck(part.owned)
+        self._check = AccumulatedOnceCheck(part.trainable_params)
         self._ddp: DistributedDataParallel | None = None
         self._errors: list[Exception] = []
 
@@ -59,8 +59,10 @@ class TorchEngine(GradientLayout):
     def start_step(self) -> None:
         self._carrier.parameter.grad = None
 
-    def run(self, forward: Forward, batch: Batch) -> Loss:
-        sync = nullcontext() if batch.last or self._ddp is None else self._ddp.no_sync()
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
+        sync = (
+            nullcontext() if batch.is_last_microbatch or self._ddp is None else self._ddp.no_sync()
+        )
         with self._check.during(), sync:
             return self.part.run(forward, batch)
 
@@ -76,16 +78,16 @@ class TorchEngine(GradientLayout):
     def close(self) -> None:
         self._ddp = None
 
-    def _through_engine(self, batch: Batch) -> Outcome:
+    def _through_engine(self, batch: LocalBatch) -> ForwardOutput:
         """Run a micro-batch through the engine, so that it knows which gradients to wait for."""
-        outcome: Outcome = (self._ddp or self._carrier)(batch)
+        outcome: ForwardOutput = (self._ddp or self._carrier)(batch)
         return outcome
 
     def _finish_first_step(self) -> DistributedDataParallel:
         """Average the first step's gradients, and build the engine by its probe. Collective."""
         used, changes_buffers = self._probe.result()
         flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self._axis.device)
-        *ranks_using, ranks_changing = self._axis.sum(flags).tolist()
+        *ranks_using, ranks_changing = self._axis.all_reduce(flags).tolist()
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.base import SLOTS, Batch, Outcome, Part
-from shoal.tensors import accumulation_dtype
+from shoal.platform.tensors import accumulation_dtype
+from shoal.strategies.base import TOTALS_LENGTH, ForwardOutput, LocalBatch, LocalModel
 
 
 class TotalsCarrier(nn.Module):
@@ -17,24 +17,26 @@ class TotalsCarrier(nn.Module):
         engine_searches: the engine searches the autograd graph for what was used.
     """
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: LocalModel, device: torch.device) -> None:
         super().__init__()
         self.module = part.module
         self.engine_searches = False
         self._part_forward = part.forward
-        first = next(iter(part.owned.values()))
+        first = next(iter(part.trainable_params.values()))
         dtype = accumulation_dtype(first.dtype).to_real()
-        self.parameter = nn.Parameter(torch.zeros(SLOTS, dtype=dtype, device=device))
+        self.parameter = nn.Parameter(torch.zeros(TOTALS_LENGTH, dtype=dtype, device=device))
 
     def reduced_totals(self) -> Tensor:
         """Return the totals' mean over ranks, (SLOTS,), after the backward pass."""
         assert self.parameter.grad is not None
         return self.parameter.grad.clone()  # it lies in a bucket, which the next step overwrites
 
-    def forward(self, batch: Batch) -> Outcome:
+    def forward(self, batch: LocalBatch) -> ForwardOutput:
         outcome = self._part_forward(batch)
-        if not batch.last:
+        if not batch.is_last_microbatch:
             return outcome
         # The engine's search of the graph finds operations only, and no leaves.
-        carrier = self.parameter.view(SLOTS) if self.engine_searches else self.parameter
-        return outcome._replace(totals=outcome.totals.to(carrier.dtype), carrier=carrier)
+        carrier = self.parameter.view(TOTALS_LENGTH) if self.engine_searches else self.parameter
+        return outcome._replace(
+            step_totals=outcome.step_totals.to(carrier.dtype), totals_param=carrier
+        )

@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint consists of, and how to tell that all of it is there.
 
-`manifest.json` is the last file of a checkpoint to be written. It lists every other file with its size and SHA-256,
-and carries the SHA-256 of its own text. A directory without it is no checkpoint.
+`manifest.json` is the last file of a checkpoint to be written. It lists every other file with its
+size and SHA-256, and carries the SHA-256 of its own text. A directory without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint import exact_json
-from shoal.train.checkpoint.durable import why_untrusted, write_durably
+from shoal.train.checkpoint.durable_io import untrusted_reason, write_durably
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
@@ -45,7 +45,13 @@ class Manifest:
     def contents(self) -> dict[str, Any]:
         """What is written, as JSON values."""
         files = {name: asdict(stored) for name, stored in self.files.items()}
-        return {"format": FORMAT, "step": self.step, "world": self.world, "files": files, "info": self.info}
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "world": self.world,
+            "files": files,
+            "info": self.info,
+        }
 
     def sha256(self) -> str:
         """The digest of the contents: equal for equal checkpoints."""
@@ -72,8 +78,8 @@ def write(directory: Path, manifest: Manifest) -> None:
 def read(directory: Path) -> Manifest:
     """The manifest of a checkpoint; nothing else in the directory is opened.
 
-    Raises:
-        CheckpointError: it is missing, unreadable, altered, of another format, or of another step than its directory.
+    Raises: CheckpointError: it is missing, unreadable, altered, of another format, or of another
+        step than its directory.
     """
     path = directory / FILE_NAME
     try:
@@ -86,12 +92,14 @@ def read(directory: Path) -> Manifest:
 
 
 def problems(directory: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, one line each; none if it is whole. Reads all of it."""
+    """Everything that is wrong with a checkpoint, one line each; none if it is whole. Reads all
+    of it.
+    """
     try:
-        if reason := why_untrusted(directory):
+        if reason := untrusted_reason(directory):
             return [reason]
         listed = read(directory).files
-        return [*_surplus(directory, listed), *_defects(directory, listed)]
+        return [*_unlisted_files(directory, listed), *_defects(directory, listed)]
     except (OSError, CheckpointError) as error:
         return [str(error)]
 
@@ -100,7 +108,9 @@ def _parsed(document: Any, path: Path) -> Manifest:
     try:
         contents, sha256 = document["contents"], document["sha256"]
         if (found := contents["format"]) != FORMAT:
-            raise CheckpointError(f"{path} has format {found!r}; this version of Shoal reads format {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {found!r}; this version of Shoal reads format {FORMAT}"
+            )
         files = {name: StoredFile(**entry) for name, entry in contents["files"].items()}
         manifest = Manifest(contents["step"], contents["world"], files, contents["info"])
         actual = manifest.sha256()
@@ -109,19 +119,25 @@ def _parsed(document: Any, path: Path) -> Manifest:
     if actual != sha256:
         raise CheckpointError(f"{path} was altered: its SHA-256 should be {sha256} and is {actual}")
     if manifest.step != step_of(path.parent.name):
-        raise CheckpointError(f"{path} is of step {manifest.step}, which is not what its directory is called")
+        raise CheckpointError(
+            f"{path} is of step {manifest.step}, which is not what its directory is called"
+        )
     return manifest
 
 
-def _surplus(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
+def _unlisted_files(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
     names = sorted(set(os.listdir(directory)) - set(listed) - {FILE_NAME})
     return [f"{directory / name} is not in the manifest" for name in names]
 
 
 def _defects(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
-    if reason := why_untrusted(directory / FILE_NAME):
+    if reason := untrusted_reason(directory / FILE_NAME):
         return [reason]
-    return [defect for name, stored in sorted(listed.items()) if (defect := _defect(directory, name, stored))]
+    return [
+        defect
+        for name, stored in sorted(listed.items())
+        if (defect := _defect(directory, name, stored))
+    ]
 
 
 def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
@@ -132,7 +148,7 @@ def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
         status = path.lstat()
     except FileNotFoundError:
         return f"{path} is missing"
-    if reason := why_untrusted(path):
+    if reason := untrusted_reason(path):
         return reason
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is no regular file"
@@ -140,4 +156,8 @@ def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
         return f"{path} should have {stored.size_bytes} bytes and has {status.st_size}"
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if actual == stored.sha256 else f"{path} was altered: SHA-256 {stored.sha256} expected, {actual} found"
+    return (
+        None
+        if actual == stored.sha256
+        else f"{path} was altered: SHA-256 {stored.sha256} expected, {actual} found"
+    )

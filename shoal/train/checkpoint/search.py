@@ -8,15 +8,16 @@ from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint import manifest
-from shoal.train.checkpoint.durable import why_untrusted
+from shoal.train.checkpoint.durable_io import untrusted_reason
 from shoal.train.checkpoint.manifest import name_of, step_of
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint that verifies, or None if nothing was ever saved in `directory`. For one process.
+    """The newest checkpoint that verifies, or None if nothing was ever saved in `directory`. For
+    one process.
 
-    Raises:
-        CheckpointError: there are checkpoints and none verifies, or the directory is not to be trusted.
+    Raises: CheckpointError: there are checkpoints and none verifies, or the directory is not to be
+        trusted.
     """
     name, _ = newest_good(directory)
     return directory / name if name else None
@@ -35,14 +36,16 @@ def saved_names(directory: Path) -> list[str]:
     """Names of checkpoints, whole or not, the newest first."""
     if not directory.exists():
         return []
-    if reason := why_untrusted(directory.resolve()):
+    if reason := untrusted_reason(directory.resolve()):
         raise CheckpointError(reason)
     steps = [step for name in os.listdir(directory) if (step := step_of(name)) is not None]
     return [name_of(step) for step in sorted(steps, reverse=True)]
 
 
 def pointed_at(hint: Path) -> str | None:
-    """The name in a hint file (`latest`, `best`); None if it is missing or says nothing sensible."""
+    """The name in a hint file (`latest`, `best`); None if it is missing or says nothing
+    sensible.
+    """
     try:
         name = hint.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -51,7 +54,9 @@ def pointed_at(hint: Path) -> str | None:
 
 
 def newest_good(directory: Path) -> tuple[str | None, list[str]]:
-    """The newest that verifies, and a sentence for each thing that is not as it should be on the way there."""
+    """The newest that verifies, and a sentence for each thing that is not as it should be on
+    the way there.
+    """
     names = saved_names(directory)
     sentences = _odd_hint(directory / "latest", names)
     for name in names:
@@ -60,13 +65,20 @@ def newest_good(directory: Path) -> tuple[str | None, list[str]]:
         sentences.append(f"checkpoint {name} is skipped: {'; '.join(found)}")
     if names:
         raise CheckpointError(
-            "\n  ".join([*sentences, "none is left. Restore one, or move them away if the run shall start afresh"])
+            "\n  ".join(
+                [
+                    *sentences,
+                    "none is left. Restore one, or move them away if the run shall start afresh",
+                ]
+            )
         )
     return None, sentences
 
 
-def this_one(directory: Path, step: int | None) -> str:
-    """The name of the checkpoint of `step`, or of the one marked best if `step` is None; it was verified."""
+def checkpoint_at(directory: Path, step: int | None) -> str:
+    """The name of the checkpoint of `step`, or of the one marked best if `step` is None; it was
+    verified.
+    """
     name = name_of(step) if step is not None else pointed_at(directory / "best")
     names = saved_names(directory)
     if name is None:

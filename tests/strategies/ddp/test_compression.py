@@ -8,22 +8,22 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError
-from shoal.proof import prove
-from shoal.proof.zoo import EXPERIMENTS, images
 from shoal.testing import world
+from shoal.verification import verify_job
+from shoal.verification.matrix_cases import EXPERIMENTS, images
 
 NAMES = ["bf16", "fp16", "topk=0.1", "onebit", "powersgd=1"]
 
 
 @pytest.mark.parametrize("name", ["lstm", "unused, frozen, shared and scalar parameters"])
 def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None:
-    verdict = prove(EXPERIMENTS[name], "ddp,compress=powersgd=1000", 3, accumulate=2)
+    verdict = verify_job(EXPERIMENTS[name], "ddp,compress=powersgd=1000", 3, accumulate=2)
     assert verdict.verdict == "exact", verdict
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_verify_says_by_design_and_why(name: str) -> None:
-    verdict = prove(EXPERIMENTS["mlp"], f"ddp,compress={name}", 2)
+    verdict = verify_job(EXPERIMENTS["mlp"], f"ddp,compress={name}", 2)
     assert verdict.verdict == "differs by design"
     assert verdict.reasons == [f"compress={name} is not exact: gradients arrive rounded, or late."]
 
@@ -49,7 +49,8 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "topk=0.1") else []) for n in NAMES]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "topk=0.1") else []) for n in NAMES],
 )
 def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: str) -> None:
     exact = world.run(1, trained, "single")[0][0]
@@ -65,23 +66,31 @@ def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: s
 
 def test_bytes_a_step_are_said_before_the_first() -> None:
     said = world.run(2, trained, "ddp,compress=topk=0.1")[0][1]
-    # 64 x 30 + 30 + 30 x 10 + 10 numbers of 8 bytes, and a tenth of each tensor with 4 bytes more a number.
-    assert "compress=topk=0.1: a rank sends 0.00271 MB of gradients a step; uncompressed 0.0181 MB" in said
+    # 64 x 30 + 30 + 30 x 10 + 10 numbers of 8 bytes, and a tenth of each tensor with 4 bytes more a
+    # number.
+    assert (
+        "compress=topk=0.1: a rank sends 0.00271 MB of gradients a step; uncompressed 0.0181 MB"
+        in said
+    )
 
 
 def broken_off() -> int:
-    """How many memories there are after a step that ends in the middle with numbers that are none, and the next one."""
+    """How many memories there are after a step that ends in the middle with numbers that are
+    none, and the next one.
+    """
     run, model = shoal.init("ddp,compress=onebit,bucket_mb=0.0001", announce=lambda _: None), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     x, y = next(iter(loader))
     hook = model[1].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run.forward_backward(lambda output, target: F.cross_entropy(output, target) * torch.nan, model, x, y)
+        run.forward_backward(
+            lambda output, target: F.cross_entropy(output, target) * torch.nan, model, x, y
+        )
     hook.remove()
     optimizer.zero_grad()
     run.forward_backward(F.cross_entropy, model, x, y)
-    return len(run._part.kept.private())  # type: ignore[union-attr]
+    return len(run._part.strategy_state.rank_state_dict())  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_broken_off_leaves_nothing_to_the_next() -> None:
@@ -90,7 +99,9 @@ def test_a_step_that_is_broken_off_leaves_nothing_to_the_next() -> None:
 
 def refused(strategy: str, precision: str) -> None:
     run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.Sequential(
+        nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)
+    )
     data = torch.utils.data.TensorDataset(torch.ones(8, 64), torch.zeros(8, dtype=torch.int64))
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8))
 
@@ -103,7 +114,9 @@ def refused(strategy: str, precision: str) -> None:
         ("pipeline=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_the_run(strategy: str, precision: str, words: str) -> None:
+def test_what_does_not_go_together_is_said_before_the_run(
+    strategy: str, precision: str, words: str
+) -> None:
     with pytest.raises(LaunchError, match=words):
         world.run(2, refused, strategy, precision)
 

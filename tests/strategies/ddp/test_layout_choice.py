@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.strategies import options
-from shoal.strategies.base import Part, whole
+from shoal.strategies.base import LocalModel, single_device
 from shoal.strategies.ddp.layout_choice import LayoutName, choose_layout
 
 SMALL = nn.Linear(8, 8)
@@ -20,8 +20,10 @@ WAVES = nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.complex64))])
 MIXED = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
 
 
-def layout(model: nn.Module | Part, ranks: int = 2, device: str = "cpu", **asked: object) -> LayoutName:
-    part = model if isinstance(model, Part) else whole(model)
+def layout(
+    model: nn.Module | LocalModel, ranks: int = 2, device: str = "cpu", **asked: object
+) -> LayoutName:
+    part = model if isinstance(model, LocalModel) else single_device(model)
     axis = Axis(0, ranks, torch.device(device))
     return choose_layout(options.DdpOptions(**asked), part, axis)  # type: ignore[arg-type]
 
@@ -64,4 +66,4 @@ def test_sparse_gradients_have_buckets_where_their_sum_has_several_orders(
 
 
 def test_a_stage_of_a_pipeline_has_buckets() -> None:
-    assert layout(replace(whole(SMALL), many_passes=True)) is LayoutName.BUCKETS
+    assert layout(replace(single_device(SMALL), many_passes=True)) is LayoutName.BUCKETS

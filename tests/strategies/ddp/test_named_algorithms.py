@@ -1,4 +1,6 @@
-"""ddp with an algorithm of its own for the all-reduce trains as one process does, and says which one it uses."""
+"""ddp with an algorithm of its own for the all-reduce trains as one process does, and says
+which one it uses.
+"""
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import ConfigError, LaunchError
-from shoal.proof import prove
-from shoal.proof.zoo import EXPERIMENTS, images
-from shoal.strategies import parse_line, with_allreduce
+from shoal.strategies import add_allreduce_option, parse_line
 from shoal.testing import world
+from shoal.verification import verify_job
+from shoal.verification.matrix_cases import EXPERIMENTS, images
 
 SLOW = pytest.mark.slow
 
@@ -31,13 +33,18 @@ SLOW = pytest.mark.slow
 def test_training_with_an_algorithm_is_exact(algorithm: str, ranks: int, accumulate: int) -> None:
     strategy = f"ddp,allreduce={algorithm},bucket_mb=0.01"  # several buckets
     for name in ("lstm", "unused, frozen, shared and scalar parameters"):
-        verdict = prove(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60)
+        verdict = verify_job(
+            EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60
+        )
         assert verdict.verdict == "exact", verdict
 
 
 def _said(strategy: str) -> list[str]:
     said: list[str] = []
-    run, model = shoal.init(strategy, announce=said.append), nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+    run, model = (
+        shoal.init(strategy, announce=said.append),
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     for x, y in loader:
@@ -56,7 +63,9 @@ def test_the_header_says_which_algorithm_is_used_and_where_bits_may_differ() -> 
 @pytest.mark.parametrize("line", ["ddp,allreduce=auto", "ddp,allreduce=auto,table=gone.json"])
 def test_auto_is_the_backends_own_all_reduce_and_the_header_says_so(line: str) -> None:
     said = world.run(2, _said, line)[0]
-    assert "all-reduce: auto, which is the backend's own; no table of measured times is read" in said
+    assert (
+        "all-reduce: auto, which is the backend's own; no table of measured times is read" in said
+    )
 
 
 @pytest.mark.parametrize("line", ["tensor=2,ddp,allreduce=ring", "pipeline=2,ddp,allreduce=ring"])
@@ -80,9 +89,9 @@ def _mlp(strategy: str) -> None:
     ],
 )
 def test_the_flag_is_short_for_an_option_of_ddp(line: str, expected: str) -> None:
-    assert with_allreduce(parse_line(line), "ring") == parse_line(expected)
+    assert add_allreduce_option(parse_line(line), "ring") == parse_line(expected)
 
 
 def test_the_flag_beside_a_strategy_without_algorithms_is_refused() -> None:
     with pytest.raises(ConfigError, match="only ddp has algorithms"):
-        with_allreduce(parse_line("zero3"), "ring")
+        add_allreduce_option(parse_line("zero3"), "ring")

@@ -1,4 +1,6 @@
-"""A small model's gradients go in one message after the backward pass; smaller buckets go beside that pass."""
+"""A small model's gradients go in one message after the backward pass; smaller buckets go
+beside that pass.
+"""
 
 import gc
 
@@ -11,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.comm.axis import Axis
-from shoal.comm.ordered import ordered_mean
-from shoal.proof import prove
-from shoal.proof.zoo import EXPERIMENTS
-from shoal.strategies.base import COUNT, LOSS_SUM, Batch, whole
+from shoal.comm.deterministic import rank_order_mean
+from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch, single_device
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean
 from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.testing import world
+from shoal.verification import verify_job
+from shoal.verification.matrix_cases import EXPERIMENTS
 
 SMALL_BUCKETS = "ddp,bucket_mb=0.001"
 
@@ -42,7 +44,9 @@ def _model(kind: str) -> tuple[nn.Module, Tensor]:
     if kind == "picky":
         return Picky(), torch.randn(6, 5, generator=made)
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last), torch.randn(6, 3, 5, 5, generator=made)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last), torch.randn(
+        6, 3, 5, 5, generator=made
+    )
 
 
 def _steps_by_hand(kind: str) -> None:
@@ -54,16 +58,18 @@ def _steps_by_hand(kind: str) -> None:
     expected: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         used = torch.tensor(float(parameter.grad is not None))
-        average = ordered_mean(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+        average = rank_order_mean(
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        )
         dist.all_reduce(used)
         expected[name] = average if used else None
-    part = whole(model)
+    part = single_device(model)
     axis = Axis(dist.get_rank(), ranks, torch.device("cpu"))
     reduce = RankOrderMean(axis)
     reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
     for _ in range(2):
         model.zero_grad()
-        batch = Batch(F.cross_entropy, (x,), y, 6, 6 * ranks)
+        batch = LocalBatch(F.cross_entropy, (x,), y, 6, 6 * ranks)
         totals, _ = reducer.forward_backward(reducer.forward, batch)
     losses = [torch.zeros(()) for _ in range(ranks)]
     dist.all_gather(losses, loss.detach())
@@ -90,7 +96,9 @@ def _uses_torchs_engine(strategy: str) -> bool:
 
 
 @pytest.mark.parametrize(("strategy", "engine"), [("ddp", False), (SMALL_BUCKETS, True)])
-def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(strategy: str, engine: bool) -> None:
+def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(
+    strategy: str, engine: bool
+) -> None:
     assert world.run(2, _uses_torchs_engine, strategy) == [engine] * 2
 
 
@@ -103,5 +111,7 @@ def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(stra
 )
 def test_both_ways_train_as_one_process_does(name: str, ranks: int, accumulate: int) -> None:
     for strategy in ("ddp", SMALL_BUCKETS):
-        verdict = prove(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60)
+        verdict = verify_job(
+            EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60
+        )
         assert verdict.verdict == "exact", verdict

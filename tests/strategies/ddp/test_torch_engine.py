@@ -1,11 +1,13 @@
-"""DistributedDataParallel inside a run: parameters that stop being used, and nothing left when the run is over."""
+"""DistributedDataParallel inside a run: parameters that stop being used, and nothing left when
+the run is over.
+"""
 
 import gc
 import weakref
 
 import pytest
 import torch.nn.functional as F
-from five_lines import parts
+from minimal_script import parts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +41,9 @@ def train_fickle(strategy: str) -> None:
 
 
 def test_a_parameter_that_stops_being_used_is_named_in_that_very_step() -> None:
-    with pytest.raises(LaunchError, match=r"second\.weight, second\.bias: no gradient in this step.*unused=true"):
+    with pytest.raises(
+        LaunchError, match=r"second\.weight, second\.bias: no gradient in this step.*unused=true"
+    ):
         world.run(2, train_fickle, BUCKETS)
 
 
@@ -55,8 +59,10 @@ def engine_after_leaving() -> bool:
     model, _, loader = run.prepare(*parts())
     for x, y in loader:
         run.forward_backward(F.cross_entropy, model, x, y)
-    engine = weakref.ref(next(object for object in gc.get_objects() if type(object) is DistributedDataParallel))
-    mesh.leave()
+    engine = weakref.ref(
+        next(object for object in gc.get_objects() if type(object) is DistributedDataParallel)
+    )
+    mesh.shutdown()
     return engine() is None
 
 

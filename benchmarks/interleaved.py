@@ -1,0 +1,60 @@
+"""Candidates that live in the same processes and take turns, in an order that is drawn anew in
+every round.
+
+    round 1   ours │ by hand        ratio of these two
+    round 2   by hand │ ours        ratio of these two          the median of the ratios is the finding
+
+What the machine does besides changes from minute to minute; within a round it is nearly the same
+for all."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+
+WARM_UP = 2
+
+
+def in_turns(
+    epochs: Mapping[str, Callable[[], None]], steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step on the slower rank, a number for each round. Collective.
+
+    Args: epochs: take so many `steps` each, on every rank.
+    """
+    times_s: dict[str, list[float]] = {name: [] for name in epochs}
+    chance = random.Random(0)
+    gc.collect()
+    # what one candidate keeps in memory shall not lengthen the collections in another's turn
+    gc.freeze()
+    for counted in [False] * WARM_UP + [True] * rounds:
+        for name in chance.sample(list(epochs), len(epochs)):
+            dist.barrier()
+            started_s = time.perf_counter()
+            epochs[name]()
+            slower = torch.tensor((time.perf_counter() - started_s) / steps, dtype=torch.float64)
+            dist.all_reduce(slower, dist.ReduceOp.MAX)
+            if counted:
+                times_s[name].append(slower.item())
+    return times_s
+
+
+def compared(ours: Sequence[float], yardstick: Sequence[float]) -> list[str]:
+    """Three cells of a table: the yardstick's step, ours, and the median of the rounds' ratios
+    with its quartiles.
+    """
+    ratios = [a / b for a, b in zip(ours, yardstick, strict=True)]
+    low, _, high = quantiles(ratios)
+    times = [f"{1000 * median(yardstick):.1f} ms", f"{1000 * median(ours):.1f} ms"]
+    return [*times, f"**{median(ratios):.3f}** ({low:.3f} to {high:.3f})"]
+
+
+def head(what: str, yardstick: str, rounds: int) -> list[str]:
+    """What stands over these cells, and over a first one that says what was compared."""
+    return [what, f"{yardstick} by hand", "Shoal", f"ratio: median of {rounds} rounds (quartiles)"]

@@ -1,0 +1,89 @@
+"""What every benchmark's page needs: the circumstances, a table that no hand has written, and a
+picture of bars.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+OURS, YARDSTICK, OTHERS = "#d1495b", "#3d405b", "#a3a9b5"
+
+
+def circumstances(packages: Sequence[str]) -> dict[str, str]:
+    """Where and with what a measurement is about to be made."""
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()} {platform.release()}",
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "versions": f"Python {platform.python_version()}, {versions}",
+    }
+
+
+def told(facts: Mapping[str, str]) -> str:
+    """The circumstances as a sentence for the page."""
+    return f"{facts['date']}, {facts['machine']}, load average {facts['load']} beforehand; {facts['versions']}."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(page: Path, text: str) -> None:
+    """Put `text` between the markers of a page, in place of what stands there."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def bars(
+    picture: Path,
+    title: str,
+    unit: str,
+    groups: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    yardstick: str,
+) -> None:
+    """Draw (low, middle, high) of every candidate, one panel a group."""
+    figure = Figure(figsize=(4.2 * len(groups), 3.4), layout="constrained")
+    figure.suptitle(title)
+    for axes, (group, values) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
+    ):
+        names = list(values)[::-1]
+        low, middle, high = zip(*(values[name] for name in names), strict=True)
+        below = [b - a for a, b in zip(low, middle, strict=True)]
+        above = [b - a for a, b in zip(middle, high, strict=True)]
+        colours = [{"Shoal": OURS, yardstick: YARDSTICK}.get(name, OTHERS) for name in names]
+        drawn = axes.barh(
+            names,
+            middle,
+            xerr=[below, above],
+            color=colours,
+            error_kw={"elinewidth": 1, "capsize": 3},
+        )
+        axes.bar_label(
+            drawn, [f"{value:.2f}" for value in middle], label_type="center", color="white"
+        )
+        axes.set_title(group, fontsize=10)
+        axes.set_xlabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=110)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,20 @@
+"""The names of all-reduce algorithms, as options spell them. This file needs no torch."""
+
+from __future__ import annotations
+
+from shoal.errors import ConfigError, did_you_mean
+
+NAMES = ("backend", "ring", "tree", "halving-doubling", "hierarchical")
+"""`backend` is the all-reduce of the process group itself."""
+CHOICES = (*NAMES, "auto")
+"""With `auto`, which older configurations and checkpoints hold; it means `backend`."""
+
+
+def refuse_unknown(name: str, table: str) -> None:
+    """Raise ConfigError unless `name` is one of CHOICES, and `table` stands beside `auto` only."""
+    if name not in CHOICES:
+        raise ConfigError([f"allreduce={name}: not known; {did_you_mean(name, NAMES)}"])
+    if table and name != "auto":
+        raise ConfigError(
+            [f"table={table}: only allreduce=auto reads a table; this is allreduce={name}"]
+        )

@@ -1,0 +1,59 @@
+"""What compressions are called, and the number that some of them take. This file needs no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.errors import ConfigError, did_you_mean
+
+PLAIN = ("none", "bf16", "fp16", "onebit")
+"""Those that take no number."""
+LARGEST_FRACTION = 0.5
+"""Above this fraction top-k sends more than a gradient of float32 has."""
+
+
+class CompressionSpec(NamedTuple):
+    """One of PLAIN, or topk with its fraction, or powersgd with its rank."""
+
+    name: str
+    number: float = 0.0
+
+
+def read(text: str, powersgd: bool = False) -> CompressionSpec:
+    """What `text` names: none, bf16, fp16, topk=FRACTION, onebit, or powersgd=RANK where the caller
+    knows that one.
+
+    Raises: ConfigError: another word, a value where there is none, or a number outside its range.
+    """
+    name, equals, value = text.partition("=")
+    if name == "topk":
+        return CompressionSpec(name, _fraction(text, value))
+    if name == "powersgd" and powersgd:
+        return CompressionSpec(name, _rank(text, value))
+    if name not in PLAIN:
+        hint = did_you_mean(name.lower(), [*PLAIN, "topk", *(["powersgd"] if powersgd else [])])
+        raise ConfigError([f"compression '{text}' is not known; {hint}"])
+    if equals:
+        raise ConfigError([f"compression '{text}': {name} takes no value; write '{name}'"])
+    return CompressionSpec(name)
+
+
+def _fraction(text: str, value: str) -> float:
+    try:
+        fraction = float(value)
+    except ValueError:
+        problem = "topk needs the fraction of the numbers that is sent, as in topk=0.01"
+        raise ConfigError([f"compression '{text}': {problem}"]) from None
+    if not 0 < fraction <= LARGEST_FRACTION:
+        problem = f"the fraction must be above 0 and at most {LARGEST_FRACTION}"
+        why = "an index of 4 bytes goes with each number, so more would be larger than the gradient"
+        raise ConfigError([f"compression '{text}': {problem}; {why}"])
+    return fraction
+
+
+def _rank(text: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            [f"compression '{text}': powersgd needs the rank of its matrices, as in powersgd=4"]
+        )
+    return int(value)

@@ -1,0 +1,94 @@
+"""Sums over ranks that do not depend on where in a buffer a number lies.
+
+A ring adds each chunk in another order of ranks, so with three ranks or more the last bit of a sum
+depends on the number's position in its bucket (seen with Gloo on torch 2.13). A resumed run lays
+its buckets out anew in its first step, and would differ from the undisturbed one. Here every number
+is summed in the order of ranks:
+
+      rank 0   a0 b0 c0        [1] all-to-all        a0 a1 a2        [2] sum     A        [3] all-gather   A B C
+      rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
+      rank 2   a2 b2 c2            chunk i to i      c0 c1 c2        in order    C                         A B C
+
+Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" adds in the order of ranks
+anyway: where it does, this is a plain all-reduce, and comes to the same bits."""
+
+# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
+# annotations with types.
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.axis import Axis
+from shoal.comm.equal_chunks import all_gather, all_to_all
+from shoal.comm.overlap import register_overlapped_reduce
+from shoal.platform.torch_private.c10d import GradBucket
+from shoal.shm_backend.group import ShoalGroup
+
+
+def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean over all ranks, in place, bit for bit the same wherever in `tensor` a number
+    lies. Collective.
+    """
+    if sums_in_order(group):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        return tensor
+    ranks = dist.get_world_size(group)
+    flat = tensor.reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
+    columns = torch.empty_like(padded)
+    all_to_all(columns, padded, group)  # [1]
+    total = columns.view(ranks, -1)
+    own = total[0].clone()
+    for other in total[1:]:  # [2]
+        own += other
+    all_gather(padded, own / ranks, group)  # [3]
+    return tensor.copy_(padded[: len(flat)].view_as(tensor))
+
+
+def mean(tensor: Tensor, axis: Axis) -> Tensor:
+    """The mean over the ranks of a line, in place; on the CPU summed in their order. Collective."""
+    if needs_order(axis) or (tensor.is_cpu and not tensor.is_sparse and sums_in_order(axis.group)):
+        return rank_order_mean(tensor, axis.group)
+    return axis.all_reduce(tensor.div_(axis.size))
+
+
+def needs_order(axis: Axis) -> bool:
+    """Whether a sum over the line could come in several orders: of two ranks in one only;
+    NCCL's is its own affair.
+    """
+    return axis.size > 2 and axis.device.type == "cpu"
+
+
+def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group's own all-reduce adds in the order of ranks."""
+    group = group or dist.group.WORLD
+    return isinstance(group, ShoalGroup) and group.sums_in_order
+
+
+def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Exception]) -> None:
+    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass.
+    Collective over the world.
+
+    Args:
+        axis: whose ranks `ddp` averages over.
+        failures: what went wrong is added here; the caller looks after each backward pass.
+    """
+    if sums_in_order(ddp.process_group):
+        ddp.register_comm_hook(ddp.process_group, _mean_of_bucket)
+        return
+    group = axis.new_group()
+    register_overlapped_reduce(ddp, lambda bucket: rank_order_mean(bucket, group), failures)
+
+
+def _mean_of_bucket(
+    process_group: dist.ProcessGroup, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=process_group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return future
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]

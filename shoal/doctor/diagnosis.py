@@ -1,0 +1,313 @@
+"""`shoal doctor`: what this machine has, what is wrong with it, and what is missing for which
+strategy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+from typing import Any
+
+from shoal.doctor import machine_info
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+TORCHVISION_BEHIND = 15  # torchvision 0.26 belongs to torch 2.11, 0.27 to 2.12, and so on
+LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
+FEW_OPEN_FILES = 1024
+WIDTH = 96
+AVERAGES = ("all_reduce", "broadcast", "all_to_all")
+SHARDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+COLLECTIVES: Mapping[str, tuple[str, ...]] = {
+    "single": (),
+    "ddp": AVERAGES,
+    "zero1": SHARDS,
+    "zero2": SHARDS,
+    "zero3": SHARDS,
+    "tensor": SHARDS,
+    "pipeline": ("all_reduce", "broadcast", "send_receive"),
+    "server": ("all_reduce", "broadcast"),
+    "local": AVERAGES,
+    "diloco": AVERAGES,
+    "recompute": (),
+}
+"""The collectives that each strategy needs between its ranks, by the names in `facts.EXPECTED`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong here, and what mends it."""
+
+    fact: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether a strategy or a feature can be used; if not, `remark` says what is missing and
+    the cure.
+    """
+
+    ready: bool
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the doctor found.
+
+    Args:
+        facts: section -> name -> value; plain data, units in the names.
+        problems: what should be mended, whatever is used.
+        strategies, features: name -> verdict.
+    """
+
+    facts: Mapping[str, Mapping[str, Any]]
+    problems: tuple[Problem, ...]
+    strategies: Mapping[str, Diagnosis]
+    features: Mapping[str, Diagnosis]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where ddp works on this machine's CPU, else 1."""
+        return 0 if self.strategies["ddp"].ready else 1
+
+
+def examine() -> Report:
+    """Looks at this machine. Takes seconds: torch is imported, and two ranks really talk to
+    each other.
+    """
+    return assess(machine_info.collect())
+
+
+def assess(found: Mapping[str, Mapping[str, Any]]) -> Report:
+    """The report on these facts."""
+    problems = (*_version_problems(found["software"]), *_machine_problems(found))
+    return Report(found, problems, _strategies(found), _features(found))
+
+
+def to_json(report: Report) -> str:
+    """The report as one JSON object; its keys are the fields of Report, and `ok`."""
+    return json.dumps({"ok": report.exit_code == 0, **asdict(report)}, indent=2)
+
+
+def render(report: Report) -> str:
+    """The report as text of at most 96 columns."""
+    blocks = [_table(section, _rows(found)) for section, found in report.facts.items()]
+    for title, verdicts in (("strategies", report.strategies), ("features", report.features)):
+        blocks.append(
+            _table(title, [(name, _status_text(verdict)) for name, verdict in verdicts.items()])
+        )
+    problems = [row for p in report.problems for row in (("problem", p.fact), ("cure", p.cure))]
+    blocks.append(_table("problems", problems) if problems else "no problems found")
+    return "\n\n".join(blocks)
+
+
+def _version_problems(software: Mapping[str, Any]) -> list[Problem]:
+    torch, torchvision = software["torch"], software["torchvision"]
+    if torch is None:
+        return [Problem("torch is not installed", 'pip install "torch>=2.11,<2.14"')]
+    problems = []
+    if not OLDEST_TORCH <= _minor_version(torch) <= NEWEST_TORCH:
+        problems.append(
+            Problem(
+                f"torch {torch} was never tested; 2.11 to 2.13 are",
+                'pip install "torch>=2.11,<2.14"',
+            )
+        )
+    wanted = _minor_version(torch)[1] + TORCHVISION_BEHIND
+    if torchvision is not None and _minor_version(torchvision) != (0, wanted):
+        fact = f"torchvision {torchvision} does not belong to torch {torch}"
+        problems.append(Problem(fact, f'pip install "torchvision==0.{wanted}.*"'))
+    return problems
+
+
+def _machine_problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    machine, communication, conflict = (
+        found["machine"],
+        found["communication"],
+        found["launch"]["conflict"],
+    )
+    problems = []
+    shared_bytes = machine["shared_memory_bytes"]
+    if shared_bytes is not None and shared_bytes < LITTLE_SHARED_MEMORY_BYTES:
+        fact = f"/dev/shm has {_size(shared_bytes)}, too little for data-loader workers, which would die of SIGBUS"
+        problems.append(
+            Problem(
+                fact, "docker run --shm-size=2g (or --ipc=host), or train with --data.workers 0"
+            )
+        )
+    if machine["open_files"] < FEW_OPEN_FILES:
+        fact = (
+            f"a process may open {machine['open_files']} files, which many ranks or workers exceed"
+        )
+        problems.append(Problem(fact, "ulimit -n 4096"))
+    if communication["loopback_error"]:
+        fact = f"no port can be used on 127.0.0.1: {communication['loopback_error']}"
+        problems.append(
+            Problem(
+                fact, "bring the interface up (ip link set lo up), or lift the sandbox's ban on it"
+            )
+        )
+    if conflict:
+        problems.append(
+            Problem(conflict.rstrip("."), "unset the variables that do not belong to this launcher")
+        )
+    return problems
+
+
+def _strategies(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
+    if found["software"]["torch"] is None:
+        missing = Diagnosis(False, 'torch; pip install "torch>=2.11,<2.14"')
+        return dict.fromkeys(COLLECTIVES, missing)
+    ddp = _ddp(found["communication"])
+    verdicts = {"single": Diagnosis(True), "ddp": ddp}
+    for name, needed in COLLECTIVES.items():
+        if name not in verdicts:
+            verdicts[name] = _distributed(name, needed, ddp, found["communication"])
+    return verdicts
+
+
+def _ddp(communication: Mapping[str, Any]) -> Diagnosis:
+    if "gloo" not in communication["backends"]:
+        return Diagnosis(
+            False, "the gloo backend; this build of torch has none, take pytorch.org's"
+        )
+    if communication["all_reduce_error"]:
+        last_line = communication["all_reduce_error"].splitlines()[-1]
+        return Diagnosis(
+            False,
+            f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)",
+        )
+    return _tried(COLLECTIVES["ddp"], communication)
+
+
+def _distributed(
+    name: str, needed: Sequence[str], ddp: Diagnosis, communication: Mapping[str, Any]
+) -> Diagnosis:
+    """Judge a strategy other than ddp by what its ranks need. One rank is enough where nothing
+    is needed.
+    """
+    if not needed:
+        return Diagnosis(True)
+    if not ddp.ready:
+        return Diagnosis(False, "what ddp lacks")
+    if name == "server" and communication["loopback_error"]:
+        return Diagnosis(False, f"a port on 127.0.0.1: {communication['loopback_error']}")
+    return _tried(needed, communication)
+
+
+def _tried(needed: Sequence[str], communication: Mapping[str, Any]) -> Diagnosis:
+    """Judge by the collectives that two ranks have tried here."""
+    failed = [name for name in needed if name in communication["collective_errors"]]
+    if not failed:
+        return Diagnosis(True)
+    error = communication["collective_errors"][failed[0]]
+    return Diagnosis(
+        False, f"{failed[0]} between two ranks: {error}; take pytorch.org's build of torch"
+    )
+
+
+def _features(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
+    software, devices = found["software"], found["devices"]
+    return {
+        "torchvision models": _needs(
+            software["torchvision_error"] is None, software["torchvision_error"] or ""
+        ),
+        "timm models": _needs(software["timm"], "pip install timm"),
+        "TensorBoard": _needs(software["tensorboard"], "pip install tensorboard"),
+        "servers: GMAC": _needs(
+            software["cryptography"], "pip install cryptography (else HMAC, slower)"
+        ),
+        "GPUs": _gpus(devices),
+        "NCCL": _needs(
+            "nccl" in found["communication"]["backends"],
+            "no GPU build of torch; needed on GPUs only",
+        ),
+        "bf16": _precision("bf16", devices),
+        "fp16": _precision("fp16", devices),
+        "torch.compile": _compile(software),
+    }
+
+
+def _gpus(devices: Mapping[str, Any]) -> Diagnosis:
+    if devices["gpus"]:
+        return Diagnosis(True)
+    if devices.get("cuda_build"):
+        return Diagnosis(False, "none is visible; see what nvidia-smi and CUDA_VISIBLE_DEVICES say")
+    return Diagnosis(
+        False,
+        "torch is a CPU build; with an NVIDIA driver, plain `pip install torch` takes the CUDA "
+        "build",
+    )
+
+
+def _precision(precision: str, devices: Mapping[str, Any]) -> Diagnosis:
+    fast = devices["gpus"] or precision in devices.get("cpu_half_precision", [])
+    return Diagnosis(True, "" if fast else ", but slow: this CPU has no instructions for it")
+
+
+def _compile(software: Mapping[str, Any]) -> Diagnosis:
+    if not software["compiler"]:
+        return Diagnosis(False, "a C++ compiler; apt install g++")
+    return _needs(software["python_headers"], "Python.h; apt install python3-dev")
+
+
+def _needs(there: object, missing: str) -> Diagnosis:
+    return Diagnosis(True) if there else Diagnosis(False, missing)
+
+
+def _minor_version(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _status_text(verdict: Diagnosis) -> str:
+    return f"missing: {verdict.remark}" if not verdict.ready else "ready" + verdict.remark
+
+
+def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    told_below = ("_error", "_errors", "conflict")  # by the verdicts and the problems
+    silent = ("_limit", "_limit_bytes", "_build", "_s")  # nothing to tell where there is none
+    rows = []
+    for key, value in found.items():
+        if key == "gpus" and value:
+            rows += [(f"gpu {index}", _text(key, gpu)) for index, gpu in enumerate(value)]
+        elif not key.endswith(told_below) and (value is not None or not key.endswith(silent)):
+            rows.append((_label(key), _text(key, value)))
+    return rows
+
+
+def _label(key: str) -> str:
+    return key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+
+
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return "not there"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    if isinstance(value, dict):
+        return f"{value['name']} ({_size(value['memory_bytes'])}, capability {value['capability']})"
+    if key.endswith("_bytes"):
+        return _size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value} s" if key.endswith("_s") else str(value)
+
+
+def _size(size_bytes: int) -> str:
+    return (
+        f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
+    )
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> str:
+    width = max(len(label) for label, _ in rows) + 2
+    lines = [title]
+    for label, text in rows:
+        # Names such as python3-dev are for copying: they stay in one piece.
+        first, *rest = wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
+        lines += [f"  {label:<{width}}{first}", *(" " * (width + 2) + line for line in rest)]
+    return "\n".join(lines)

@@ -1,0 +1,345 @@
+"""What this machine has, as plain data: what `shoal doctor` judges. Numbers carry their unit in
+their name.
+
+torch is imported inside functions only, and whatever cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal import __version__
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Facts = dict[str, Any]
+COLLECTIVES_LIMIT_S = 90
+EXPECTED = {
+    "all_reduce": ([3.0, 3.0], [3.0, 3.0]),
+    "broadcast": ([1.0, 1.0], [1.0, 1.0]),
+    "all_gather": ([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0]),
+    "reduce_scatter": ([3.0], [3.0]),
+    "all_to_all": ([1.0, 2.0], [1.0, 2.0]),
+    "send_receive": ([2.0, 2.0], [1.0, 1.0]),
+}
+"""The results on rank 0 and on rank 1, where rank 0 begins with [1, 1] and rank 1 with [2, 2]."""
+
+
+def collect() -> dict[str, Facts]:
+    """Every section of facts. Takes seconds: torch is imported, and two ranks really talk to
+    each other.
+    """
+    return {
+        "software": software(),
+        "machine": machine(),
+        "devices": devices(),
+        "communication": communication(),
+        "launch": launch(),
+    }
+
+
+def software() -> Facts:
+    """Versions; of packages that are not installed, None."""
+    packages = ("torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
+    return {
+        "python": platform.python_version(),
+        "shoal": __version__,
+        **{package: _version(package) for package in packages},
+        "torchvision_error": _torchvision_error(),
+        "compiler": shutil.which(os.environ.get("CXX", ""))
+        or shutil.which("g++")
+        or shutil.which("clang++"),
+        "python_headers": Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    }
+
+
+def machine() -> Facts:
+    """Cores, memory and limits, those of the container included."""
+    cores_limit, memory_limit_bytes = cgroup_limits()
+    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores_limit": cores_limit,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_limit_bytes": memory_limit_bytes,
+        "shared_memory_bytes": shared.total if shared else None,
+        "shared_memory_free_bytes": shared.free if shared else None,
+        "open_files": _open_files(),
+        "fork": "ranks are forked from one server"
+        if sys.platform == "linux"
+        else "every rank is a new interpreter",
+    }
+
+
+def devices() -> Facts:
+    """GPUs and what the CPU computes well; a fact is missing where torch is."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return {"gpus": []}
+    return {
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "cuda_build": torch.version.cuda,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_half_precision": _half_precision(),
+    }
+
+
+def communication() -> Facts:
+    """torch.distributed's backends, and whether ranks on this machine reach each other."""
+    return {
+        "backends": _backends(),
+        "compiled_all_reduce": _compiled(),
+        "loopback_error": _loopback_error(),
+        **_collectives(),
+    }
+
+
+def launch() -> Facts:
+    """Which launcher this very process seems to run under, and which ones there are."""
+    from shoal.launch import environment
+
+    try:
+        place = environment.read(os.environ)
+        decision = {"launcher": place.launcher, "reason": place.reason, "conflict": None}
+    except ShoalError as error:
+        decision = {"launcher": None, "reason": None, "conflict": str(error)}
+    return {**decision, **{program: shutil.which(program) for program in ("srun", "mpirun", "ssh")}}
+
+
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> tuple[float | None, int | None]:
+    """(cores, bytes) that the control groups around this process allow; None for what is not
+    limited.
+    """
+    inner = {
+        names: path
+        for _, names, path in (line.split(":", 2) for line in _read(membership).splitlines())
+    }
+    cores, sizes = [], []
+    for group in _cgroup_ancestors(root, inner.get("", "/")):
+        cores += [words for words in [_numbers(group / "cpu.max")] if len(words) == 2]
+        sizes += _numbers(group / "memory.max")
+    # Version 1, still found on older clusters, has a tree for each resource, and -1 or a huge
+    # number for "no limit".
+    for group in _cgroup_ancestors(root / "cpu", inner.get("cpu", inner.get("cpu,cpuacct", "/"))):
+        quota, period = _numbers(group / "cpu.cfs_quota_us"), _numbers(group / "cpu.cfs_period_us")
+        cores += [quota + period] if quota and period else []
+    for group in _cgroup_ancestors(root / "memory", inner.get("memory", "/")):
+        sizes += [size for size in _numbers(group / "memory.limit_in_bytes") if size < 2**60]
+    return min((quota / period for quota, period in cores), default=None), min(sizes, default=None)
+
+
+def check_collectives() -> int:
+    """Start two ranks that try every collective. Main thread only.
+
+    Returns:
+        The exit code of the ranks, as of `shoal.launch.local.run`.
+    """
+    from shoal.launch import local
+
+    return local.run(try_collectives, (), 2, output="all", preload=())
+
+
+def try_collectives() -> None:
+    """Try every collective that strategies need, and print {collective: error}. Both of two
+    ranks call this.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="env://")
+    errors = {}
+    for name, attempt in _attempts().items():
+        try:
+            received = attempt().tolist()
+        except RuntimeError as error:
+            errors[name] = str(error).strip().splitlines()[0]
+            continue
+        expected = EXPECTED[name][dist.get_rank()]
+        if received != expected:
+            errors[name] = f"rank {dist.get_rank()} got {received} instead of {expected}"
+    print(json.dumps(errors), flush=True)
+
+
+def _attempts() -> dict[str, Callable[[], Tensor]]:
+    """Return a function for each key of EXPECTED: it runs the collective and returns this
+    rank's result.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def own() -> Tensor:
+        return torch.full((2,), rank + 1.0)
+
+    def all_reduce() -> Tensor:
+        total = own()
+        dist.all_reduce(total)
+        return total
+
+    def broadcast() -> Tensor:
+        values = own()
+        dist.broadcast(values, src=0)
+        return values
+
+    def all_gather() -> Tensor:
+        gathered = torch.empty(4)
+        dist.all_gather_into_tensor(gathered, own())
+        return gathered
+
+    def reduce_scatter() -> Tensor:
+        shard = torch.empty(1)
+        dist.reduce_scatter_tensor(shard, own())
+        return shard
+
+    def all_to_all() -> Tensor:
+        received = torch.empty(2)
+        dist.all_to_all_single(received, own())
+        return received
+
+    def send_receive() -> Tensor:
+        received = torch.empty(2)
+        sending = dist.isend(own(), 1 - rank)
+        dist.recv(received, 1 - rank)
+        if sending is not None:
+            sending.wait()
+        return received
+
+    attempts = (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, send_receive)
+    return {attempt.__name__: attempt for attempt in attempts}
+
+
+def _collectives() -> Facts:
+    program = f"from {__name__} import check_collectives; raise SystemExit(check_collectives())"
+    command = [sys.executable, "-c", program]
+    errors: dict[str, str] = {}
+    begin = time.monotonic()
+    try:
+        # A process of its own: whatever goes wrong in it, even a hang, is a finding and not our
+        # end.
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COLLECTIVES_LIMIT_S,
+            check=False,
+        )
+        if done.returncode == 0:
+            for line in done.stdout.splitlines():  # of both ranks, each with the rank in front
+                errors |= json.loads(line[line.index("{") :])
+            error = errors.get("all_reduce")
+        else:
+            error = done.stderr.strip() or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        error = f"no result after {COLLECTIVES_LIMIT_S} s"
+    seconds = None if error else round(time.monotonic() - begin, 1)
+    return {"all_reduce_error": error, "all_reduce_s": seconds, "collective_errors": errors}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torchvision_error() -> str | None:
+    try:
+        from shoal.platform.torchvision_import import torchvision  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _gpu(index: int) -> Facts:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return {
+        "name": properties.name,
+        "capability": capability,
+        "memory_bytes": properties.total_memory,
+    }
+
+
+def _half_precision() -> list[str]:
+    """Which of bf16 and fp16 this CPU has instructions for."""
+    flags = set(_read(Path("/proc/cpuinfo")).partition("flags")[2].partition("\n")[0].split())
+    found = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
+    return [precision for precision, wanted in found.items() if wanted & flags]
+
+
+def _backends() -> list[str]:
+    try:
+        import torch.distributed as dist
+    except (ImportError, OSError):
+        return []
+    if not dist.is_available():
+        return []
+    return [
+        name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()
+    ]
+
+
+def _compiled() -> bool | None:
+    """Whether all-reduces in shared memory have compiled steps; None without torch."""
+    try:
+        from shoal.shm_backend import native
+    except (ImportError, OSError):
+        return None
+    return native.version() > 0
+
+
+def _loopback_error() -> str | None:
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def _open_files() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _cgroup_ancestors(root: Path, inner: str) -> list[Path]:
+    """The control group `inner` and those that it lies in, up to the root of the tree."""
+    group = root / inner.lstrip("/")
+    return [path for path in (group, *group.parents) if path.is_relative_to(root)]
+
+
+def _numbers(path: Path) -> list[int]:
+    words = _read(path).split()
+    return [int(word) for word in words] if all(word.isdigit() for word in words) else []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Optimizers that PyTorch lacks."""

@@ -1,0 +1,3 @@
+"""The parameter server: who owns which part, how pushes are applied, and what goes over the
+wire.
+"""

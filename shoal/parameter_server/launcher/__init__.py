@@ -1,0 +1,1 @@
+"""Processes of servers and the coordinator: start, watch, start again."""

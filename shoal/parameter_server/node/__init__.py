@@ -1,0 +1,1 @@
+"""One server: the shard without I/O, and the threads around it."""

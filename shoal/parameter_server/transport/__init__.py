@@ -1,0 +1,1 @@
+"""Sockets between processes of one job: handshake, authenticated frames, connections."""

@@ -1,0 +1,71 @@
+"""The header in front of every payload: fixed fields, little-endian, 44 bytes.
+
+    0      4         6    7       8       12       16     20     28       36         44
+    │magic │ version │ op │ flags │ epoch │ worker │ part │ step │ length │ sequence │ payload: `length` bytes ...
+    │ 4s   │ u16     │ u8 │ u8    │ u32   │ u32    │ u32  │ u64  │ u64    │ u64      │
+
+What `op` and `flags` mean is the business of those who talk, not of the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from shoal.errors import WireError
+
+MAGIC = b"SHPS"
+VERSION = 4
+_LAYOUT = struct.Struct("<4sHBBIIIQQQ")
+HEADER_BYTES = _LAYOUT.size
+
+
+class Header(NamedTuple):
+    """What a frame says about itself. A field out of its range is a `struct.error` when it is
+    packed.
+
+    Attributes:
+        op: what is asked or answered, 0 to 255.
+        length: bytes of payload that follow.
+        worker: the number of the worker that it is from or for, below 2**32.
+        step: the step (the clock) that it belongs to, below 2**64.
+        part: the part of the model's parameters, below 2**32.
+        epoch: of the primary that the sender believes in, below 2**32.
+        flags: eight bits.
+    """
+
+    op: int
+    length: int = 0
+    worker: int = 0
+    step: int = 0
+    partition: int = 0
+    epoch: int = 0
+    flags: int = 0
+
+
+def pack(header: Header, sequence: int) -> bytes:
+    """The header as 44 bytes; `sequence` counts the frames of one direction from 0."""
+    op, length, worker, step, part, epoch, flags = header
+    return _LAYOUT.pack(MAGIC, VERSION, op, flags, epoch, worker, part, step, length, sequence)
+
+
+def unpack(packed: bytes | bytearray | memoryview) -> tuple[Header, int]:
+    """The header in 44 bytes, and its sequence number.
+
+    Raises:
+        WireError: not 44 bytes, not a frame of Shoal's, or of another version.
+    """
+    if len(packed) != HEADER_BYTES:
+        raise WireError(f"a frame's header has {HEADER_BYTES} bytes; there are {len(packed)}")
+    magic, version, op, flags, epoch, worker, part, step, length, sequence = _LAYOUT.unpack(packed)
+    if magic != MAGIC:
+        raise WireError(
+            f"a frame begins with {MAGIC!r}; this one begins with {magic!r}. The peer is not "
+            "Shoal's"
+        )
+    if version != VERSION:
+        raise WireError(
+            f"the peer speaks version {version} of the wire, this end {VERSION}. Run one Shoal on "
+            "both"
+        )
+    return Header(op, length, worker, step, part, epoch, flags), sequence

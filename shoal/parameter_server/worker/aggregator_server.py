@@ -1,0 +1,212 @@
+"""One machine's workers as one worker: gradients are summed here, and one pull serves all workers.
+
+      machine 0    worker 0 ┐ shared                                         machine 1
+                   worker 1 ┴ memory ── relay ══ push, pull ══ server          relay ── worker 2
+                                         adds up            ╚═════════════════════┘ └── worker 3
+
+So the bytes between machines do not grow with the workers of a machine. A sum is made machine by
+machine: it is as reproducible as ever, and rounds in another place.
+
+This is the body of an `Aggregator`: a `Server` for the workers and a `SocketNetwork` to the
+servers, under one lock.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.parameter_server.codec import BLOCKS, Op
+from shoal.parameter_server.coordinator.coordinator import Address
+from shoal.parameter_server.events import Outgoing, ProtocolViolation
+from shoal.parameter_server.node.node_server import ServerConfig, ServerNode, configure_process
+from shoal.parameter_server.node.shared_values import read_offsets
+from shoal.parameter_server.partitioning import offsets
+from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.aggregator import Aggregator
+from shoal.parameter_server.worker.session import WorkerSession
+from shoal.parameter_server.worker.shard_connection import WorkerMemory
+from shoal.parameter_server.worker.socket_network import SocketNetwork
+from shoal.parameter_server.worker.worker_messages import (
+    ConnectShard,
+    DisconnectShard,
+    QueryAnswered,
+    RetryLater,
+    SessionAction,
+    SessionEvent,
+    ShardFailed,
+    ToShard,
+    ValuesArrived,
+)
+from shoal.shm_backend.segment import SharedSegment
+
+
+@dataclass(frozen=True)
+class UpstreamConfig:
+    """The servers behind a relay.
+
+    Args:
+        arbiter: theirs.
+        transport: settings of their job.
+        worker: the relay's number among all relays.
+        loads: whether it is this one that gives the servers their first numbers.
+        shares: whether servers of this machine read the sums from its memory.
+    """
+
+    arbiter: Address
+    transport: Transport
+    worker: int
+    loads: bool
+    shares: bool
+
+
+@dataclass
+class FiguresRequest:
+    """Workers that want to know what the servers tell of themselves.
+
+    Attributes:
+        peers: each with the number that it has asked under.
+        found: the answer of each shard that has given one.
+        missing: shards that have not.
+    """
+
+    peers: list[tuple[QueuedConnection, int]] = field(default_factory=list)
+    found: dict[int, Any] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+
+class AggregatorServer:
+    """Serves the workers of one machine.
+
+    Attributes: session: with the servers.
+    """
+
+    def __init__(self, plan: ServerConfig, behind: UpstreamConfig, listener: socket.socket) -> None:
+        self.server = ServerNode(plan, listener, self._on_message)
+        parts = plan.settings.parts
+        places, size_bytes = offsets(parts)
+        sums = SharedSegment(size_bytes)
+        sums_at = [places[part.number] for part in parts]
+        self.session = WorkerSession(len(parts))
+        self.aggregator = Aggregator(
+            self.server.shard,
+            self.session,
+            lambda number: sums.tensor(sums_at[number], parts[number].length, parts[number].dtype),
+            behind.loads,
+        )
+        memory = WorkerMemory(
+            [self.server.slots.values(part) for part in parts],
+            read_offsets(parts, behind.worker, 0),
+            sums,
+            sums_at if behind.shares else (),
+        )
+        transport = behind.transport.for_parts(parts)
+        self.network = SocketNetwork(behind.worker, behind.arbiter, memory, transport)
+        self._state_peers: dict[int, list[QueuedConnection]] = {}
+        self._figures: FiguresRequest | None = None
+
+    @property
+    def lock(self) -> threading.Lock:
+        """The server's: it is around the session as well."""
+        return self.server.lock
+
+    def run(self) -> None:
+        """Serve until the workers' arbiter has let this server go."""
+        self.network.start(self)
+        self.server.run()
+        self.network.close(5.0)
+
+    def handle(self, event: SessionEvent) -> None:
+        """Take an event of the session. The lock is held. Raises ServerLost."""
+        match event:
+            case ShardFailed(error):
+                raise error
+            case QueryAnswered(Op.STATE, part, payload) if payload is not None:
+                for peer in self._state_peers.pop(part):
+                    peer.post(Op.STATE, bytes(payload), part=part)
+            case QueryAnswered(Op.STATS, shard, payload):
+                self._collect_figures(shard, payload)
+            case _:
+                self.server.send(self.aggregator.receive(event))
+
+    def _on_message(
+        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, about: bytes
+    ) -> Iterable[Outgoing]:
+        """Take a worker's message. What only the servers know is asked there."""
+        part, step, aggregator = header.partition, header.step, self.aggregator
+        match header.op:
+            case Op.PUSH:
+                gradient, present = self.server.pushed(worker, header, payload, about)
+                sparse = bool(header.flags & BLOCKS)
+                return self._forward(aggregator.push(worker, step, part, gradient, present, sparse))
+            case Op.STEP:
+                return self._forward(aggregator.request_step(worker, step, bytes(payload)))
+            case Op.NORM | Op.GRADIENT:
+                return self._forward(aggregator.query(worker, step, Op(header.op), part))
+            case Op.LOAD:
+                return self._forward(aggregator.load(worker, part, bytes(payload), step))
+            case Op.STATE:
+                self._ask_for_state(peer, part)
+            case Op.STATS:
+                self._ask_for_figures(peer, part)
+            case Op.PULL | Op.STOP:
+                raise ProtocolViolation(
+                    f"message {header.op} to a relay, which takes synchronous steps only"
+                )
+            case _:
+                return self.server.on_message(worker, peer, header, payload, about)
+        return []
+
+    def _forward(self, actions: Iterable[Outgoing | SessionAction]) -> list[Outgoing]:
+        """Carry out what is for the servers, and return what is for the workers."""
+        out: list[Outgoing] = []
+        for action in actions:
+            match action:
+                case ToShard() | ConnectShard() | DisconnectShard() | RetryLater():
+                    self.network.carry_out([action])
+                case ValuesArrived() | QueryAnswered() | ShardFailed():
+                    self.handle(action)
+                case _:
+                    out.append(action)
+        return out
+
+    def _ask_for_state(self, peer: QueuedConnection, part: int) -> None:
+        self._state_peers.setdefault(part, []).append(peer)
+        if len(self._state_peers[part]) == 1:
+            self.network.carry_out(self.session.query(Op.STATE, {part: b""}))
+
+    def _ask_for_figures(self, peer: QueuedConnection, about: int) -> None:
+        if self._figures is not None:
+            self._figures.peers.append((peer, about))
+            return
+        shards = self.session.owners()
+        self._figures = FiguresRequest([(peer, about)], missing=set(shards))
+        for shard in shards:
+            self.network.carry_out(self.session.query_shard(shard, Op.STATS))
+
+    def _collect_figures(self, shard: int, payload: memoryview | None) -> None:
+        """Add a shard's answer; with the last one, all that have asked are answered."""
+        request = self._figures
+        assert request is not None
+        request.missing.discard(shard)
+        if payload is not None:
+            request.found[shard] = json.loads(bytes(payload))
+        if request.missing:
+            return
+        self._figures = None
+        behind = [request.found[number] for number in sorted(request.found)]
+        figures = json.dumps({**self.server.figures(), "behind": behind}).encode()
+        for peer, about in request.peers:
+            peer.post(Op.STATS, figures, part=about)
+
+
+def relay(listener: socket.socket, plan: ServerConfig, behind: UpstreamConfig) -> None:
+    """A relay's whole life, in a process of its own."""
+    configure_process()
+    AggregatorServer(plan, behind, listener).run()

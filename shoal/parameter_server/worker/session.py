@@ -1,0 +1,321 @@
+"""A worker's side of its servers, without I/O: no sockets, no threads, no clocks, no callbacks.
+
+Everything that affects the state machine is in this file. Three kinds of calls come in:
+
+    the worker        push, request_step, query, query_shard, pull, record, request_stop
+    the coordinator   placement_changed, view_changed
+    the network       connected, disconnected, accept, receive, resend, fail
+
+and each returns what is to be done next: messages for shards, connections to make or end, events.
+
+    partition 3   push ── sent ── answered ── forgotten
+                    ├ lost connection ── connected ──┐
+                    ├ moved ── placement_changed ────┼── sent once more, to whoever owns it now
+                    └ not the owner ── resend ───────┘
+
+A request is kept until it is answered, so it may be sent twice; a shard applies a push once, and
+answers it twice. While a partition moves between shards its requests wait for the new owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal.errors import ServerLost
+from shoal.parameter_server.codec import Op
+from shoal.parameter_server.coordinator.coordinator import View
+from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.transport.connection import Payload
+from shoal.parameter_server.worker.worker_messages import (
+    AnswerMessage,
+    ConnectShard,
+    DisconnectShard,
+    NoticeMessage,
+    NotOwnerMessage,
+    PushMessage,
+    QueryAnswered,
+    QueryMessage,
+    RetryLater,
+    SessionAction,
+    ShardFailed,
+    ShardMessage,
+    StepMessage,
+    ToShard,
+    ValuesArrived,
+    ValuesMessage,
+)
+
+
+@dataclass
+class PartitionRequests:
+    """Requests about one partition that have no answer yet."""
+
+    push: PushMessage | None = None
+    queries: dict[Op, QueryMessage] = field(default_factory=dict)
+
+    def messages(self) -> list[ShardMessage]:
+        pushes = [] if self.push is None else [self.push]
+        return [*pushes, *self.queries.values()]
+
+
+class WorkerSession:
+    """One worker's requests, which shard each is for, and which are still unanswered.
+
+    Args:
+        partitions: how many the model has.
+        staleness: how many steps values may lack of the slowest worker's; None for any.
+
+    Attributes:
+        step: steps that were requested so far.
+        stop_at: how many steps all workers take before they stop; 0 while nobody has asked for it.
+        failure: the error of the first shard that was lost.
+        placement: which shard answers for each partition.
+    """
+
+    def __init__(self, partitions: int, staleness: int | None = 0) -> None:
+        self.staleness = staleness
+        self.step = 0
+        self.stop_at = 0
+        self.failure: ServerLost | None = None
+        self.placement = Placement(0, (0,) * partitions)
+        self._views: dict[int, View] = {}
+        self._shards: set[int] = set()
+        self._connected: dict[int, int | None] = {}  # shard -> the server at the other end
+        self._clocks = [0] * partitions
+        self._requests = [PartitionRequests() for _ in range(partitions)]
+        self._shard_queries: dict[tuple[Op, int], QueryMessage] = {}
+        self._step_message: StepMessage | None = None
+        self._recording = False
+        # Partitions that a shard's connection is writing now, and whether that counts.
+        self._incoming: dict[int, tuple[int, bool]] = {}
+
+    # The worker
+
+    def push(
+        self, partition: int, gradient: Tensor, present: bytes, sparse: bool = False
+    ) -> list[SessionAction]:
+        """Send a gradient of the step that is under way. Its values of this step must be here."""
+        message = PushMessage(partition, self.step, gradient, present, sparse)
+        self._requests[partition].push = message
+        return self._to_owner(partition, [message])
+
+    def replace_gradient(self, partition: int, gradient: Tensor) -> None:
+        """Keep a copy of the gradient that was pushed last, in place of the tensor itself."""
+        requests = self._requests[partition]
+        if requests.push is not None:
+            requests.push = requests.push._replace(gradient=gradient)
+
+    def request_step(self, payload: bytes) -> list[SessionAction]:
+        """Have all shards take the step, later ones too. Every partition was pushed."""
+        message = StepMessage(self.step, payload)
+        self._step_message = message
+        self.step += 1
+        return [ToShard(shard, message) for shard in self._connected]
+
+    def query(self, op: Op, payloads: Mapping[int, Payload]) -> list[SessionAction]:
+        """Ask about several partitions. An answer is a `QueryAnswered`; that of PULL is values."""
+        actions: list[SessionAction] = []
+        for partition, payload in payloads.items():
+            message = QueryMessage(op, partition, self.step, payload)
+            self._requests[partition].queries[op] = message
+            actions += self._to_owner(partition, [message])
+        return actions
+
+    def pull(self) -> list[SessionAction]:
+        """Ask for the newest values of all partitions; those that are here count no more."""
+        partitions = range(len(self._clocks))
+        self._clocks = [-1] * len(self._clocks)
+        return self.query(Op.PULL, dict.fromkeys(partitions, b""))
+
+    def query_shard(self, shard: int, op: Op, payload: bytes = b"") -> list[SessionAction]:
+        """Ask a shard about itself."""
+        if shard in self._views and self._views[shard].retired:
+            return [QueryAnswered(op, shard, None)]
+        message = QueryMessage(op, shard, self.step, payload)
+        self._shard_queries[op, shard] = message
+        return [ToShard(shard, message)] if shard in self._connected else []
+
+    def record(self) -> list[SessionAction]:
+        """Have all shards note what they do, later ones too, before they hear anything else."""
+        self._recording = True
+        return [ToShard(shard, NoticeMessage(Op.RECORD)) for shard in self._connected]
+
+    def request_stop(self) -> list[SessionAction]:
+        """Have all workers stop after the same step. Repeat it: it may be lost with a server."""
+        if self.stop_at or 0 not in self._connected:
+            return []
+        return [ToShard(0, NoticeMessage(Op.STOP))]
+
+    def begin(self, step: int | None = None) -> None:
+        """Take the values that are in memory for those of this step, by default the present one."""
+        self.step = self.step if step is None else step
+        self._clocks = [self.step] * len(self._clocks)
+        for partition in range(len(self._clocks)):
+            self._forget_push(partition)
+
+    def missing(self, partitions: Iterable[int]) -> list[int]:
+        """Return those whose values of this step have not arrived."""
+        return [partition for partition in partitions if self._clocks[partition] < self.step]
+
+    def owners(self) -> list[int]:
+        """The shards that have partitions, in order."""
+        return sorted(set(self.placement.owners))
+
+    # The coordinator
+
+    def placement_changed(self, placement: Placement) -> list[SessionAction]:
+        """Send requests about partitions that have moved to where they are now."""
+        if placement.version <= self.placement.version:
+            return []
+        before, self.placement = self.placement, placement
+        targets = (move.target for move in placement.moving.values())
+        new = {0, *placement.owners, *targets} - self._shards
+        self._shards |= new
+        actions: list[SessionAction] = [ConnectShard(shard) for shard in sorted(new)]
+        for partition in range(len(self._requests)):
+            if before.route(partition) != placement.route(partition):
+                actions += self._resend_all(partition)
+        return actions
+
+    def view_changed(self, view: View) -> list[SessionAction]:
+        """End the connection to a server that is the shard's primary no longer."""
+        known = self._views.get(view.shard)
+        if known is not None and known.epoch >= view.epoch:
+            return []
+        self._views[view.shard] = view
+        actions: list[SessionAction] = []
+        if view.shard in self._connected and self._connected[view.shard] != view.primary:
+            actions.append(DisconnectShard(view.shard))
+        if view.retired:
+            unanswered = [op for op, shard in self._shard_queries if shard == view.shard]
+            for op in unanswered:
+                del self._shard_queries[op, view.shard]
+                actions.append(QueryAnswered(op, view.shard, None))
+        return actions
+
+    # The network
+
+    def connected(self, view: View) -> list[SessionAction]:
+        """Send the shard's primary, as `view` has it, everything that has no answer yet."""
+        actions = self.view_changed(view)
+        shard = view.shard
+        if self._views[shard].primary != view.primary:  # another one has taken over meanwhile
+            return [*actions, DisconnectShard(shard)]
+        self._connected[shard] = view.primary
+        if self._recording:
+            actions.append(ToShard(shard, NoticeMessage(Op.RECORD)))
+        for partition in self.placement.owned_by(shard):
+            actions += self._resend_all(partition)
+        if self._step_message is not None:
+            actions.append(ToShard(shard, self._step_message))
+        queries = [query for (_, about), query in self._shard_queries.items() if about == shard]
+        return [*actions, *(ToShard(shard, query) for query in queries)]
+
+    def disconnected(self, shard: int) -> list[SessionAction]:
+        """Nothing comes from this connection any more."""
+        self._connected.pop(shard, None)
+        return self._end_incoming(shard)
+
+    def accept(self, shard: int, values: ValuesMessage) -> bool:
+        """Begin to receive values. Call `receive` when they are there, or `disconnected`.
+
+        Returns: whether to write them to the partition's memory. If not, they are not needed, or
+            another connection may be writing there.
+
+        Raises: AssertionError: the values cannot be right.
+        """
+        partition, clock, oldest = values.partition, values.clock, values.oldest
+        here = self._clocks[partition]
+        is_owner = self.placement.owners[partition] == shard
+        counts = is_owner and here < clock and not self._writers(partition)
+        if counts:
+            limit = self.staleness
+            assert limit is None or oldest >= clock - limit, (clock, oldest, limit)
+            assert not values.changed_only or clock - 1 == here, (clock, here)
+        self._incoming[shard] = partition, counts
+        return counts
+
+    def receive(
+        self, shard: int, message: ValuesMessage | AnswerMessage | NotOwnerMessage
+    ) -> list[SessionAction]:
+        """Take a shard's message. Values were begun by `accept`, and are in memory by now."""
+        match message:
+            case ValuesMessage():
+                return self._receive_values(shard, message)
+            case AnswerMessage(op, about, payload):
+                if self._is_answer(op, about):
+                    return [QueryAnswered(op, about, payload)]
+                return []  # it was asked twice
+            case NotOwnerMessage(partition, op):
+                return [RetryLater(partition, op)]
+
+    def resend(self, partition: int, op: Op) -> list[SessionAction]:
+        """Repeat a request that found no owner, unless it was answered since."""
+        requests = self._requests[partition]
+        message = requests.push if op == Op.PUSH else requests.queries.get(op)
+        return [] if message is None else self._to_owner(partition, [message])
+
+    def fail(self, shard: int, reason: str) -> list[SessionAction]:
+        """Give up: nobody holds a shard any more."""
+        error = ServerLost(
+            f"shard {shard} of the parameter servers is lost: {reason}. The same command goes on "
+            "from the last checkpoint; with replicas=2 a run survives the loss of a server."
+        )
+        self.failure = self.failure or error
+        return [ShardFailed(error)]
+
+    # Tables
+
+    def _receive_values(self, shard: int, values: ValuesMessage) -> list[SessionAction]:
+        partition, counts = self._incoming[shard]
+        actions = self._end_incoming(shard)
+        if not counts or self.placement.owners[partition] != shard:
+            return actions
+        self._clocks[partition] = values.clock
+        self.stop_at = self.stop_at or values.stop_at
+        self._requests[partition].queries.pop(Op.PULL, None)
+        self._forget_push(partition)
+        return [*actions, ValuesArrived(partition, values.clock)]
+
+    def _end_incoming(self, shard: int) -> list[SessionAction]:
+        """Send what has waited because a partition's old owner was still writing its values."""
+        partition, counts = self._incoming.pop(shard, (-1, False))
+        if counts and self.placement.route(partition) != shard:
+            return self._resend_all(partition)
+        return []
+
+    def _forget_push(self, partition: int) -> None:
+        """Forget a push that is answered."""
+        push = self._requests[partition].push
+        if push is not None and push.step < self._clocks[partition]:
+            self._requests[partition].push = None
+
+    def _is_answer(self, op: Op, about: int) -> bool:
+        if (op, about) in self._shard_queries:
+            del self._shard_queries[op, about]
+            return True
+        is_partition = about < len(self._requests)
+        return is_partition and self._requests[about].queries.pop(op, None) is not None
+
+    def _resend_all(self, partition: int) -> list[SessionAction]:
+        return self._to_owner(partition, self._requests[partition].messages())
+
+    def _to_owner(self, partition: int, messages: list[ShardMessage]) -> list[SessionAction]:
+        """Messages for the owner; none while it is not known, or not connected.
+
+        Nor while another shard's connection still writes the partition's values: the new owner
+        would be answering into the same memory.
+        """
+        shard = self.placement.route(partition)
+        if shard is None or shard not in self._connected:
+            return []
+        if self._writers(partition) - {shard}:
+            return []
+        return [ToShard(shard, message) for message in messages]
+
+    def _writers(self, partition: int) -> set[int]:
+        """The shard whose connection is writing a partition's values, if there is one."""
+        return {s for s, (p, counts) in self._incoming.items() if p == partition and counts}

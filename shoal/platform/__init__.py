@@ -1,0 +1,1 @@
+"""The operating system, torch and torchvision: what the other packages need from them."""

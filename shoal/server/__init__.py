@@ -1,1 +1,0 @@
-"""The parameter server: who owns which part, how pushes are applied, and what goes over the wire."""

@@ -1,0 +1,176 @@
+"""The collectives that copy numbers from rank to rank, as torch.distributed asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+
+from shoal.platform.torch_private.c10d import ALL_GATHER_FLAT, Options
+from shoal.shm_backend import collectives
+from shoal.shm_backend.dispatch import CollectiveDispatch
+from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
+
+
+class MovementOps(CollectiveDispatch):
+    """broadcast, all_gather, gather, scatter, all_to_all."""
+
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
+        if not self._supports(tensors[0]) or len(tensors) > 1:
+            return self._fall_back_to_gloo("broadcast", tensors, tensors, opts)
+        flat, root = flattened(tensors[0]), opts.rootRank
+        return self._run(
+            self._call("broadcast", flat, root=root),
+            lambda: collectives.broadcast(self._exchange, flat, root),
+            tensors,
+            (flat,),
+            tensors,
+            opts,
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        opts = opts or Options.AllgatherOptions()
+        return self._all_gather(
+            [outputs[0]], inputs, outputs[0], opts, "allgather", [(outputs, inputs, opts)]
+        )
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        opts = opts or Options.AllgatherOptions()
+        rows = rows_of(output, self.size())
+        return self._all_gather(
+            [rows], [tensor], [output], opts, ALL_GATHER_FLAT, [(output, tensor, opts)]
+        )
+
+    _allgather_base = all_gather_single
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = opts or Options.AllgatherOptions()
+        rows = [rows_of(output, self.size()) for output in outputs]
+        return self._all_gather(
+            rows,
+            inputs,
+            outputs,
+            opts,
+            ALL_GATHER_FLAT,
+            [(o, i, opts) for o, i in pairs(outputs, inputs)],
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _all_gather(
+        self,
+        rows: list[Sequence[Tensor]],
+        inputs: list[Tensor],
+        results: Sequence[Tensor],
+        opts: Any,
+        other: str,
+        others: list[tuple[Any, ...]],
+    ) -> Work:
+        if not all(
+            self._supports(tensor) and self._all_same_size(tensor, r)
+            for tensor, r in pairs(inputs, rows)
+        ):
+            return self._leave_each(other, inputs, others)
+        flats, flat_rows = (
+            [flattened(tensor) for tensor in inputs],
+            [[flattened(row) for row in each] for each in rows],
+        )
+        return self._run_each(
+            "all_gather",
+            [
+                (flat, partial(collectives.all_gather, self._exchange, flat, r))
+                for flat, r in pairs(flats, flat_rows)
+            ],
+            [row for r in rows for row in r],
+            [row for r in flat_rows for row in r],
+            results,
+            opts,
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        root, is_root = opts.rootRank, opts.rootRank == self.rank()
+        rows = list(outputs[0]) if is_root else []
+        if not self._supports(inputs[0]) or (is_root and not self._all_same_size(inputs[0], rows)):
+            return self._fall_back_to_gloo("gather", inputs, outputs, inputs, opts)
+        flat, flat_rows = flattened(inputs[0]), [flattened(row) for row in rows]
+        return self._run(
+            self._call("gather", flat, root=root),
+            lambda: collectives.all_gather(
+                self._exchange, flat, flat_rows if is_root else None, root
+            ),
+            rows,
+            flat_rows,
+            rows,
+            opts,
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        root, is_root = opts.rootRank, opts.rootRank == self.rank()
+        rows = [flattened(row) for row in inputs[0]] if is_root else None
+        if not self._supports(outputs[0]) or (
+            rows is not None and not self._all_same_size(outputs[0], rows)
+        ):
+            return self._fall_back_to_gloo("scatter", outputs, outputs, inputs, opts)
+        flat = flattened(outputs[0])
+        return self._run(
+            self._call("scatter", flat, root=root),
+            lambda: collectives.scatter(self._exchange, flat, rows, root),
+            outputs,
+            (flat,),
+            outputs,
+            opts,
+        )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or Options.AllToAllOptions()
+        return self._all_to_all(
+            outputs, inputs, outputs, opts, "alltoall", [(outputs, inputs, opts)]
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+        opts: Any = None,
+    ) -> Work:
+        opts = opts or Options.AllToAllOptions()
+        args = (output, tensor, out_sizes, sizes, opts)
+        rows, out_rows = (
+            split_for(tensor, sizes, self.size()),
+            split_for(output, out_sizes, self.size()),
+        )
+        return self._all_to_all(out_rows, rows, [output], opts, "alltoall_base", [args])
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        opts: Any,
+        other: str,
+        others: list[tuple[Any, ...]],
+    ) -> Work:
+        if not all(self._supports(tensor) for tensor in inputs):
+            return self._leave_each(other, inputs, others)
+        flats, rows = (
+            [flattened(output) for output in outputs],
+            [flattened(tensor) for tensor in inputs],
+        )
+        return self._run(
+            self._call("all_to_all", rows[0][:0]),
+            lambda: collectives.all_to_all(self._exchange, flats, rows),
+            outputs,
+            flats,
+            results,
+            opts,
+            sum(row.nbytes for row in rows),
+        )

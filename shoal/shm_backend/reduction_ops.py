@@ -1,0 +1,162 @@
+"""The collectives that add numbers up, or take the least of them, as torch.distributed asks for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+
+from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
+from shoal.shm_backend import collectives, inter_host
+from shoal.shm_backend.dispatch import MOST_KNOWN, OPERATIONS, CollectiveDispatch, FastPath
+from shoal.shm_backend.native import CODES
+from shoal.shm_backend.phase_board import Steps
+from shoal.shm_backend.tensor_utils import flattened, is_flat_contiguous, pairs, rows_of
+
+
+class Reductions(CollectiveDispatch):
+    """all_reduce, reduce, reduce_scatter."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        opts = opts or Options.AllreduceOptions()
+        tensor, number = tensors[0], opts.reduceOp.op.value
+        key = tensor.dtype, tensor.numel(), number
+        quick = self._quick.get(key)
+        if (
+            quick is not None
+            and self.recorder is None
+            and len(tensors) == 1
+            and is_flat_contiguous(tensor)
+        ):
+            assert self._order is not None
+            return self._order.call(
+                *quick.call, lambda: quick.steps(tensor), tensors, not opts.asyncOp
+            )
+        operation = OPERATIONS.get(number, "")
+        if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
+            return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
+        flat = flattened(tensor)
+        call = self._call("all_reduce", flat, operation)
+        if (steps := self._compiled_steps(flat, operation)) is not None:
+            if len(self._quick) > MOST_KNOWN:
+                self._quick.clear()
+            self._quick[key] = FastPath(call, steps)
+        return self._run(
+            call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or Options.AllreduceCoalescedOptions()
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if not all(self._supports(tensor, operation, over_hosts=True) for tensor in tensors):
+            return self._fall_back_to_gloo("allreduce_coalesced", tensors, tensors, opts)
+        flats = [flattened(tensor) for tensor in tensors]
+        return self._run_each(
+            "all_reduce",
+            [(flat, partial(self._all_reduce, flat, operation)) for flat in flats],
+            tensors,
+            flats,
+            tensors,
+            opts,
+            operation,
+        )
+
+    def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
+        """Those of every all-reduce like this one, if they are compiled."""
+        code = CODES.get((flat.dtype, operation))
+        if code is None or self._between is not None:
+            return None
+        if (express := self._express) is None:
+            return None
+        return lambda tensor: express.all_reduce(tensor, code)
+
+    def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
+        if self._between is None:
+            compiled = self._compiled_steps(flat, operation)
+            if compiled is not None:
+                return compiled(flat)
+            return collectives.all_reduce(self._exchange, flat, operation)
+        return inter_host.all_reduce(self._exchange, self._between, flat, operation)
+
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
+        if not self._supports(tensors[0], operation):
+            return self._fall_back_to_gloo("reduce", tensors, tensors, opts)
+        flat = flattened(tensors[0])
+        return self._run(
+            self._call("reduce", flat, operation, root),
+            lambda: collectives.reduce(self._exchange, flat, operation, root),
+            tensors,
+            (flat,),
+            tensors,
+            opts,
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        return self._reduce_scatter(
+            outputs, [inputs[0]], opts, "reduce_scatter", [(outputs, inputs, opts)]
+        )
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        return self._reduce_scatter(
+            [output],
+            [rows_of(tensor, self.size())],
+            opts,
+            REDUCE_SCATTER_FLAT,
+            [(output, tensor, opts)],
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = opts or Options.ReduceScatterOptions()
+        rows = [rows_of(tensor, self.size()) for tensor in inputs]
+        return self._reduce_scatter(
+            outputs,
+            rows,
+            opts,
+            REDUCE_SCATTER_FLAT,
+            [(o, i, opts) for o, i in pairs(outputs, inputs)],
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        rows: list[Sequence[Tensor]],
+        opts: Any,
+        other: str,
+        others: list[tuple[Any, ...]],
+    ) -> Work:
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if not all(
+            self._supports(output, operation) and self._all_same_size(output, r)
+            for output, r in pairs(outputs, rows)
+        ):
+            return self._leave_each(other, outputs, others)
+        flats, flat_rows = (
+            [flattened(output) for output in outputs],
+            [[flattened(row) for row in each] for each in rows],
+        )
+        return self._run_each(
+            "reduce_scatter",
+            [
+                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
+                for flat, r in pairs(flats, flat_rows)
+            ],
+            outputs,
+            flats,
+            outputs,
+            opts,
+            operation,
+        )

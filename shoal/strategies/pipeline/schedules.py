@@ -1,0 +1,219 @@
+"""Schedules: tables of what each rank computes in which order.
+
+The tables of `interleaved`, `zero-bubble` and `zbv` are those of torch.distributed.pipelining.
+`gpipe` and `1f1b` are
+written out here: torch runs them without a table, and the table of 1F1B that it shows (2.13) gives
+the last rank micro-batches 1 to m instead of 0 to m - 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from shoal.errors import ConfigError, did_you_mean
+from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable, check
+
+Rows = list[list[Action]]
+
+
+def naive(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
+    """One rank computes, all others wait.
+
+    rank 0  f0 · · · · · · · · ·b0──
+    rank 1   ·f0 · · · · · ·b0── · ·
+    rank 2   · ·f0 · · ·b0── · · · ·
+    rank 3   · · ·f0b0── · · · · · ·
+    """
+    return gpipe(ranks, microbatches, per_rank)
+
+
+def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
+    """All micro-batches forward, then all backward. Each rank holds the activations of all of them.
+
+        rank 0  f0f1f2f3 · · · · · · · · ·b0──b1──b2──b3──
+        rank 1   ·f0f1f2f3 · · · · · ·b0──b1──b2──b3── · ·
+        rank 2   · ·f0f1f2f3 · · ·b0──b1──b2──b3── · · · ·
+        rank 3   · · ·f0f1f2f3b0──b1──b2──b3── · · · · · ·
+
+    Source: Huang et al., NeurIPS 2019.
+    """
+    return [
+        [Action("F", rank, m) for m in range(microbatches)]
+        + [Action("B", rank, m) for m in range(microbatches)]
+        for rank in range(ranks)
+    ]
+
+
+def one_forward_one_backward(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
+    """As many micro-batches forward as there are stages ahead, then one backward after each
+    forward.
+
+    As long as gpipe, but a rank holds no more micro-batches than there are stages.
+
+        rank 0  f0f1f2f3 · · · · · ·b0── ·b1── ·b2── ·b3──
+        rank 1   ·f0f1f2 · · · ·b0──f3b1── ·b2── ·b3── · ·
+        rank 2   · ·f0f1 · ·b0──f2b1──f3b2── ·b3── · · · ·
+        rank 3   · · ·f0b0──f1b1──f2b2──f3b3── · · · · · ·
+
+    Source: Narayanan et al., SC 2021 (PipeDream-Flush).
+    """
+    return [
+        _steady(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)
+    ]
+
+
+def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
+    """1F1B where each rank holds several stages, as many apart as there are ranks.
+
+    Stages are smaller, so a rank waits less for its first and after its last; more is sent.
+
+        rank 0  f0f1f2f3F0F1F2F3 · · · · · ·B0── ·B1── ·B2── ·B3──b0──b1──b2──b3──
+        rank 1   ·f0f1f2f3F0F1F2F3 · · ·B0── ·B1── ·B2── ·B3──b0──b1──b2──b3── · ·
+        rank 2   · ·f0f1f2f3F0F1F2 ·B0──F3B1── ·B2── ·B3──b0──b1──b2──b3── · · · ·
+        rank 3   · · ·f0f1f2f3F0B0──F1B1──F2B2──F3B3──b0──b1──b2──b3── · · · · · ·
+
+    Source: Narayanan et al., SC 2021.
+    """
+    return _of_torch("Interleaved1F1B", ranks, microbatches, per_rank)
+
+
+def zero_bubble(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
+    """1F1B whose backward pass is in two: the half for the weights waits for nobody and fills what
+    would be idle.
+
+        rank 0  f0f1f2f3 · · ·i0w0i1w1i2w2i3w3
+        rank 1   ·f0f1f2 · ·i0f3i1w0i2w1i3w2w3
+        rank 2   · ·f0f1 ·i0f2i1f3i2w0i3w1w2w3
+        rank 3   · · ·f0i0f1i1f2i2f3i3w0w1w2w3
+
+    Source: Qi et al., ICLR 2024 (ZB-H1).
+    """
+    return _of_torch("InterleavedZeroBubble", ranks, microbatches, per_rank)
+
+
+def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
+    """Zero bubble in the shape of a V: the rank of the first stage holds the last one too.
+
+        rank 0  f0f1f2f3 · · ·F0I0W0F1I1W1F2I2W2F3I3W3i0w0 ·i1w1 ·i2w2 ·i3w3
+        rank 1   ·f0f1f2f3 ·F0 ·F1I0W0F2I1W1F3I2W2i0w0I3W3i1w1 ·i2w2 ·i3w3 ·
+        rank 2   · ·f0f1f2F0f3F1 ·F2I0W0F3I1W1i0w0I2W2i1w1I3W3i2w2 ·i3w3 · ·
+        rank 3   · · ·f0F0f1F1f2F2f3F3I0W0i0w0I1W1i1w1I2W2i2w2I3W3i3w3 · · ·
+
+    Source: Qi et al., ICLR 2024 (ZB-V).
+    """
+    return _of_torch("ZBVZeroBubble", ranks, microbatches, per_rank)
+
+
+class Schedule(NamedTuple):
+    """How to make a table, and how many stages each rank holds unless it is said."""
+
+    rows: Callable[[int, int, int], Rows]
+    per_rank: int
+    fixed: bool  # the number of stages of each rank cannot be chosen
+
+
+SCHEDULES = {
+    "naive": Schedule(naive, 1, True),
+    "gpipe": Schedule(gpipe, 1, True),
+    "1f1b": Schedule(one_forward_one_backward, 1, True),
+    "interleaved": Schedule(interleaved, 2, False),
+    "zero-bubble": Schedule(zero_bubble, 1, False),
+    "zbv": Schedule(zbv, 2, True),
+}
+
+
+def problems(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> list[str]:
+    """Why there is no such table; empty where there is one."""
+    if name not in SCHEDULES:
+        return [f"schedule={name} is not known; {did_you_mean(name, SCHEDULES)}"]
+    found = []
+    if ranks < 1 or microbatches < 1 or per_rank < 0:
+        found.append(
+            f"pipeline={ranks}, microbatches={microbatches}, stages={per_rank}: give whole "
+            "positive numbers"
+        )
+        return found
+    schedule = SCHEDULES[name]
+    if schedule.fixed and per_rank not in (0, schedule.per_rank):
+        found.append(
+            f"schedule={name} holds {schedule.per_rank} on each rank; stages={per_rank} is for "
+            "interleaved"
+        )
+    if name == "naive" and microbatches != 1:
+        found.append(
+            f"schedule=naive has one micro-batch, not {microbatches}; with several it is "
+            "schedule=gpipe"
+        )
+    rounds = max(1, microbatches // ranks)
+    if name in ("interleaved", "zero-bubble") and microbatches % rounds:
+        near = microbatches // ranks * ranks
+        found.append(
+            f"schedule={name} takes micro-batches in rounds of {ranks} ranks, and {microbatches} "
+            "make no whole rounds; "
+            f"use microbatches={near} or {near + ranks}"
+        )
+    return found
+
+
+@lru_cache(maxsize=64)
+def table(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> ScheduleTable:
+    """The table of a schedule.
+
+    Args:
+        name: one of SCHEDULES.
+        ranks: of one pipeline.
+        microbatches: that a batch is split in.
+        per_rank: stages on each rank; 0 for the schedule's own number.
+
+    Raises: ConfigError: there is no such table.
+    """
+    if found := problems(name, ranks, microbatches, per_rank):
+        raise ConfigError(found)
+    schedule = SCHEDULES[name]
+    per_rank = per_rank or schedule.per_rank
+    rows = schedule.rows(ranks, microbatches, per_rank)
+    made = ScheduleTable(name, tuple(tuple(row) for row in rows), ranks * per_rank, microbatches)
+    check(made)
+    return made
+
+
+def _steady(stage: int, ahead: int, microbatches: int) -> list[Action]:
+    row = [Action("F", stage, m) for m in range(ahead)]
+    for m in range(ahead, microbatches):
+        row += [Action("F", stage, m), Action("B", stage, m - ahead)]
+    return row + [Action("B", stage, m) for m in range(microbatches - ahead, microbatches)]
+
+
+def _of_torch(name: str, ranks: int, microbatches: int, per_rank: int) -> Rows:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    # The table depends on the shape of the pipeline alone, so stages that hold nothing are enough
+    # to be asked for it.
+    schedule: Any = get_schedule_class(name)
+    stages = [
+        _torch_stage_stub(index * ranks, ranks, ranks * per_rank) for index in range(per_rank)
+    ]
+    order = schedule(stages, microbatches).pipeline_order
+    return [
+        [
+            Action(a.computation_type.value, a.stage_index, a.microbatch_index)
+            for a in order[rank]
+            if a is not None
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _torch_stage_stub(index: int, ranks: int, num_stages: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        stage_index=index,
+        num_stages=num_stages,
+        group_size=ranks,
+        group_rank=0,
+        is_first=index == 0,
+        is_last=index == num_stages - 1,
+        submod=None,
+        stage_index_to_group_rank={},
+    )

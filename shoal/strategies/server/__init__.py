@@ -1,0 +1,1 @@
+"""Parameter servers as a strategy; the servers are `shoal.parameter_server`."""

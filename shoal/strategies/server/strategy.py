@@ -1,0 +1,94 @@
+"""Parameter servers: processes that own the parameters. Workers push gradients, servers step,
+workers pull values.
+
+      worker 0   forward ── backward ── order ─ ─ ─ forward of the next step waits, layer by layer
+                        push ↘  ↘  ↘      │      ↗  ↗  ↗ pull
+      server a             sum ── sum ──  step ──
+      server b             sum ──── sum ─ step ──
+                        push ↗  ↗  ↗      │      ↘  ↘  ↘ pull
+      worker 1   forward ── backward ── order ─ ─ ─ forward ...
+
+How a step is taken is in `served.py`, what is pushed in `pushing.py`, and the servers themselves
+are in `shoal/server`.
+
+Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded staleness); Jiang et
+al., OSDI 2020 (push in the order of the backward pass, pull in that of the forward pass)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.errors import StrategyRefused
+from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.grad_checks import check_real_parameters
+from shoal.strategies.options import ServerOptions
+from shoal.strategies.server.worker_engine import WorkerEngine
+
+
+class Server(ServerOptions, Strategy):
+    """Sharded parameter servers beside the workers, started and ended with them."""
+
+    needs_helper_processes: ClassVar[bool] = True
+
+    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replaces forward, run, gather, remote and kept. Collective.
+
+        Raises: StrategyRefused: the model has no trainable parameter; a mesh with other axes than
+            data; compress of complex
+                numbers; complex128.
+            ConfigError: compress of an unknown kind.
+        """
+        if not part.trainable_params:
+            raise StrategyRefused(
+                "strategy server steps parameters on servers; the model has no trainable parameter."
+            )
+        if mesh.data.size < mesh.size:
+            raise StrategyRefused(
+                "strategy server owns whole parameters; beside tensor and pipeline no rank has "
+                "them. Use ddp or zero1."
+            )
+        if self.compress != "none":
+            check_real_parameters(part.trainable_params, self.compress)
+        double = [
+            name
+            for name, parameter in part.trainable_params.items()
+            if parameter.dtype == torch.complex128
+        ]
+        if double:
+            raise StrategyRefused(
+                f"strategy server sends complex numbers as complex64, and {', '.join(double)} is "
+                "complex128. Use "
+                "complex64, or ddp."
+            )
+        mesh.broadcast_module(part.module)
+        engine = WorkerEngine(self, part, mesh)
+        register_cleanup(engine)
+        return replace(
+            part,
+            forward=engine.forward,
+            run=engine.run,
+            gather_params=engine.gather,
+            remote_optimizer=engine,
+            strategy_state=engine,
+        )
+
+    @property
+    def deviations(self) -> list[str]:
+        """Why the numbers are not those of one device, where they are not."""
+        notes = []
+        if self.staleness != "0":
+            behind = "any number of" if self.staleness == "async" else f"up to {self.staleness}"
+            notes.append(
+                f"staleness={self.staleness}: gradients are of weights that lack {behind} of "
+                "others' steps."
+            )
+        if self.compress != "none":
+            notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
+        if self.connections > 1:
+            said = f"connections={self.connections}: has no effect; one connection to each server"
+            notes.append(f"{said} is used.")
+        return notes

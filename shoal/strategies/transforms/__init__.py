@@ -1,0 +1,1 @@
+"""Strategies that replace one function and move no parameter."""

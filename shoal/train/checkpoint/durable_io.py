@@ -1,0 +1,97 @@
+"""What it takes for a file to be on the disk, and for a directory to be trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.platform.files import atomic_write
+
+
+class DurableFile(io.FileIO):
+    """A new file that is on the disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb", opener=_open_for_owner)
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class HashedFile(DurableFile):
+    """A durable file, written from its beginning to its end, that knows the SHA-256 of what was
+    written to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.sha256 = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.sha256.update(memoryview(data).cast("B")[:written])
+        self.size_bytes += written
+        return written
+
+
+@contextmanager
+def durable_stream(path: Path) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
+    """A buffered stream for writing `path`; flushed, fsynced and closed at the end, and its
+    file with the digest.
+    """
+    file = HashedFile(path)
+    with io.BufferedWriter(file, buffer_size=1 << 20) as stream:
+        yield file, stream
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a whole small file and wait until it is on the disk."""
+    with durable_stream(path) as (_, stream):
+        stream.write(text.encode())
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """Give `path` a new text at one instant: a reader, or a crash, sees the old one or the new
+    one.
+    """
+    with atomic_write(path, survives="rename", mode=0o644) as file:
+        file.write(text.encode())
+
+
+def untrusted_reason(path: Path) -> str | None:
+    """Why another user could have put this file or directory here, or None.
+
+    Torch keeps the index of a checkpoint as a pickle, and a pickle can run code. A digest finds
+    accidents only: who can write the file can write the digest too."""
+    status = path.lstat()
+    me = os.geteuid()
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a symbolic link, and those are not followed here"
+    if status.st_uid not in (me, 0):
+        return (
+            f"{path} belongs to user {status.st_uid}, and you are user {me}: loading it could run "
+            "that user's code as "
+            f"you. If you trust it, make a copy of your own (cp -r)"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return (
+            f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):03o}), who "
+            "could make you run "
+            f"their code. If you trust its contents: chmod -R go-w {path}"
+        )
+    return None
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o644)

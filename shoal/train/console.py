@@ -1,0 +1,112 @@
+"""Words and tables for the terminal: how numbers are written, and what is said when a run is
+over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+def print_rank_zero(text: str) -> None:
+    """Prints to stdout at once. A stream that is gone (a closed pipe, a full disk) is no reason
+    to end training.
+    """
+    _print(text, sys.stdout)
+
+
+def warn(text: str) -> None:
+    """Prints a note to stderr at once."""
+    _print(f"note: {text}", sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError):  # ValueError: the stream was closed
+        return
+
+
+def number(name: str, value: float) -> str:
+    """A measured value as people read it, by its name in metrics.jsonl; times in seconds,
+    accuracies in percent.
+    """
+    if name.startswith("top"):
+        return f"{value:.2f} %"
+    if name == "loss":
+        return f"{value:.4f}"
+    if name == "time_s":
+        return duration(value)
+    if name == "samples_per_s":
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def measures(record: Mapping[str, float | int]) -> list[str]:
+    """`["loss 0.1234", "top1 97.50 %"]`: the results in a record, in a fixed order."""
+    names = [name for name in record if name in ("loss", "perplexity") or name.startswith("top")]
+    return [f"{name} {number(name, record[name])}" for name in names]
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `3:04:05` or `2 d 3:04:05`."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours}:{minutes:02d}:{seconds:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def say_summary(summary: Mapping[str, Any]) -> None:
+    """Prints the closing table: a rich one on a terminal, aligned text elsewhere.
+
+    Args: summary: in the order to show them: `final` and `best`, each a validation record (loss,
+        top1, top5 or
+            perplexity, and the step of the best), numbers named as in metrics.jsonl (`epochs`,
+            `steps`, `time_s`, `samples_per_s`), and anything else as text (`checkpoint`, `curves`).
+            None leaves a row out.
+    """
+    rows = [
+        row for name, value in summary.items() if value is not None for row in _rows(name, value)
+    ]
+    if on_terminal(sys.stdout):
+        _print_table(rows)
+    else:
+        width = max((len(label) for label, _ in rows), default=0)
+        print_rank_zero("\n".join(f"{label:<{width}}  {value}" for label, value in rows))
+
+
+def on_terminal(stream: TextIO) -> bool:
+    """Whether lines can be drawn over on this stream: never so in a Slurm log, a pipe or a dumb
+    terminal.
+    """
+    if not stream.isatty():
+        return False
+    from rich.console import Console
+
+    return not Console(file=stream).is_dumb_terminal
+
+
+def _rows(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        step = f"  (step {value['step']})" if "step" in value else ""
+        return [(f"{name} validation", "  ".join(measures(value)) + step)]
+    label = {"time_s": "time", "samples_per_s": "samples/s"}.get(name, name)
+    return [(label, number(name, value) if isinstance(value, (int, float)) else str(value))]
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=box.ROUNDED)
+    for label, value in rows:
+        table.add_row(Text(label, style="bold"), Text(value, overflow="fold"))
+    try:
+        Console().print(table)
+    except OSError:
+        return

@@ -1,0 +1,202 @@
+"""`python -m shoal.verification.matrix docs/verified.md`: every strategy on every model of the zoo,
+as a page.
+
+`make verified` calls it. No hand writes that page, nor verified.json beside it, of which it is
+made. With `--more` only those cells are measured that are not there yet, or were found to differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import shoal
+from shoal.verification.matrix_cases import EXPERIMENTS
+from shoal.verification.trajectory import Experiment
+from shoal.verification.verdict import TOLERANCE, verify_job
+
+LAYOUTS = [
+    ("single", 1, 1),
+    ("ddp", 2, 1),
+    ("ddp", 4, 1),
+    ("ddp", 3, 4),
+    ("ddp,bucket_mb=0.001", 2, 1),  # in buckets beside the backward pass, as large models are
+    ("ddp,bucket_mb=0.001", 3, 2),
+    ("ddp,allreduce=ring", 3, 1),
+    ("ddp,allreduce=ring", 4, 2),
+    ("ddp,allreduce=tree", 3, 1),
+    ("ddp,allreduce=halving-doubling", 4, 1),
+    ("ddp,allreduce=hierarchical", 4, 1),
+    ("zero1", 3, 1),
+    ("zero1", 2, 3),
+    ("zero2", 2, 1),
+    ("zero2", 2, 2),
+    ("zero3", 2, 1),
+    ("zero3", 4, 1),
+    ("zero3", 3, 4),
+    ("zero3,unit=Linear", 2, 1),
+    ("zero3,hybrid=2", 4, 1),
+    ("zero2,offload=true", 2, 1),
+    ("recompute,single", 1, 1),
+    ("recompute=2,unit=Linear,zero3", 2, 1),
+    ("server=1", 2, 1),
+    ("server=2", 3, 1),
+    ("server=3,part_mb=0.001", 2, 2),
+    ("server=2,replicas=2", 2, 1),
+    ("ddp,compress=powersgd=1000", 3, 2),
+    ("ddp,compress=topk=0.1", 2, 1),
+    ("local=1", 3, 1),
+    ("diloco=2", 2, 1),
+    ("tensor=2", 2, 1),
+    ("tensor=2,ddp", 4, 1),
+    ("tensor=2,zero1", 4, 2),
+    ("tensor=2,zero3", 4, 1),
+    ("tensor=2,sequence=true", 2, 1),
+    ("pipeline=2,schedule=naive", 2, 1),
+    ("pipeline=2,schedule=gpipe", 2, 1),
+    ("pipeline=2,schedule=1f1b", 2, 1),
+    ("pipeline=2,schedule=interleaved", 2, 1),
+    ("pipeline=2,schedule=zero-bubble", 2, 1),
+    ("pipeline=2,schedule=zbv", 2, 1),
+    ("pipeline=4,microbatches=3", 4, 1),
+    ("pipeline=2,ddp", 4, 1),
+    ("pipeline=2,schedule=zbv,zero1", 4, 1),
+    ("pipeline=2,zero3", 4, 2),
+    ("pipeline=2,schedule=zero-bubble,recompute,zero2", 4, 1),
+    ("tensor=2,pipeline=2,balance=parameters,ddp", 4, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=gpipe,ddp", 8, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=interleaved,zero1", 8, 2),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=zbv,zero1", 8, 1),
+    ("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1),
+]
+"""Strategy, ranks, parts that each rank's share is accumulated in."""
+
+PAGE = """\
+# What was verified
+
+Each cell trained a model for {steps} steps of SGD with momentum, once by a plain PyTorch loop in one process and once
+under the strategy, in float64 on the CPU, from the same weights on the same global batches (10, 10, 10, 1 samples: some
+ranks have none). Compared on every rank: every parameter's gradient in every step, every loss, every weight at the end.
+A number is the largest relative error of a cell that is **exact**, which means {tolerance:g} or less.
+
+{table}
+
+{notes}
+
+Written by `python -m shoal.verification.matrix` on {date}: {circumstances}. Try it on your own model: `shoal verify --help`,
+or [`shoal.verify`](library.md).
+"""
+
+
+Key = tuple[str, str, int, int]
+"""Model, strategy, ranks, parts."""
+
+
+class Cell(NamedTuple):
+    """What one strategy was found to do with one model."""
+
+    verdict: str
+    max_relative_error: float | None
+    reasons: list[str]
+    date: str  # a date
+
+
+def main() -> None:
+    """Measure, and write the page and what it is made of; after each model, so that a run may
+    be broken off.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument(
+        "--more", action="store_true", help="keep what has been measured and does not differ"
+    )
+    options = parser.parse_args()
+    data = options.page.with_suffix(".json")
+    cells = read(data) if options.more else {}
+    for name, experiment in EXPERIMENTS.items():
+        for layout in LAYOUTS:
+            if (name, *layout) not in cells or cells[name, *layout].verdict == "differs":
+                cells[name, *layout] = _measured(name, experiment, *layout)
+        write(data, cells)
+        options.page.write_text(page(cells))
+
+
+def _measured(
+    name: str, experiment: Experiment, strategy: str, ranks: int, accumulate: int
+) -> Cell:
+    verdict = verify_job(experiment, strategy, ranks, accumulate=accumulate, timeout_s=120)
+    print(f"{name}: {str(verdict).splitlines()[-1]}", flush=True)
+    error = verdict.to_json()["max_relative_error"]
+    return Cell(verdict.verdict, error, verdict.reasons, date.today().isoformat())
+
+
+def read(data: Path) -> dict[Key, Cell]:
+    """The cells that were measured before and that are still asked for."""
+    wanted = {(name, *layout) for name in EXPERIMENTS for layout in LAYOUTS}
+    found = ((tuple(key), Cell(*cell)) for key, cell in json.loads(data.read_text()))
+    return {key: cell for key, cell in found if key in wanted}
+
+
+def write(data: Path, cells: Mapping[Key, Cell]) -> None:
+    """The inverse: a line for each cell."""
+    lines = [json.dumps([key, cell]) for key, cell in cells.items()]
+    data.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def page(cells: Mapping[Key, Cell]) -> str:
+    """The page in Markdown; reasons are numbered below the table. A row of which nothing was
+    run is left out.
+    """
+    reasons: list[str] = []
+    head = ["strategy", "ranks", *EXPERIMENTS]
+    rows = [
+        [f"`{strategy}`", _ranks(ranks, accumulate)]
+        + [_cell(cells.get((name, strategy, ranks, accumulate)), reasons) for name in EXPERIMENTS]
+        for strategy, ranks, accumulate in LAYOUTS
+        if any((name, strategy, ranks, accumulate) in cells for name in EXPERIMENTS)
+    ]
+    days = sorted({cell.date for cell in cells.values()})
+    versions = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, shoal {shoal.__version__}"
+    )
+    return PAGE.format(
+        steps=next(iter(EXPERIMENTS.values())).steps,
+        tolerance=TOLERANCE,
+        table="\n".join(_row(row) for row in [head, ["---"] * len(head), *rows]),
+        notes="\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)),
+        date=" to ".join(dict.fromkeys((days[0], days[-1]))),
+        circumstances=versions,
+    )
+
+
+def _cell(cell: Cell | None, reasons: list[str]) -> str:
+    if cell is None:
+        return "not run"
+    if cell.verdict == "exact":
+        return f"exact {cell.max_relative_error:.0e}"
+    numbers = []
+    for reason in cell.reasons:
+        if reason not in reasons:
+            reasons.append(reason)
+        numbers.append(str(reasons.index(reason) + 1))
+    word = {"differs by design": "by design", "differs": "DIFFERS"}.get(cell.verdict, cell.verdict)
+    return f"{word} ({', '.join(numbers)})"
+
+
+def _ranks(ranks: int, accumulate: int) -> str:
+    return str(ranks) if accumulate == 1 else f"{ranks} x {accumulate} accumulated"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Means over ranks in fewer bytes: what arrives, what waits, what is sent."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.compression import TopK
+from shoal.comm.compression.reducers import (
+    AllGatherReducer,
+    BucketEntry,
+    CompressedReducer,
+    PowerSgd,
+    parse,
+    uncompressed_bytes,
+)
+from shoal.comm.deterministic import rank_order_mean
+from shoal.errors import ConfigError
+from shoal.shm_backend import full_duplex
+from shoal.testing import world
+
+SHAPES = {"matrix": (30, 20), "bias": (7,), "conv": (8, 3, 5)}
+MEMBERS = [BucketEntry(name, torch.Size(shape)) for name, shape in SHAPES.items()]
+COUNT = sum(member.count for member in MEMBERS)
+WITH_MEMORY = ["topk=0.05", "onebit", "powersgd=2"]
+NAMES = [member.name for member in MEMBERS]
+
+
+def made(name: str) -> CompressedReducer:
+    found = parse(name)
+    assert found is not None
+    return found
+
+
+def gradient(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """This rank's."""
+    return torch.randn(
+        COUNT, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()), dtype=dtype
+    )
+
+
+def is_equal_everywhere(tensor: Tensor) -> bool:
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, tensor)
+
+
+def arrives_and_waits(name: str) -> tuple[float, bool]:
+    """How far what arrived and what waits are from all gradients, after six steps; whether
+    ranks got equal bits.
+    """
+    reduction, equal = made(name), True
+    arrived, given = (
+        torch.zeros(COUNT, dtype=torch.float64),
+        torch.zeros(COUNT, dtype=torch.float64),
+    )
+    for step in range(6):
+        flat = gradient(step)
+        given += rank_order_mean(flat.clone())
+        reduction.mean(flat, MEMBERS, None)
+        reduction.keep(NAMES)
+        equal = equal and is_equal_everywhere(flat)
+        arrived += flat
+    kept = reduction.rank_state_dict()
+    waits = [
+        kept.get(f"left_out.{member.name}", torch.zeros(member.count)).double()
+        for member in MEMBERS
+    ]
+    arrived += rank_order_mean(torch.cat(waits))
+    return float((arrived - given).abs().max()), equal
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_what_arrived_and_what_waits_are_the_sum_of_all_gradients(name: str) -> None:
+    for difference, equal in world.run(3, arrives_and_waits, name):
+        assert difference < 1e-13
+        assert equal
+
+
+def with_everything(kind: str) -> float:
+    reduction: CompressedReducer = AllGatherReducer(TopK(1.0)) if kind == "topk" else PowerSgd(20)
+    flat = gradient(0)
+    expected = rank_order_mean(flat.clone())
+    reduction.mean(flat, MEMBERS, None)
+    return float((flat - expected).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_nothing_left_out_is_the_exact_mean(kind: str) -> None:
+    assert max(world.run(3, with_everything, kind)) < 1e-14
+
+
+def of_low_rank() -> float:
+    """Two matrices of rank 1 each have a mean of rank 2."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    column, row = (torch.randn(n, generator=draws, dtype=torch.float64) for n in (30, 20))
+    flat = torch.outer(column, row).flatten()
+    expected = rank_order_mean(flat.clone())
+    PowerSgd(2).mean(flat, MEMBERS[:1], None)
+    return float((flat - expected).abs().max())
+
+
+def test_a_mean_whose_rank_is_no_higher_arrives_whole_in_one_step() -> None:
+    assert max(world.run(2, of_low_rank)) < 1e-12
+
+
+def halved(name: str, dtype: torch.dtype) -> tuple[float, bool]:
+    flat = gradient(0, dtype)
+    expected = rank_order_mean(flat.to(torch.float64, copy=True))
+    made(name).mean(flat, MEMBERS, None)
+    return float((flat.double() - expected).abs().max()), is_equal_everywhere(flat)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("bf16", 2**-7), ("fp16", 2**-10)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_bytes_are_rounded_twice_and_the_same_for_all(
+    name: str, largest: float, dtype: torch.dtype
+) -> None:
+    largest = max(largest, 2**-7) if dtype == torch.bfloat16 else largest
+    for difference, equal in world.run(3, halved, name, dtype):
+        assert 0 < difference < 4 * largest  # numbers are up to 4 in size
+        assert equal
+
+
+def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
+    """Whether it arrived so, and whether every memory is as it was."""
+    reduction = made(name)
+    reduction.mean(gradient(0), MEMBERS, None)
+    reduction.keep(NAMES)
+    before = {key: value.clone() for key, value in reduction.rank_state_dict().items()}
+    fine, spoiled = gradient(1), gradient(2)
+    if dist.get_rank() == 1:
+        spoiled[::50] = torch.nan
+    reduction.mean(fine, [BucketEntry(f"other {m.name}", m.shape) for m in MEMBERS], None)
+    reduction.mean(spoiled, MEMBERS, None)
+    reduction.keep([*NAMES, *(f"other {name}" for name in NAMES)])
+    after = reduction.rank_state_dict()
+    same = after.keys() == before.keys() and all(
+        torch.equal(after[key], value) for key, value in before.items()
+    )
+    return bool(fine.isfinite().all()) and not bool(spoiled.isfinite().all()), same
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_a_step_that_is_not_finite_on_one_rank_leaves_every_memory_as_it_was(name: str) -> None:
+    assert world.run(3, after_one_that_is_not_finite, name) == [(True, True)] * 3
+
+
+def unused() -> bool:
+    reduction = made("onebit")
+    reduction.mean(gradient(0), MEMBERS, None)
+    reduction.keep(NAMES)
+    before = reduction.rank_state_dict()["left_out.bias"].clone()
+    reduction.mean(gradient(1), MEMBERS, None)
+    reduction.keep(["matrix", "conv"])
+    return torch.equal(reduction.rank_state_dict()["left_out.bias"], before)
+
+
+def test_a_parameter_that_nobody_used_keeps_what_waits() -> None:
+    assert all(world.run(2, unused))
+
+
+class Counting:
+    """The bytes that this rank sends to others."""
+
+    def __init__(self) -> None:
+        self.sent_bytes, self.send = 0, full_duplex.all_to_all
+
+    def all_to_all(self, gloo: Any, into: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        self.sent_bytes += sum(row.nbytes for rank, row in enumerate(rows) if rank != gloo.rank())
+        self.send(gloo, into, rows)
+
+
+def counted(names: list[str], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """What was sent, and what was said."""
+    group, ranks, counting = dist.new_group(backend="gloo"), dist.get_world_size(), Counting()
+    full_duplex.all_to_all = counting.all_to_all
+    found = {}
+    for name in names:
+        counting.sent_bytes, reduction = 0, parse(name)
+        if reduction is None:
+            rank_order_mean(gradient(0, dtype), group)
+            found[name] = counting.sent_bytes, uncompressed_bytes(COUNT, dtype, ranks)
+        else:
+            reduction.mean(gradient(0, dtype), MEMBERS, group)
+            found[name] = counting.sent_bytes, reduction.sent_bytes(MEMBERS, dtype, ranks)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_as_many_bytes_are_sent_as_is_said(dtype: torch.dtype) -> None:
+    for figures in world.run(3, counted, ["none", "bf16", "fp16", *WITH_MEMORY], dtype):
+        for name, (found, said) in figures.items():
+            assert found == said > 0, name
+
+
+@pytest.mark.parametrize(
+    "text", ["powersgd", "powersgd=0", "powersgd=x", "power", "topk=0.9", "bf16=2"]
+)
+def test_what_is_no_compression_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="compression"):
+        parse(text)
+
+
+def test_a_memory_comes_back_whatever_else_is_there() -> None:
+    first, second = PowerSgd(2), PowerSgd(2)
+    first.memory.kept["matrix"], first.guesses.kept["matrix"] = torch.ones(600), torch.ones(20, 2)
+    second.load({**first.rank_state_dict(), "torch": torch.zeros(3)})
+    assert second.rank_state_dict().keys() == first.rank_state_dict().keys()
+    other = PowerSgd(3)
+    other.load(first.rank_state_dict())
+    assert other.rank_state_dict().keys() == {"left_out.matrix"}  # the guess is of another rank

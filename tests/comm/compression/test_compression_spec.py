@@ -1,0 +1,50 @@
+"""Compressions by name, and every wrong spelling."""
+
+import pytest
+
+from shoal.comm.compression import Bf16, Fp16, OneBit, TopK, parse
+from shoal.errors import ConfigError
+
+
+def test_names_are_parsed() -> None:
+    assert parse("none") is None
+    assert (parse("bf16"), parse("fp16"), parse("onebit")) == (Bf16(), Fp16(), OneBit())
+    assert (parse("topk=0.01"), parse("topk=1e-3"), parse("topk=.5")) == (
+        TopK(0.01),
+        TopK(0.001),
+        TopK(0.5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "compression '' is not known; known: bf16, fp16, none, onebit, topk"),
+        ("int8", "compression 'int8' is not known; known: "),
+        ("bfloat16", "'bfloat16' is not known; did you mean 'bf16'"),
+        ("BF16", "'BF16' is not known; did you mean 'bf16'"),
+        ("fp61", "'fp61' is not known; did you mean 'fp16'"),
+        ("one_bit", "'one_bit' is not known; did you mean 'onebit'"),
+        ("1bit", "'1bit' is not known; did you mean 'onebit'"),
+        ("None", "'None' is not known; did you mean 'none'"),
+        ("top-k=0.01", "'top-k=0.01' is not known; did you mean 'topk'"),
+        ("TopK=0.01", "'TopK=0.01' is not known; did you mean 'topk'"),
+        (" bf16", "' bf16' is not known; did you mean 'bf16'"),
+        ("bf16=2", "'bf16=2': bf16 takes no value; write 'bf16'"),
+        ("none=", "'none=': none takes no value; write 'none'"),
+        ("onebit=1", "onebit takes no value"),
+        ("topk", "'topk': topk needs the fraction of the numbers that is sent, as in topk=0.01"),
+        ("topk=", "topk needs the fraction"),
+        ("topk=1%", "topk needs the fraction"),
+        ("topk=0", "'topk=0': the fraction must be above 0 and at most 0.5"),
+        ("topk=-0.1", "must be above 0"),
+        ("topk=0.51", "at most 0.5; an index of 4 bytes goes with each number"),
+        ("topk=100", "at most 0.5"),
+        ("topk=nan", "must be above 0"),
+        ("topk=inf", "at most 0.5"),
+    ],
+)
+def test_what_is_no_compression_is_named_with_its_cure(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse(text)
+    assert message in str(refusal.value)

@@ -1,0 +1,59 @@
+"""Means over ranks that are the same to the last bit wherever a number lies, and on whatever
+backend.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.axis import Axis
+from shoal.comm.deterministic import rank_order_mean, sums_in_order, use_ordered_mean
+from shoal.testing import world
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_mean_is_the_same_to_the_last_bit_on_both_backends_and_in_every_place(ranks: int) -> None:
+    assert world.run(ranks, _means) == [True] * ranks
+
+
+def _means() -> bool:
+    gloo = dist.new_group(backend="gloo")
+    assert sums_in_order()
+    assert not sums_in_order(gloo)
+    made = torch.Generator().manual_seed(dist.get_rank())
+    for length in (5, 10_000, 300_001):
+        tensor = torch.randn(length, generator=made)
+        ours, theirs, shifted = tensor.clone(), tensor.clone(), torch.cat([torch.ones(7), tensor])
+        rank_order_mean(ours)
+        rank_order_mean(theirs, gloo)
+        rank_order_mean(shifted)
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, shifted[7:])
+    return True
+
+
+def test_gradients_of_an_engine_are_ordered_means() -> None:
+    first, *others = world.run(3, _gradient)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def _gradient() -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 3))
+    batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(batch).pow(2).mean().backward()
+    expected = [rank_order_mean(p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    ddp, failures = DistributedDataParallel(model, gradient_as_bucket_view=True), list[Exception]()
+    use_ordered_mean(
+        ddp, Axis(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), failures
+    )
+    for _ in range(2):
+        model.zero_grad()
+        ddp(batch).pow(2).mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not failures
+    return torch.cat([gradient.flatten() for gradient in found])

@@ -1,0 +1,202 @@
+"""The doctor on this very machine, and on machines that are described by altered facts."""
+
+import copy
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.doctor.diagnosis import diagnosis, machine_info
+from shoal.strategies import STRATEGIES
+
+
+@pytest.fixture(scope="module")
+def report():
+    return diagnosis.examine()
+
+
+def altered(report, section, **changes):
+    found = copy.deepcopy(dict(report.facts))
+    found[section].update(changes)
+    return diagnosis.assess(found)
+
+
+def test_this_machine_can_train_with_ddp(report):
+    assert report.facts["communication"]["all_reduce_error"] is None
+    assert report.strategies["ddp"] == diagnosis.Diagnosis(True)
+    assert report.exit_code == 0
+
+
+def test_every_strategy_is_looked_at_and_two_ranks_have_tried_what_it_needs(report):
+    assert report.strategies.keys() == STRATEGIES.keys()
+    assert all(verdict.ready for verdict in report.strategies.values())
+    assert report.facts["communication"]["collective_errors"] == {}
+    assert {
+        name for needed in diagnosis.COLLECTIVES.values() for name in needed
+    } == machine_info.EXPECTED.keys()
+
+
+def test_the_json_says_all_that_the_report_says(report):
+    parsed = json.loads(diagnosis.to_json(report))
+    assert parsed["ok"] is True
+    assert parsed["facts"] == json.loads(json.dumps(report.facts))
+    assert parsed["strategies"]["ddp"] == {"ready": True, "remark": ""}
+    assert set(parsed) == {"ok", "facts", "problems", "strategies", "features"}
+
+
+def test_the_text_is_no_wider_than_a_terminal_and_names_every_section(report):
+    lines = diagnosis.render(report).splitlines()
+    assert max(map(len, lines)) <= 96
+    assert {*report.facts, "strategies", "features"} <= set(lines)
+
+
+def test_ranks_that_cannot_talk_make_ddp_unusable_and_the_exit_code_1(report):
+    ill = altered(
+        report, "communication", all_reduce_error="Traceback\nRuntimeError: no route to host"
+    )
+    assert not ill.strategies["ddp"].ready
+    assert "RuntimeError: no route to host" in ill.strategies["ddp"].remark
+    assert ill.strategies["single"].ready
+    assert ill.exit_code == 1
+
+
+def test_a_collective_that_fails_is_missing_for_the_strategies_that_need_it_and_no_others(report):
+    errors = {"reduce_scatter": "not implemented", "send_receive": "broken pipe"}
+    ill = altered(report, "communication", collective_errors=errors)
+    missing = {name for name, verdict in ill.strategies.items() if not verdict.ready}
+    assert missing == {"zero1", "zero2", "zero3", "tensor", "pipeline"}
+    assert "reduce_scatter between two ranks: not implemented" in ill.strategies["zero3"].remark
+    assert "send_receive between two ranks: broken pipe" in ill.strategies["pipeline"].remark
+    assert ill.exit_code == 0
+
+
+def test_without_ports_on_this_machine_there_are_no_parameter_servers(report):
+    ill = altered(report, "communication", loopback_error="Permission denied")
+    missing = {name for name, verdict in ill.strategies.items() if not verdict.ready}
+    assert missing == {"server"}
+    assert "a port on 127.0.0.1: Permission denied" in ill.strategies["server"].remark
+
+
+def test_where_ddp_lacks_something_so_does_every_strategy_of_several_ranks(report):
+    ill = altered(report, "communication", backends=[])
+    ready = {name for name, verdict in ill.strategies.items() if verdict.ready}
+    assert ready == {"single", "recompute"}
+    assert ill.strategies["zero1"].remark == "what ddp lacks"
+
+
+def test_a_wrong_result_of_either_rank_is_an_error_of_that_collective(monkeypatch, tmp_path):
+    program = (
+        f"import {machine_info.__name__} as facts\n"
+        "facts.EXPECTED |= {'broadcast': ([1.0, 1.0], [2.0, 2.0]), 'all_gather': ([0.0], [0.0])}\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(shoal.__file__).parents[1]}")
+    found = machine_info.communication()
+    assert found["all_reduce_error"] is None
+    assert found["collective_errors"].keys() == {"broadcast", "all_gather"}
+    assert "rank 1 got [1.0, 1.0] instead of [2.0, 2.0]" in found["collective_errors"]["broadcast"]
+
+
+def test_a_torch_without_gloo_makes_ddp_unusable(report):
+    assert (
+        "gloo backend"
+        in altered(report, "communication", backends=["mpi"]).strategies["ddp"].remark
+    )
+
+
+def test_without_torch_nothing_is_ready_and_the_cure_is_named(report):
+    ill = altered(report, "software", torch=None)
+    assert not any(verdict.ready for verdict in ill.strategies.values())
+    assert [problem.cure for problem in ill.problems] == ['pip install "torch>=2.11,<2.14"']
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "fact", "cure"),
+    [
+        (
+            "software",
+            {"torch": "2.10.1", "torchvision": "0.25.1"},
+            "torch 2.10.1 was never tested",
+            "torch>=2.11,<2.14",
+        ),
+        (
+            "software",
+            {"torch": "2.12.0+cu130", "torchvision": "0.28.0"},
+            "does not belong",
+            "torchvision==0.27.*",
+        ),
+        ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB", "--shm-size"),
+        ("machine", {"open_files": 256}, "256 files", "ulimit -n"),
+        (
+            "communication",
+            {"loopback_error": "Permission denied"},
+            "Permission denied",
+            "ip link set lo up",
+        ),
+        ("launch", {"conflict": "RANK is set, WORLD_SIZE is not."}, "WORLD_SIZE", "unset"),
+    ],
+)
+def test_each_problem_comes_with_its_cure(report, section, changes, fact, cure):
+    (problem,) = altered(report, section, **changes).problems
+    assert fact in problem.fact
+    assert cure in problem.cure
+    assert f"  cure     {problem.cure}" in diagnosis.render(altered(report, section, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature", "missing"),
+    [
+        ({"timm": None}, "timm models", "pip install timm"),
+        ({"tensorboard": None}, "TensorBoard", "pip install tensorboard"),
+        ({"cryptography": None}, "servers: GMAC", "pip install cryptography (else HMAC"),
+        ({"compiler": None}, "torch.compile", "C++ compiler"),
+        ({"compiler": "/usr/bin/g++", "python_headers": False}, "torch.compile", "Python.h"),
+        ({"torchvision_error": "ImportError: CUDA 13"}, "torchvision models", "CUDA 13"),
+    ],
+)
+def test_what_a_feature_lacks_is_named(report, changes, feature, missing):
+    verdict = altered(report, "software", **changes).features[feature]
+    assert not verdict.ready
+    assert missing in verdict.remark
+
+
+def test_a_gpu_is_shown_with_its_memory_and_makes_half_precision_fast(report):
+    gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_bytes": 80 * 2**30}
+    well = altered(report, "devices", gpus=[gpu], cuda_build="13.0")
+    assert well.features["GPUs"] == well.features["bf16"] == diagnosis.Diagnosis(True)
+    assert "NVIDIA H100 (80.0 GiB, capability 9.0)" in diagnosis.render(well)
+
+
+def test_a_taken_port_is_no_reason_to_call_the_loopback_broken():
+    with socket.create_server(("127.0.0.1", 0)):
+        assert machine_info._loopback_error() is None
+
+
+def test_limits_of_the_containers_around_are_found(tmp_path: Path):
+    inner = tmp_path / "groups" / "job" / "step"
+    inner.mkdir(parents=True)
+    (inner / "cpu.max").write_text("max 100000\n")
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    (inner / "memory.max").write_text("1073741824\n")
+    (inner.parent / "memory.max").write_text("max\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/job/step\n")
+    assert machine_info.cgroup_limits(tmp_path / "groups", membership) == (1.5, 2**30)
+
+
+def test_limits_of_the_older_kind_of_container_are_found(tmp_path: Path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("2147483648\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:memory:/job\n1:cpu:/\n0::/\n")
+    assert machine_info.cgroup_limits(tmp_path, membership) == (None, 2**31)
+
+
+def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path):
+    assert machine_info.cgroup_limits(tmp_path, tmp_path / "absent") == (None, None)

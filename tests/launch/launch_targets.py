@@ -1,0 +1,120 @@
+"""What the ranks of test_local.py do."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from shoal.errors import DataError
+from shoal.launch import environment
+from shoal.launch.rank import EXIT_RESTART
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note(folder: str, name: str, text: str = "") -> None:
+    """Leave a file whose appearance means that it is complete."""
+    partial = Path(folder, f".{name}.{rank()}")
+    partial.write_text(text)
+    partial.rename(Path(folder, f"{name}.{rank()}"))
+
+
+def meet() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def writes_its_place(folder: str) -> None:
+    meet()
+    place = environment.read(os.environ)
+    note(
+        folder,
+        "place",
+        f"{place.launcher} {place.rank}/{place.world} {place.local_rank}/{place.local_world}",
+    )
+    note(folder, "port", os.environ["MASTER_PORT"])
+
+
+def writes_its_threads(folder: str) -> None:
+    server = Path(f"/proc/{os.getppid()}/status").read_text()
+    note(folder, "threads", f"{torch.get_num_threads()} {server.split('Threads:')[1].split()[0]}")
+
+
+def fails_in_rank_one(folder: str) -> None:
+    note(folder, "pid", str(os.getpid()))
+    meet()
+    if rank() == 1:
+        raise ValueError("first line\nsecond line")
+    dist.barrier()
+
+
+def fails_in_rank_one_while_others_sleep(folder: str) -> None:
+    note(folder, "pid", str(os.getpid()))
+    meet()
+    if rank() == 1:
+        raise ValueError("nothing to lose")
+    time.sleep(1000)
+
+
+def dies_in_rank_one(folder: str) -> None:
+    meet()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def lacks_data(folder: str) -> None:
+    if rank() == 1:
+        raise DataError("data/x is not there; put it there")
+    time.sleep(1000)
+
+
+def exits(folder: str, codes: list[int]) -> None:
+    meet()
+    sys.exit(codes[rank()])
+
+
+def saves_when_told(folder: str, parent: int) -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    meet()
+    if rank() == 0:
+        os.kill(parent, signal.SIGTERM)
+    while not told:
+        time.sleep(0.01)
+    note(folder, "saved")
+    sys.exit(EXIT_RESTART)
+
+
+def signals_its_parent(folder: str, parent: int, number: int) -> None:
+    atexit.register(note, folder, "exit")
+    try:
+        meet()
+        if rank() == 0:
+            os.kill(parent, number)
+        time.sleep(1000)
+    finally:
+        note(folder, "finally")
+
+
+def ignores_the_end(folder: str, parent: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(folder, "pid", str(os.getpid()))
+    meet()
+    if rank() == 0:
+        os.kill(parent, signal.SIGTERM)
+    time.sleep(1000)
+
+
+def prints(folder: str) -> None:
+    print(f"stdout of {rank()}")
+    print(f"stderr of {rank()}", file=sys.stderr)

@@ -1,0 +1,29 @@
+"""endless.py FOLDER: a program with two ranks that have data-loader workers and never end by
+themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from shoal.launch import local
+
+
+def run(folder: str) -> None:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    path = Path(folder, os.environ["RANK"])
+    for _ in DataLoader(TensorDataset(torch.zeros(1000)), num_workers=1):
+        path.with_suffix(".partial").write_text(f"{os.getpid()} {sys.stdout.isatty()}")
+        path.with_suffix(".partial").rename(path.with_suffix(".ready"))
+        time.sleep(1000)
+
+
+if __name__ == "__main__":
+    import endless
+
+    sys.exit(local.run(endless.run, (sys.argv[1],), 2, preload=()))

@@ -1,0 +1,239 @@
+"""Ranks on this machine, started for real; those that end this process's ranks from outside run
+in a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import endless
+import launched
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch import local
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def notes(folder: Path, name: str) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob(f"{name}.*"))]
+
+
+def ready(folder: Path) -> list[list[str]]:
+    """Process id and whether it has the terminal, of each rank of `endless` that has a
+    data-loader worker by now.
+    """
+    return [path.read_text().split() for path in sorted(folder.glob("*.ready"))]
+
+
+def alive(pids: list[str]) -> list[str]:
+    return [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_every_rank_reads_its_place_and_the_port_is_free_afterwards(tmp_path):
+    assert local.run(launched.writes_its_place, (str(tmp_path),), 3) == 0
+    assert notes(tmp_path, "place") == [f"shoal {rank}/3 {rank}/3" for rank in range(3)]
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", int(notes(tmp_path, "port")[0]))) != 0
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise_and_the_server_has_one_thread(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    local.run(launched.writes_its_threads, (str(tmp_path),), 1)
+    assert notes(tmp_path, "threads") == [f"{len(os.sched_getaffinity(0))} 1"]
+    local.run(launched.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
+    assert notes(tmp_path, "threads") == ["3 1", "3 1"]
+
+
+def test_the_first_failure_is_printed_last_and_whole_and_without_its_echoes(tmp_path, capfd):
+    assert local.run(launched.fails_in_rank_one, (str(tmp_path),), 3) == 1
+    printed = capfd.readouterr().err
+    assert (
+        "rank 1 of 3 failed: ValueError: first line\n\nTraceback (most recent call last):\n"
+        in printed
+    )
+    assert printed.endswith("ValueError: first line\nsecond line\n")
+    assert printed.count("Traceback") == 1
+    assert "shoal/launch" not in printed
+    assert alive(notes(tmp_path, "pid")) == []
+
+
+def test_a_failure_ends_ranks_that_do_something_else(tmp_path, capfd):
+    assert local.run(launched.fails_in_rank_one_while_others_sleep, (str(tmp_path),), 3) == 1
+    assert capfd.readouterr().err.endswith("ValueError: nothing to lose\n")
+    assert alive(notes(tmp_path, "pid")) == []
+
+
+def test_a_rank_that_was_killed_is_named_and_not_the_ranks_that_lost_it(tmp_path, capfd):
+    assert local.run(launched.dies_in_rank_one, (str(tmp_path),), 2) == 128 + signal.SIGKILL
+    printed = capfd.readouterr().err
+    assert printed.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
+    assert "Traceback" not in printed
+
+
+def test_an_error_that_the_user_can_mend_has_no_traceback(tmp_path, capfd):
+    assert local.run(launched.lacks_data, (str(tmp_path),), 2) == 1
+    assert capfd.readouterr().err == "rank 1 of 2: data/x is not there; put it there\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([0, 3], 3), ([75, 75], 75), ([75, 0], 75), ([75, 4], 4), ([-1, 0], 255)],
+)
+def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, codes, code):
+    assert local.run(launched.exits, (str(tmp_path), codes), 2) == code
+
+
+def test_a_sigterm_is_passed_on_so_that_ranks_save_and_ask_to_be_run_again(tmp_path):
+    assert local.run(launched.saves_when_told, (str(tmp_path), os.getpid()), 2) == 75
+    assert len(notes(tmp_path, "saved")) == 2
+
+
+def test_a_sigterm_ends_ranks_that_do_not_know_it(tmp_path, capfd):
+    arguments = (str(tmp_path), os.getpid(), signal.SIGTERM)
+    assert local.run(launched.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ranks_that_take_longer_than_the_grace_are_killed(tmp_path):
+    arguments = (str(tmp_path), os.getpid())
+    assert local.run(launched.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
+    assert alive(notes(tmp_path, "pid")) == []
+
+
+def test_an_interrupt_ends_all_in_order_and_without_a_traceback(tmp_path, capfd):
+    arguments = (str(tmp_path), os.getpid(), signal.SIGINT)
+    assert local.run(launched.signals_its_parent, arguments, 2) == 130
+    assert len(notes(tmp_path, "finally")) == len(notes(tmp_path, "exit")) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_signals_reach_this_process_as_before_when_the_ranks_have_ended(tmp_path):
+    before = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+    ]
+    local.run(launched.exits, (str(tmp_path), [0]), 1)
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+    ] == before
+
+
+def test_rank_0_speaks_for_all_and_errors_of_others_carry_their_rank(tmp_path, capfd):
+    local.run(launched.prints, (str(tmp_path),), 2)
+    printed = capfd.readouterr()
+    assert printed.out == "stdout of 0\n"
+    assert sorted(printed.err.splitlines()) == ["[rank 1] stderr of 1", "stderr of 0"]
+
+
+def test_every_rank_speaks_where_that_is_asked_for(tmp_path, capfd):
+    local.run(launched.prints, (str(tmp_path),), 2, output="all")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] stdout of 1", "stdout of 0"]
+
+
+@pytest.mark.parametrize("processes", [0, -2])
+def test_there_must_be_a_process(tmp_path, processes):
+    with pytest.raises(LaunchError, match=f"{processes} processes were asked for"):
+        local.run(launched.prints, (str(tmp_path),), processes)
+
+
+@contextlib.contextmanager
+def program(
+    folder: Path, **options: object
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], list[int]]]]:
+    """A program with two ranks that run for ever; and a way to list all processes that descend
+    from it.
+    """
+    mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
+
+    def descendants() -> list[int]:
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in (directory / "environ").read_bytes():
+                    found.append(int(directory.name))
+        return found
+
+    environ = dict([*os.environ.items(), mark.split("=")])
+    command = [sys.executable, endless.__file__, str(folder)]
+    with subprocess.Popen(command, env=environ, start_new_session=True, **options) as process:  # type: ignore[call-overload]
+        try:
+            yield process, descendants
+        finally:
+            for pid in descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_on_the_foreground_group_leaves_no_process_and_no_word(tmp_path):
+    with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
+        process,
+        descendants,
+    ):
+        until(lambda: len(ready(tmp_path)) == 2)
+        assert len(descendants()) >= 6  # itself, the server, two ranks, two workers
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate()
+        assert (process.returncode, said) == (130, b"")
+        until(lambda: not descendants())
+
+
+def test_ctrl_c_while_torch_is_still_imported_leaves_no_process_and_no_word(tmp_path):
+    with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
+        process,
+        descendants,
+    ):
+        until(
+            lambda: any(
+                b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants()
+            )
+        )
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate()
+        assert (process.returncode, said) == (130, b"")
+        until(lambda: not descendants())
+
+
+def test_a_launcher_that_is_killed_takes_ranks_workers_and_server_with_it(tmp_path):
+    with program(tmp_path) as (process, descendants):
+        until(lambda: len(ready(tmp_path)) == 2)
+        process.kill()
+        until(lambda: not descendants())
+
+
+def states(pids: list[str]) -> str:
+    """The state of each process, as one letter."""
+    return "".join(Path("/proc", pid, "stat").read_text().rpartition(") ")[2][0] for pid in pids)
+
+
+def test_ranks_stop_and_go_on_with_their_launcher_and_rank_0_has_the_terminal(tmp_path):
+    terminal, inner = pty.openpty()
+    with program(tmp_path, stdout=inner, stderr=inner) as (process, _):
+        os.close(inner)
+        until(lambda: len(ready(tmp_path)) == 2)
+        pids = [str(process.pid), *(pid for pid, _ in ready(tmp_path))]
+        process.send_signal(signal.SIGTSTP)
+        until(lambda: states(pids) == "TTT")
+        process.send_signal(signal.SIGCONT)
+        until(lambda: "T" not in states(pids))
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    os.close(terminal)
+    assert [terminal for _, terminal in ready(tmp_path)] == ["True", "False"]

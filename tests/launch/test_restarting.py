@@ -1,0 +1,251 @@
+"""Ranks that are started again: after a loss, and at another number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lasting
+import pytest
+
+from shoal.errors import LaunchError, UsageError
+from shoal.launch import sigstop_detector
+from shoal.launch.control_client import request
+from shoal.launch.control_server import NAME, ControlServer
+from shoal.launch.job_spec import JobSpec
+from shoal.launch.restarting import run_with_restarts
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def saved_step(folder: Path) -> int | None:
+    return max((int(path.suffix[1:]) for path in folder.glob("saved.*")), default=None)
+
+
+def run(
+    folder: Path,
+    target: Callable[..., None],
+    *arguments: Any,
+    processes: int = 2,
+    restarts: int = 3,
+) -> int:
+    where = str(folder)
+    first, again = (where, "first", *arguments), (where, "again", *arguments)
+    work = JobSpec(
+        target, first, again, lasting.takes_even_numbers, lambda: saved_step(folder), {}, ()
+    )
+    (folder / "claimed").touch()
+    with ControlServer(folder, "claimed") as control:
+        return run_with_restarts(work, processes, control, restarts)
+
+
+def starts(folder: Path, rank: int = 0) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob(f"start.*.{rank}"))]
+
+
+def test_a_killed_rank_has_all_started_again_and_it_is_said_from_where(tmp_path, capfd):
+    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True) == 0
+    assert starts(tmp_path, 0) == starts(tmp_path, 1) == ["first of 2", "again of 2"]
+    assert capfd.readouterr().err == (
+        "note: rank 1 of 2 was killed by SIGKILL (out of memory?); 2 processes start from the "
+        "checkpoint of "
+        "step 1 (restart 1 of 3)\n"
+    )
+    assert not (tmp_path / NAME).exists()
+
+
+def test_it_is_started_again_so_often_and_then_the_loss_is_reported(tmp_path, capfd):
+    assert run(tmp_path, lasting.dies, signal.SIGABRT, 9, True, restarts=2) == 128 + signal.SIGABRT
+    assert len(starts(tmp_path)) == 3
+    said = capfd.readouterr().err
+    assert "note: it was started again 2 times; that is all (--restarts 2)\n" in said
+    assert said.endswith("rank 1 of 2 was killed by SIGABRT\n")
+
+
+def test_the_same_loss_without_a_checkpoint_in_between_ends_the_run(tmp_path, capfd):
+    assert run(tmp_path, lasting.dies, signal.SIGKILL, 9, False) == 128 + signal.SIGKILL
+    assert len(starts(tmp_path)) == 2
+    said = capfd.readouterr().err
+    assert "start from the beginning, for there is no checkpoint (restart 1 of 3)\n" in said
+    assert "note: the same again, and no checkpoint in between" in said
+    assert said.endswith("\nrank 1 of 2 was killed by SIGKILL (out of memory?)\n")
+
+
+def test_without_restarts_a_loss_ends_the_run(tmp_path, capfd):
+    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True, restarts=0) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "rank 1 of 2 was killed by SIGKILL (out of memory?)\n"
+
+
+def test_a_program_that_is_wrong_is_not_started_again(tmp_path, capfd):
+    assert run(tmp_path, lasting.is_wrong, processes=1) == 1
+    assert len(starts(tmp_path)) == 1
+    assert capfd.readouterr().err.endswith("ValueError: always wrong\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_somebody_has_asked_to_end_is_not_started_again(tmp_path, capfd, number):
+    assert run(tmp_path, lasting.dies, number, 1, True) == 128 + number
+    assert len(starts(tmp_path)) == 1
+
+
+def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sigstop_detector, "STOPPED_LOOKS", 1)
+    assert run(tmp_path, lasting.is_stopped_once) == 0
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "note: rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 1 s"
+    )
+    assert said.endswith(
+        "; 2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)\n"
+    )
+
+
+def test_a_shard_that_nobody_holds_any_more_is_a_loss(tmp_path, capfd):
+    assert run(tmp_path, lasting.loses_a_shard, processes=1) == 0
+    assert capfd.readouterr().err == (
+        "note: shard 0 of the parameter servers is lost: it is gone; 1 process starts from the "
+        "beginning, for "
+        "there is no checkpoint (restart 1 of 3)\n"
+    )
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UsageError) as refused:
+        next(request(folder, scale=6))
+    return str(refused.value)
+
+
+class Commands(threading.Thread):
+    """Commands given to the run in a folder while this process keeps it; `errors` if one went
+    wrong.
+    """
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        super().__init__()
+        self.target, self.errors = target, []
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.target()
+        except BaseException as error:  # noqa: BLE001 - it is the test's
+            self.errors.append(error)
+            if (
+                signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            ):  # the run is there, and must not go on for ever
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self) -> None:
+        self.join()
+        assert self.errors == []
+
+
+def test_a_run_is_scaled_while_it_goes(tmp_path, capfd):
+    def commands() -> None:
+        until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
+        assert list(request(tmp_path, scale=4)) == [{"stopping": 2}, {"processes": 4, "step": 1}]
+        until(lambda: len(list(tmp_path.glob("start.*"))) == 2 + 4)
+        (tmp_path / "end").touch()
+
+    given = Commands(commands)
+    assert run(tmp_path, lasting.stops_when_told) == 0
+    given.end()
+    assert starts(tmp_path) == ["first of 2", "again of 4"]
+    assert capfd.readouterr().err == (
+        "note: 2 stopped for `shoal scale`; 4 processes start from the checkpoint of step 1\n"
+    )
+
+
+REFUSED = {
+    0: "0 processes were asked for; at least one is needed",
+    2: "it has 2 processes already",
+    5: "5 is odd; take an even number",
+    True: "no request that its launcher knows",
+    "4": "no request that its launcher knows",
+    None: "no request that its launcher knows",
+}
+
+
+def test_what_cannot_be_is_refused_before_anything_stops(tmp_path, capfd):
+    def commands() -> None:
+        until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
+        for processes, reason in REFUSED.items():
+            with pytest.raises(UsageError, match=reason):
+                list(request(tmp_path, scale=processes))
+        (tmp_path / "end").touch()
+
+    given = Commands(commands)
+    assert run(tmp_path, lasting.stops_when_told) == 0
+    given.end()
+    assert starts(tmp_path) == ["first of 2"]
+    assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_have_not_begun_yet_are_scaled_too(tmp_path, capfd):
+    def commands() -> None:
+        until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
+        assert list(request(tmp_path, scale=4))[-1] == {"processes": 4, "step": None}
+
+    given = Commands(commands)
+    assert run(tmp_path, lasting.does_not_know_the_signal) == 0
+    given.end()
+    assert starts(tmp_path, 3) == ["again of 4"]
+
+
+def test_while_ranks_stop_for_a_command_another_is_refused_and_a_sigterm_ends_the_run(
+    tmp_path, capfd
+):
+    def commands() -> None:
+        until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
+        answers = request(tmp_path, scale=4)
+        assert next(answers) == {"stopping": 2}
+        with pytest.raises(UsageError, match="stopping already, to go on as 4"):
+            next(request(tmp_path, scale=6))
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: "it was told to stop" in refusal(tmp_path))
+        until(lambda: len(list(tmp_path.glob("told.*"))) == 2)
+        (tmp_path / "saved").touch()
+        with pytest.raises(UsageError, match="it has ended before it could go on"):
+            next(answers)
+
+    given = Commands(commands)
+    assert run(tmp_path, lasting.saves_slowly) == 75
+    given.end()
+    assert starts(tmp_path) == ["first of 2"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_a_signal_to_the_launcher_ends_ranks_that_were_started_again(tmp_path, capfd, number, code):
+    def commands() -> None:
+        until(lambda: len(list(tmp_path.glob("start.2.*"))) == 2)
+        os.kill(os.getpid(), number)
+
+    given = Commands(commands)
+    assert run(tmp_path, lasting.dies_once_and_sleeps) == code
+    given.end()
+    assert starts(tmp_path) == ["first of 2", "again of 2"]
+
+
+def test_a_command_that_meets_no_launcher_says_so(tmp_path):
+    with pytest.raises(
+        LaunchError, match=r"no launcher on this machine has .*Start it with `shoal train"
+    ):
+        next(request(tmp_path, scale=2))
+    with ControlServer(tmp_path, "") as listening:
+        listening.open()
+        (tmp_path / NAME).rename(tmp_path / "left")
+    (tmp_path / "left").rename(tmp_path / NAME)  # as a launcher that was killed leaves it
+    with pytest.raises(LaunchError, match="no launcher on this machine"):
+        next(request(tmp_path, scale=2))

@@ -1,0 +1,63 @@
+"""Ranks that are stopped, by real signals; the looks follow each other faster than a second."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.launch import sigstop_detector
+from shoal.launch.sigstop_detector import STOPPED_LOOKS, SigstopDetector
+from shoal.platform.processes import process_state
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    monkeypatch.setattr(sigstop_detector, "POLL_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in range(2):
+            program = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+            process = stack.enter_context(subprocess.Popen(program))
+            stack.callback(process.kill)
+            found.append(SimpleNamespace(number=number, pid=process.pid, process=process))
+        yield found
+
+
+def send(rank: Any, number: signal.Signals) -> None:
+    rank.process.send_signal(number)
+    while (process_state(rank.pid) == "T") != (number == signal.SIGSTOP):
+        pass
+
+
+def test_a_rank_that_others_wait_for_is_given_up_once_after_so_many_looks(ranks: list[Any]) -> None:
+    looks = SigstopDetector()
+    send(ranks[1], signal.SIGSTOP)
+    assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (STOPPED_LOOKS - 1)
+    (failure,) = looks.poll(ranks)
+    assert (failure.rank, failure.code) == (1, 128 + signal.SIGSTOP)
+    assert f"kill -CONT {ranks[1].pid}" in failure.headline
+    assert looks.poll(ranks) == []
+
+
+def test_a_rank_that_goes_on_in_between_is_not_given_up(ranks: list[Any]) -> None:
+    looks = SigstopDetector()
+    for _ in range(3):
+        send(ranks[1], signal.SIGSTOP)
+        assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (STOPPED_LOOKS - 1)
+        send(ranks[1], signal.SIGCONT)
+        assert looks.poll(ranks) == []
+
+
+def test_nobody_is_given_up_where_all_are_stopped(ranks: list[Any]) -> None:
+    looks = SigstopDetector()
+    for rank in ranks:
+        send(rank, signal.SIGSTOP)
+    assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS)] == [[]] * STOPPED_LOOKS

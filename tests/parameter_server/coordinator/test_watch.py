@@ -1,0 +1,26 @@
+"""What is heard of the arbiter, and when."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import pytest
+from connected_channels import KEY
+
+from shoal.parameter_server.coordinator.watch import ClusterWatcher
+from shoal.parameter_server.transport.key import Key
+from shoal.parameter_server.transport.settings import Transport
+
+
+def test_the_arbiter_is_asked_when_whoever_is_to_be_told_is_ready():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        with closing(
+            ClusterWatcher(0, listener.getsockname(), Transport(Key(KEY), "job"))
+        ) as views:
+            with pytest.raises(TimeoutError):
+                listener.accept()
+            views.begin()
+            listener.settimeout(5)
+            listener.accept()[0].close()

@@ -1,0 +1,46 @@
+"""A model of more parts than fit into a small message."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from connected_channels import KEY
+
+from shoal.parameter_server.codec import MAX_CONTROL_BYTES, Op
+from shoal.parameter_server.coordinator.coordinator_server import (
+    CoordinatorConfig,
+    CoordinatorServer,
+)
+from shoal.parameter_server.coordinator.watch import ClusterWatcher
+from shoal.parameter_server.optimizer_spec import recipe_of
+from shoal.parameter_server.partitioning import ParamMeta, partition
+from shoal.parameter_server.shard_settings import ShardSettings
+from shoal.parameter_server.transport.key import Key
+from shoal.parameter_server.transport.settings import Transport
+
+PARTS = 60_000
+
+
+def test_a_worker_hears_who_answers_for_each(tmp_path: Path) -> None:
+    owners = tuple(number % 2 for number in range(PARTS))
+    parts = partition({"weight": ParamMeta(PARTS, torch.float32, 0)}, 4)
+    recipe = recipe_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    settings = ShardSettings(tuple(parts), recipe, workers=1, staleness=0, lease_s=1.0)
+    transport = Transport(Key(KEY), "job")
+    court = CoordinatorConfig(transport, tmp_path / "views.json", settings, owners, shards=2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arbiter = threading.Thread(target=CoordinatorServer(court, listener).run, daemon=True)
+        arbiter.start()
+        with closing(ClusterWatcher(0, listener.getsockname(), transport)) as views:
+            views.begin()
+            placement = views.placement(10)
+            views.post(Op.LEAVE)
+        arbiter.join(10)
+    assert not arbiter.is_alive()
+    assert placement is not None
+    assert placement.owners == owners
+    assert len(str(placement.to_json())) > MAX_CONTROL_BYTES

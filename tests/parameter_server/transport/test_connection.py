@@ -1,0 +1,75 @@
+"""What goes out when, and what goes out first of what waits to be sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from connected_channels import KINDS, channels, new_memory
+
+from shoal.errors import ConnectionLost
+from shoal.parameter_server.codec import Op
+from shoal.parameter_server.transport.connection import INLINE_SEND_BYTES, QueuedConnection
+
+
+def test_values_go_out_in_the_order_of_the_forward_pass():
+    with channels("unix", False) as (ours, theirs):
+        peer = QueuedConnection(ours, "worker")
+        # Nobody reads yet, and the socket takes less than a part: all but the first wait.
+        for part in (0, 3, 1, 2):
+            peer.post(Op.PARAMS, torch.zeros(2**20), part=part)
+        heard = [theirs.receive(new_memory)[0].partition for _ in range(4)]
+        peer.close()
+    assert heard == [0, 1, 2, 3]
+
+
+def test_what_is_small_waits_for_whoever_is_sending():
+    with channels("unix", False) as (ours, theirs):
+        peer = QueuedConnection(ours, "worker")
+        with ours._sending:
+            peer.post(Op.STEP, b"{}", step=4)  # somebody else sends: it has to wait
+        assert theirs.receive(new_memory)[0].step == 4
+        peer.close()
+
+
+def test_what_is_small_waits_for_what_is_large_before_it():
+    with channels("unix", False) as (ours, theirs):
+        peer = QueuedConnection(ours, "worker")
+        peer.post(Op.PUSH, torch.zeros(2**20), part=1)
+        peer.post(Op.GRAD_MASK, b"\1", part=2)
+        peer.post(Op.PUSH, b"x", part=2)
+        heard = [theirs.receive(new_memory)[0] for _ in range(3)]
+        peer.close()
+    assert [(header.op, header.partition) for header in heard] == [
+        (Op.PUSH, 1),
+        (Op.GRAD_MASK, 2),
+        (Op.PUSH, 2),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size_bytes", [0, 1, 333, INLINE_SEND_BYTES])
+def test_a_peer_that_does_not_read_makes_nobody_wait_and_misses_nothing(kind, size_bytes):
+    count = 4000
+    with channels(kind, False) as (ours, theirs):
+        peer = QueuedConnection(ours, "worker")
+        for step in range(count):
+            peer.post(
+                Op.STATS, bytes([step % 251]) * size_bytes, step=step
+            )  # more than sockets hold
+        came = [theirs.receive(new_memory) for _ in range(count)]
+        peer.close()
+    assert [header.step for header, _ in came] == list(range(count))
+    assert all(
+        bytes(payload) == bytes([header.step % 251]) * size_bytes for header, payload in came
+    )
+
+
+def test_who_posts_to_a_peer_that_has_gone_is_not_disturbed():
+    with channels("unix", False) as (ours, theirs):
+        peer = QueuedConnection(ours, "worker")
+        theirs.close()
+        peer.post(Op.STEP, b"{}")
+        peer.post(Op.PUSH, torch.zeros(2**20))
+        with pytest.raises(ConnectionLost):
+            peer.receive(new_memory)
+        peer.close()

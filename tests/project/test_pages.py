@@ -1,0 +1,124 @@
+"""The pages and files at the top say what is true of the code, and point to what is there."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shoal
+from shoal.cli.program import VERBS
+from shoal.config import builtin_names
+from shoal.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+FIGURES = {
+    "benchmarks/overhead": ("0.98", "0.97", "1.24", "1.08", "1.61", "0.35", "0.58"),
+    "benchmarks/zero": ("0.998",),
+    "benchmarks/tensor": ("0.716",),
+    "benchmarks/launch": ("0.28",),
+    "benchmarks/memory": ("2 %",),
+    "benchmarks/restart": ("1.25",),
+    "benchmarks/collectives": ("4.6", "92"),
+}
+"""The figures of README.md, by the page that each is taken from."""
+
+
+def section(title: str) -> str:
+    """The text of README.md under a heading."""
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def make_targets() -> set[str]:
+    """The targets of the Makefile that are no files."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return {
+        name for line in re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE) for name in line.split()
+    }
+
+
+def printed_by_make(*words: str) -> str:
+    """Return what make prints in the repository."""
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_points_to_is_there(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = {target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target}
+    missing = [
+        target for target in sorted(targets) if not (ROOT / page).parent.joinpath(target).exists()
+    ]
+    assert missing == []
+
+
+def test_the_readme_has_a_row_for_each_verb_and_no_other() -> None:
+    rows = re.findall(r"^\| `shoal ([a-z-]+)", section("One command"), re.MULTILINE)
+    assert sorted(rows) == sorted(VERBS)
+
+
+def test_the_readme_names_each_strategy_and_each_built_in_experiment() -> None:
+    cells = re.findall(r"^\| (\[.*?) \|", section("Strategies"), re.MULTILINE)
+    words = {word for cell in cells for word in re.findall(r"[a-z0-9]+", cell)}
+    assert STRATEGIES.keys() <= words
+    assert all(f"`{name}`" in section("One command") for name in builtin_names())
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_a_figure_of_the_readme_stands_on_the_page_that_it_is_taken_from(page: str) -> None:
+    measured = (ROOT / page / "README.md").read_text(encoding="utf-8")
+    assert f"]({page})" in README
+    for figure in FIGURES[page]:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", README)
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", measured)
+
+
+def test_bare_make_lists_every_target_with_a_sentence() -> None:
+    listed = dict(re.findall(r"^  (\S+) +(\S.*\.)$", printed_by_make(), re.MULTILINE))
+    assert listed.keys() == make_targets()
+    assert printed_by_make("help") == printed_by_make()
+
+
+def test_the_version_stands_in_one_place_and_the_changelog_knows_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shoal.__version__"}
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", shoal.__version__]
+
+
+def test_the_licence_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert project["project"]["license"] == citation["license"] == "Apache-2.0"
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in licence
+    assert licence.rstrip().endswith("limitations under the License.")
+
+
+def test_continuous_integration_runs_the_tests_on_every_python_that_is_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    named = [
+        text.removeprefix(prefix) for text in project["classifiers"] if text.startswith(prefix)
+    ]
+    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    assert job["strategy"]["matrix"]["python-version"] == named
+    assert project["requires-python"] == f">={named[0]}"
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_the_hooks_before_a_commit_are_those_of_make_lint() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    entries = {hook["entry"].removesuffix(" --force-exclude") for hook in hooks}
+    recipe = printed_by_make("--dry-run", "--assume-old=.venv/.test", "lint")
+    assert entries == {line.removesuffix(" .") for line in recipe.splitlines()}

@@ -1,0 +1,130 @@
+"""`forward_backward`: the gradients of one device whatever the loss and the batch, and errors
+where it is misused.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from minimal_script import data, parts, quiet
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+
+def test_a_bare_backward_is_an_error_with_the_cure() -> None:
+    model, _, _ = quiet().prepare(*parts())
+    with pytest.raises(UsageError, match=r"bare \.backward\(\).*run\.forward_backward"):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_missing_prepare_is_an_error_with_the_cure() -> None:
+    run = quiet()
+    model, _, loader = parts()
+    x, y = next(iter(loader))
+    with pytest.raises(UsageError, match=r"no model was prepared.*run\.prepare"):
+        run.forward_backward(F.cross_entropy, model, x, y)
+
+
+def test_a_model_that_is_not_the_prepared_one_is_an_error() -> None:
+    run = quiet()
+    _, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    with pytest.raises(UsageError, match="not the prepared model"):
+        run.forward_backward(F.cross_entropy, nn.Linear(4, 3), x, y)
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    with pytest.raises(UsageError, match=r"shape \(4,\).*mean over its batch"):
+        run.forward_backward(
+            lambda output, target: F.cross_entropy(output, target, reduction="none"), model, x, y
+        )
+
+
+def forward_without_a_loader() -> tuple[float, Tensor]:
+    run = quiet()
+    model, optimizer, _ = parts(nn.Linear(4, 3).double())
+    model, optimizer, _ = run.prepare(model, optimizer)
+    x, y = data().tensors
+    mine = slice(0, 7) if run.rank == 0 else slice(7, 10)
+    loss = run.forward_backward(F.cross_entropy, model, x[mine], y[mine])
+    return loss.item(), model.weight.grad.clone()
+
+
+def test_batches_of_ones_own_are_weighed_by_their_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = data().tensors
+    expected = F.cross_entropy(model(x), y)
+    expected.backward()
+    for loss, gradient in world.run(2, forward_without_a_loader):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        assert torch.allclose(gradient, model.weight.grad, rtol=1e-10, atol=0)
+
+
+def weighed_mean(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights that sum to far less than one."""
+    weights = (1.0 + target.double()) / 100
+    return (
+        F.cross_entropy(output.double(), target, reduction="none") * weights
+    ).sum(), weights.sum()
+
+
+def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
+    run = shoal.init(precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    model, optimizer, loader = parts(batch_size=10)
+    prepared = run.prepare(model, optimizer, loader if with_loader else None)
+    x, y = (
+        next(iter(prepared[2]))
+        if with_loader
+        else [t[run.rank :: run.world] for t in data().tensors]
+    )
+    function = weighed_mean if loss_fn == "weighed" else F.cross_entropy
+    gradients = []
+    for _ in range(2):
+        run.forward_backward(function, model, x, y)
+        gradients.append(model.weight.grad.clone())
+    return gradients
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("loss_fn", ["mean", "weighed"])
+def test_a_second_call_before_the_step_adds_its_gradients(
+    loss_fn: str, precision: str, with_loader: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = data().tensors
+    value = weighed_mean(model(x), y) if loss_fn == "weighed" else F.cross_entropy(model(x), y)
+    (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+    tolerance = 1e-10 if precision == "fp32" else 1e-2
+    for once, twice in world.run(2, two_calls, loss_fn, precision, with_loader):
+        assert torch.allclose(once, model.weight.grad, rtol=tolerance, atol=tolerance / 10)
+        assert torch.allclose(twice, 2 * once, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_a_batch_of_ignored_samples_gives_zeros_and_no_nan() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    loss = run.forward_backward(lambda out, y: (out.sum() * 0, torch.zeros(())), model, x, y)
+    assert loss == 0
+    assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
+
+
+def test_clipping_gives_the_norm_before_and_bounds_it_after() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    run.forward_backward(F.cross_entropy, model, x, y)
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(run.clip_gradients(0.01), expected)
+    assert (
+        torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])) < 0.0101
+    )

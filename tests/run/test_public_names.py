@@ -1,0 +1,48 @@
+import shoal
+
+
+def test_the_public_names_are_these_and_only_these() -> None:
+    names = [
+        "Checkpoints",
+        "Run",
+        "ShoalError",
+        "Verdict",
+        "allgather",
+        "allreduce",
+        "barrier",
+        "broadcast",
+        "init",
+    ]
+    assert sorted(shoal.__all__) == [*names, "verify"]
+    assert all(getattr(shoal, name) is not None for name in shoal.__all__)
+
+
+def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
+    public = [name for name in vars(shoal.Run) if not name.startswith("_")]
+    assert sorted(public) == [
+        *(
+            "agree",
+            "aside",
+            "clip_gradients",
+            "end_trace",
+            "evaluate",
+            "forward_backward",
+            "gradients",
+            "in_step",
+            "like",
+            "load_state",
+        ),
+        *(
+            "move",
+            "parameters",
+            "prepare",
+            "remote",
+            "report",
+            "request_stop",
+            "save",
+            "state",
+            "stopping",
+            "wait",
+            "weights",
+        ),
+    ]

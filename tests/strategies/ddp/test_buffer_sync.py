@@ -1,0 +1,59 @@
+"""Buffers that a forward pass changes are the first rank's at the beginning of every step,
+however it changes them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from unusual_samples import rows
+
+import shoal
+from shoal.testing import world
+
+
+class Moving(nn.Module):
+    """A moving average that is another tensor after every pass, and a buffer that is not there
+    before the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("average", torch.zeros(1))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + 0.5 * x.mean().detach().view(1)
+        self.late = self.average + 1
+        found: Tensor = self.layer(x) + self.average
+        return found
+
+
+def trained(strategy: str) -> dict[str, Tensor]:
+    """Weights after batches of 12 and 5 samples, twice; of 5 ranks have different numbers of
+    micro-batches.
+    """
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, accumulate=3, announce=lambda _: None), Moving().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(Subset(rows(), range(17)), batch_size=12)
+    )
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.forward_backward(F.mse_loss, model, x, y)
+            optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "local=1"]
+)
+def test_they_are_shared_as_ddp_shares_them(strategy: str) -> None:
+    expected = world.run(2, trained, "ddp")[0]
+    for weights in world.run(2, trained, strategy):
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name

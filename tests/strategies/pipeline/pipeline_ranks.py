@@ -1,0 +1,206 @@
+"""What ranks of a pipeline do in the tests: train a few steps, and tell of everything that
+could differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.norm import full_tensor
+from shoal.errors import ShoalError
+from shoal.run import init_with_place
+from shoal.strategies.base import LossFunction
+from shoal.train.checkpoint import Checkpoints
+from shoal.verification import matrix_cases
+from shoal.verification.trajectory import Experiment
+
+
+@dataclass
+class Told:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    correct: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    output: Tensor | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # those that this rank has a part of, whole
+    said: list[str] = field(default_factory=list)
+
+
+def train(
+    name: str,
+    strategy: str,
+    steps: int = 5,
+    save: Path | None = None,
+    load: Path | None = None,
+    **options: Any,
+) -> Told:
+    """AdamW with clipping, on an experiment of the zoo."""
+    told, experiment = Told(), matrix_cases.EXPERIMENTS[name]
+    run = init_with_place(strategy, precision="fp64", announce=told.said.append, **options)
+    model = experiment.model_fn().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = run.prepare(model, optimizer, experiment.loader_fn())
+    if load is not None:
+        saved = Checkpoints(load).load(told.said.append, like=run.layout_of())
+        assert saved is not None
+        run.load_state(saved.tensors, saved.info, saved.private)
+    batches = [batch for _ in range(2) for batch in loader][:steps] if load is None else []
+    for *inputs, target in batches:
+        optimizer.zero_grad()
+        told.losses.append(
+            run.forward_backward(
+                experiment.loss_fn, model, *inputs, target, measure=_correct
+            ).item()
+        )
+        assert run.totals is not None
+        told.correct += run.totals[3].item()
+        told.norms.append(run.clip_gradients(0.5).item())
+        optimizer.step()
+    told.sums = run.evaluate(
+        lambda output, _: {"size": output.abs().sum()}, model, experiment.loader_fn()
+    )
+    told.output = model(*batches[0][:-1]).detach() if batches else None
+    told.weights = {name: value.clone() for name, value in run.weights().items()}
+    tensors, info, private = run.state()
+    told.moments = {
+        name: full_tensor(t).clone() for name, t in tensors.items() if name.startswith("optimizer.")
+    }
+    if save is not None:
+        Checkpoints(save).save(steps, tensors, info, private)
+        run.save(save / "model.pt")
+    return told
+
+
+def _correct(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(-1) == target).sum().view(1)
+
+
+def alike(one: Told, other: Told) -> None:
+    """Assert that two ranks saw the same, to 1e-10."""
+    for kind in ("losses", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(getattr(one, kind)),
+            torch.tensor(getattr(other, kind)),
+            rtol=1e-10,
+            atol=0,
+            msg=kind,
+        )
+    assert one.correct == other.correct
+    torch.testing.assert_close(one.sums["size"], other.sums["size"], rtol=1e-10, atol=0)
+    if one.output is not None and other.output is not None and len(one.output) == len(other.output):
+        torch.testing.assert_close(one.output, other.output, rtol=1e-9, atol=1e-11)
+    assert set(one.weights) == set(other.weights)
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(weight, other.weights[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def statistics(
+    strategy: str,
+    experiment: Experiment = matrix_cases.EXPERIMENTS["cnn with BatchNorm"],
+    prefix: str = "stem.1.",
+) -> dict[str, Tensor]:
+    """The running statistics of the first BatchNorm after one step, whole."""
+    run = init_with_place(strategy, precision="fp64", announce=lambda _: None)
+    model = experiment.model_fn().double()
+    model, _, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), experiment.loader_fn()
+    )
+    *inputs, target = next(iter(loader))
+    run.forward_backward(experiment.loss_fn, model, *inputs, target)
+    return {name: value.clone() for name, value in run.weights().items() if name.startswith(prefix)}
+
+
+def half(strategy: str, precision: Any, factor: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses in less precision, and the weights at the end; a factor can make gradients
+    overflow in fp16.
+    """
+    experiment = matrix_cases.EXPERIMENTS["mlp"]
+    run = init_with_place(strategy, precision=precision, announce=lambda _: None)
+    model = experiment.model_fn()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), experiment.loader_fn()
+    )
+    losses = []
+    for x, target in loader:
+        optimizer.zero_grad()
+        loss = run.forward_backward(Scaled(experiment.loss_fn, factor), model, x.float(), target)
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {name: value.clone() for name, value in run.weights().items()}
+
+
+@dataclass
+class Scaled:
+    """A loss times a number."""
+
+    loss_fn: LossFunction
+    factor: float
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return self.loss_fn(output, target) * self.factor
+
+
+class Growing(nn.Module):
+    """What it passes on has a size that follows from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 8), nn.Linear(8, 10)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Wider()(self.first(x.flatten(1)))).mean(0, keepdim=True).expand(len(x), 10)
+
+
+class Wider(nn.Module):
+    """Repeats its input as often as it has positive entries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1 + int((x > 0).sum()) % 5, 1)
+
+
+class Twice(nn.Module):
+    """One BatchNorm at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(self.norm(x.flatten(1)))))
+
+
+def watched() -> nn.Module:
+    """Something looks at its output."""
+    model = matrix_cases.mlp()
+    model.register_forward_hook(lambda _, inputs, output: output * 2)
+    return model
+
+
+MODELS = {"watched": watched, "mlp": matrix_cases.mlp, "growing": Growing, "twice": Twice}
+
+
+def refusal(
+    strategy: str, model_name: str = "mlp", with_loader: bool = True, **options: Any
+) -> str:
+    """The message with which a pipeline refuses; empty where it does not."""
+    try:
+        run = init_with_place(strategy, announce=lambda _: None, **options)
+        model = MODELS[model_name]()
+        loader = matrix_cases.image_loader() if with_loader else None
+        model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for x, target in loader:
+            run.forward_backward(nn.functional.cross_entropy, model, x.float(), target)
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

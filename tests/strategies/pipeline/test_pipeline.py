@@ -1,0 +1,197 @@
+"""A run in a pipeline is the run of one process: losses, norms, measures, evaluation, files, on
+every rank.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_ranks import alike, half, refusal, statistics, train
+
+from shoal.errors import ConfigError
+from shoal.strategies import parse_line
+from shoal.testing import world
+from shoal.testing.check_strategy import check_strategy
+from shoal.verification import matrix_cases
+from shoal.verification.trajectory import Experiment
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks"),
+    [
+        ("gpt", "pipeline=2,schedule=zbv", 2),
+        ("U-Net", "pipeline=2,schedule=zero-bubble,zero1", 4),
+        ("lstm", "pipeline=3,schedule=gpipe,microbatches=4", 3),
+        # A stage of the second input alone gives something that does not come from what it
+        # receives.
+        ("two inputs", "pipeline=2,schedule=zbv", 2),
+    ],
+)
+def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: int) -> None:
+    [one] = world.run(1, train, name, "single")
+    for told in world.run(ranks, train, name, strategy):
+        alike(one, told)
+
+
+def test_a_checkpoint_moves_from_layout_to_layout(tmp_path: Path) -> None:
+    layouts = [("single", 1), ("pipeline=2,schedule=interleaved", 2), ("pipeline=2,zero2", 4)]
+    saved = {}
+    for number, (strategy, ranks) in enumerate(layouts):
+        saved[number] = world.run(ranks, train, "gpt", strategy, 3, tmp_path / str(number))[0]
+        whole = torch.load(tmp_path / str(number) / "model.pt", weights_only=True)
+        assert set(whole) == set(saved[0].weights)
+        for name, weight in whole.items():
+            torch.testing.assert_close(
+                weight, saved[0].weights[name], rtol=1e-9, atol=1e-11, msg=name
+            )
+    for number, (strategy, ranks) in enumerate([*layouts[1:], ("zero3", 2)]):
+        for told in world.run(ranks, train, "gpt", strategy, 0, None, tmp_path / str(number)):
+            for name, weight in told.weights.items():
+                assert torch.equal(weight, saved[number].weights[name]), name
+
+
+def test_both_copies_of_a_tied_weight_stay_equal_to_the_bit() -> None:
+    weights = world.run(2, train, "gpt", "pipeline=2")[0].weights
+    assert torch.equal(weights["head.weight"], weights["token_embedding.weight"])
+
+
+def test_running_statistics_are_those_of_the_whole_batch() -> None:
+    [one] = world.run(1, statistics, "single")
+    for found in world.run(2, statistics, "pipeline=2,microbatches=5"):
+        assert found.keys() == one.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["cnn with BatchNorm", "dropout"])
+def test_what_differs_by_design_says_so_before_the_first_step(name: str) -> None:
+    told = world.run(2, train, name, "pipeline=2,microbatches=2", 1)[0]
+    assert any(
+        line.startswith("note: ") and "one micro-batch at a time" in line for line in told.said
+    )
+
+
+def test_the_header_says_where_the_cuts_are_and_what_they_cost() -> None:
+    said = "\n".join(world.run(2, train, "gpt", "pipeline=2,balance=parameters", 1)[0].said)
+    assert "global batch 10 = 1 data rank x 10; 2 ranks = 2 pipeline x 1 data" in said
+    assert "pipeline of 2 ranks, cut before blocks.1: parameters 56 % | 44 %" in said
+    assert (
+        "1f1b, 5 micro-batches (chosen) of 10 rows: stages of equal time would be idle for 17 % of "
+        "a step" in said
+    )
+
+
+def test_a_user_can_name_the_cuts() -> None:
+    said = "\n".join(
+        world.run(2, train, "gpt", "pipeline=2,schedule=zbv,cuts=blocks.0/blocks.1/head", 1)[0].said
+    )
+    assert "cut before blocks.0, blocks.1, head: time" in said
+
+
+def test_accumulation_recomputation_and_halves_of_the_backward_pass_go_together() -> None:
+    check_strategy(
+        "pipeline=2,schedule=zero-bubble,recompute",
+        2,
+        matrix_cases.EXPERIMENTS["TransformerEncoder"],
+        accumulate=2,
+    )
+
+
+class Shortcut(torch.nn.Module):
+    """The output of `a` is needed by `b`, which saves it, and after `b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a = torch.nn.Linear(64, 12), torch.nn.Linear(12, 12)
+        self.b, self.c, self.head = (
+            torch.nn.Linear(12, 12),
+            torch.nn.Linear(12, 12),
+            torch.nn.Linear(12, 10),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.a(torch.relu(self.first(x.flatten(1)))))
+        output: torch.Tensor = self.head(self.c(self.b(x)) + x)
+        return output
+
+
+def test_what_a_stage_sends_may_be_what_its_backward_pass_has_saved() -> None:
+    experiment = Experiment(Shortcut, matrix_cases.image_loader, torch.nn.functional.cross_entropy)
+    check_strategy("pipeline=3,schedule=zero-bubble,cuts=a/c", 3, experiment)
+
+
+def hooked() -> torch.nn.Module:
+    model = matrix_cases.mlp()
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 3.0,))
+    return model
+
+
+def test_a_hook_that_changes_what_the_model_gets_is_called() -> None:
+    check_strategy(
+        "pipeline=2",
+        2,
+        Experiment(hooked, matrix_cases.image_loader, torch.nn.functional.cross_entropy),
+    )
+
+
+def test_bf16_trains_through_the_cuts() -> None:
+    [(losses, _)] = world.run(1, half, "single", "bf16", 1.0)
+    for found, _ in world.run(2, half, "pipeline=2", "bf16", 1.0):
+        assert found == pytest.approx(losses, rel=0.05)
+
+
+def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
+    start = matrix_cases.mlp
+    ranks = world.run(2, half, "pipeline=2,microbatches=2", "fp16", 1e6)
+    [(_, alone)] = world.run(1, half, "single", "fp16", 1e6)
+    torch.manual_seed(0)
+    fresh = start().state_dict()
+    for _, weights in ranks:
+        assert all(torch.equal(weights[name], alone[name]) for name in fresh)  # nothing was stepped
+        assert all(torch.equal(weights[name], fresh[name]) for name in fresh)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("pipeline=2", {"with_loader": False}, "Prepare a loader"),
+        (
+            "pipeline=2,schedule=interleaved,stages=9",
+            {},
+            "18 stages need 17 places to cut the model",
+        ),
+        ("pipeline=2,cuts=layers.9", {}, "no step of the model is called 'layers.9'"),
+        ("pipeline=2", {"compile": True}, "Use compile=False"),
+        ("pipeline=2", {"step_in_backward": True}, "adds up the gradients of its micro-batches"),
+        ("pipeline=2", {"model_name": "watched"}, "hooks on positional inputs are called"),
+        (
+            "pipeline=2,cuts=first",
+            {"model_name": "twice"},
+            "norm has buffers and is called in stages of ranks [0, 1]",
+        ),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_with_the_cure(
+    strategy: str, options: dict[str, object], message: str
+) -> None:
+    for found in world.run(2, refusal_with, strategy, options):
+        assert message in found
+
+
+def refusal_with(strategy: str, options: dict[str, object]) -> str:
+    """`refusal`, whose options a world passes as one argument."""
+    return refusal(strategy, **options)  # type: ignore[arg-type]
+
+
+def test_the_world_must_be_made_of_whole_pipelines() -> None:
+    from shoal.strategies.precheck import check
+
+    assert (
+        "pipeline=2 needs a multiple of 2 ranks; there are 3"
+        in check(parse_line("pipeline=2"), 3)[0]
+    )
+
+
+def test_an_unknown_option_is_said_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'microbatches'"):
+        parse_line("pipeline=2,microbatch=4")

@@ -1,0 +1,216 @@
+"""What the plan of slices makes of a model that is cut in stages: the same on every rank, and
+no pair in two stages.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensor_parallel_models import Apart, gpt, mlp
+from torch import Tensor, nn
+
+from shoal.errors import StrategyRefused
+from shoal.strategies.full_model import FullModel
+from shoal.strategies.pipeline.balance import balanced
+from shoal.strategies.pipeline.plan import full_model, trace_for
+from shoal.strategies.pipeline.separations import split_counts
+from shoal.strategies.pipeline.steps import cut_points, steps_of
+from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
+from shoal.strategies.wrap_units import innermost, units
+from shoal.verification import matrix_cases
+
+IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
+
+
+def uncut(model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False) -> FullModel:
+    """The model, with stages that begin with these modules."""
+    whole = set() if fine else set(innermost(units(model)))
+    graph = trace_for(model, len(begin_with) + 1, whole, 1, (sample,))
+    names = [str(step.target) for step in steps_of(graph.training)]
+    return full_model(model, graph, [names.index(name) for name in begin_with])
+
+
+def cuts(
+    model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False, **options: str
+) -> dict[str, str]:
+    before = uncut(model, sample, *begin_with, fine=fine)
+    return tensor_plan(model, TensorParallel(2, **options), before).is_sharded()
+
+
+def columns(found: dict[str, str]) -> set[str]:
+    return {name for name, how in found.items() if how == "column"}
+
+
+def test_no_pair_lies_in_two_stages() -> None:
+    # Four linear layers in a row: 1 and 3 make a pair, 5 and the head another.
+    assert columns(cuts(mlp(), IMAGES, "layers.5")) == {"layers.1", "layers.5"}
+    assert columns(cuts(mlp(), IMAGES, "layers.3")) == {"layers.3"}
+
+
+def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None:
+    model = gpt()
+    assert cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).is_sharded()
+
+
+def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], FullModel]:
+    """How much each place would part, and the model in stages of like size that part as little
+    as can be.
+    """
+    one_stage = uncut(model, sample)
+    graph = one_stage.graphs[0]
+    parts = split_counts(graph, TensorParallel(2).colocations(one_stage))
+    steps = len(steps_of(graph))
+    begins = balanced(
+        [1.0] * steps, [0.0] * (steps + 1), cut_points(graph, None), num_stages, parts
+    )
+    return parts, replace(one_stage, begins=begins)
+
+
+def test_stages_begin_where_no_pair_is_parted() -> None:
+    model = mlp()  # flatten, four linear layers with an activation between two of them: two pairs
+    parts, cut = wanted(model, IMAGES, 2)
+    assert parts == [0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert list(cut.begins) == [4]
+    assert (
+        tensor_plan(model, TensorParallel(2), cut).is_sharded()
+        == tensor_plan(model, TensorParallel(2)).is_sharded()
+    )
+
+
+def test_a_stage_without_parameters_is_better_than_a_parted_pair() -> None:
+    parts, cut = wanted(matrix_cases.mlp(), IMAGES, 2)
+    assert parts == [0, 0, 1, 1, 0]
+    assert list(cut.begins) == [1]
+
+
+def test_where_not_all_pairs_can_stay_whole_one_is_parted_and_the_other_is_cut() -> None:
+    _, cut = wanted(mlp(), IMAGES, 5)  # three places part nothing
+    found = tensor_plan(mlp(), TensorParallel(2), cut)
+    assert len(found.pairs) == 1
+    assert list(found.replicated.values()) == [SEPARATED_MESSAGE, SEPARATED_MESSAGE]
+
+
+def test_the_head_of_a_vocabulary_and_what_follows_it_stay_in_one_stage() -> None:
+    parts, cut = wanted(Scaled(), TOKENS, 2)
+    assert parts[-2] == 1  # before `after`
+    assert "gpt.head" in tensor_plan(Scaled(), TensorParallel(2), cut).is_sharded()
+
+
+def test_a_block_that_a_stage_calls_is_never_parted() -> None:
+    assert not any(wanted(gpt(), TOKENS, 2)[0])
+
+
+def test_the_vocabulary_is_cut_though_its_two_ends_are_in_different_stages() -> None:
+    found = cuts(gpt(tied=True), TOKENS, "blocks.0", "blocks.1", "head")
+    assert (found["token_embedding"], found["head"]) == ("vocabulary", "vocabulary")
+
+
+class Scaled(nn.Module):
+    """Something follows the head of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.after = gpt(), nn.LayerNorm(18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.after(self.gpt(x))
+        return logits
+
+
+def test_logits_in_slices_cross_no_cut() -> None:
+    model = Scaled()
+    assert "gpt.head" in cuts(model, TOKENS, "gpt.blocks.1")
+    found = tensor_plan(model, TensorParallel(2), uncut(model, TOKENS, "after"))
+    assert not {"gpt.head", "gpt.token_embedding"} & found.is_sharded().keys()
+    assert found.replicated["gpt.head"] == "the pipeline is cut behind it"
+
+
+def test_attention_that_the_pipeline_looks_into_stays_whole() -> None:
+    model = gpt()
+    found = tensor_plan(
+        model, TensorParallel(2), uncut(model, TOKENS, "blocks.0.attention.output", fine=True)
+    )
+    assert "does not run as a whole" in found.replicated["blocks.0.attention.query"]
+    assert "blocks.0.mlp.up" in found.is_sharded()  # a pair in the graph of the stage
+
+
+class Reads(nn.Module):
+    """Takes a weight of a layer by itself, in another stage than the one that calls the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(64, 8), nn.Linear(8, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.down(self.up(x.flatten(1)).relu())) + self.up.weight.sum()
+
+
+class Inside(nn.Module):
+    """Calls a layer of a block by itself as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(3)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0][2](F.relu(self.blocks[1][0](x)))
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "begins", "stays"), [(Reads, "last", "up"), (Inside, "blocks.2", "blocks.0.2")]
+)
+def test_what_stages_use_in_two_ways_stays_whole(
+    model_fn: Callable[[], nn.Module], begins: str, stays: str
+) -> None:
+    model = model_fn()
+    try:
+        found = cuts(model, IMAGES, begins)
+    except StrategyRefused as refusal:
+        assert f"  {stays}: " in str(refusal)  # noqa: PT017 - nothing else could be cut
+    else:
+        assert stays not in found
+        assert "blocks.2.0" in found
+
+
+def test_a_plan_of_ones_own_must_lie_in_what_a_stage_calls() -> None:
+    own = "blocks.*.mlp.up:column+blocks.*.mlp.down:row"
+    assert "blocks.1.mlp.up" in cuts(gpt(), TOKENS, "blocks.1", cut_by=own)
+    with pytest.raises(
+        StrategyRefused, match="and the pipeline looks into it: name pairs inside one of its blocks"
+    ):
+        cuts(mlp(), IMAGES, "layers.3", cut_by="layers.1:column+layers.3:row")
+
+
+def test_a_model_without_a_pair_in_any_stage_is_refused_with_the_cure() -> None:
+    with pytest.raises(
+        StrategyRefused, match="must lie in one stage of the pipeline: put its cuts elsewhere"
+    ):
+        cuts(matrix_cases.mlp(), IMAGES, "head")
+
+
+def test_a_pair_outside_of_stages_is_as_before() -> None:
+    assert columns(tensor_plan(Apart(), TensorParallel(2)).is_sharded()) == {"one"}
+
+
+class TwoHeads(nn.Module):
+    """An embedding that is tied to the one of two heads that is to stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8), nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        return self.head(hidden) + self.lm_head(hidden)
+
+
+def test_an_embedding_that_is_tied_to_a_whole_head_stays_whole() -> None:
+    assert set(tensor_plan(TwoHeads(), TensorParallel(2, whole="head")).is_sharded()) == {"lm_head"}

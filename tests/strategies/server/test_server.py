@@ -1,0 +1,405 @@
+"""Parameter servers beyond the conformance table: optimizers, clipping, staleness, memory,
+saving, what is refused.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.errors import ConfigError, LaunchError, StrategyRefused
+from shoal.strategies import build_strategies, parse_line
+from shoal.testing import world
+from shoal.verification.matrix_cases import images
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+}
+
+
+class Scaled(nn.Module):
+    """Two groups' worth of layers, a scalar, a frozen one, and one that is channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3).to(memory_format=torch.channels_last)
+        self.layers = nn.Sequential(nn.Linear(216, 12), nn.Tanh(), nn.Linear(12, 10))
+        self.scale, self.shift = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor(0.5), requires_grad=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(self.conv(x).flatten(1)) * self.scale + self.shift
+        return scores
+
+
+def trained(
+    strategy: str, optimizer_name: str = "SGD", max_norm: float | None = None
+) -> dict[str, Tensor]:
+    """The model's weights and the optimizer's state after an epoch with a schedule."""
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
+    groups = [
+        {"params": list(model.layers.parameters())},
+        {"params": [*model.conv.parameters(), model.scale]},
+    ]
+    optimizer = OPTIMIZERS[optimizer_name](groups)
+    optimizer.param_groups[1]["lr"] /= 2
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        if max_norm is not None:
+            run.clip_gradients(max_norm)
+        optimizer.step()
+        schedule.step()
+    tensors, _, _ = run.state()
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        assert (found[name] - value).abs().max() <= tolerance * value.abs().max().clamp(
+            min=1e-12
+        ), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_servers_step_as_the_optimizer_itself_does_and_give_back_its_state(name: str) -> None:
+    expected = trained("single", name)
+    for found in world.run(2, trained, "server=2,part_mb=0.001", name):
+        agree(found, expected)
+
+
+def test_clipping_sees_the_norm_over_all_servers() -> None:
+    expected = trained("single", "SGD", 0.05)
+    for found in world.run(3, trained, "server=2,part_mb=0.001", "SGD", 0.05):
+        agree(found, expected)
+
+
+def test_two_runs_of_three_workers_give_the_same_bits() -> None:
+    first, second = (world.run(3, trained, "server=2,part_mb=0.001") for _ in range(2))
+    for name, value in first[0].items():
+        assert torch.equal(value, second[0][name]), name
+
+
+def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
+    """Workers train at their own pace, then all hold the same. Weights, the last loss, whether
+    they had differed.
+    """
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    for _ in range(8):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.forward_backward(F.cross_entropy, model, x, y)
+            optimizer.step()
+    were_apart = run.synchronize()
+    assert not run.synchronize()
+    return run.weights(), loss.item(), were_apart
+
+
+@pytest.mark.parametrize("staleness", ["1", "3", "async"])
+def test_stale_workers_learn_and_end_at_the_same_weights(staleness: str) -> None:
+    found = world.run(3, apart, f"server=2,staleness={staleness},part_mb=0.001")
+    (weights, _, were_apart), *others = found
+    assert were_apart
+    for other, _, _ in others:
+        assert all(torch.equal(other[name], value) for name, value in weights.items())
+    exact = world.run(1, apart, "single")[0][0]
+    moved = sum(float((exact[n] - v).square().sum()) for n, v in initial().items()) ** 0.5
+    away = sum(float((exact[n] - v).square().sum()) for n, v in weights.items()) ** 0.5
+    assert away < 0.5 * moved  # most of the way is the way of synchronous steps
+
+
+def initial() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return dict(Scaled().double().state_dict())
+
+
+def sum_and_count() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run, model = shoal.init("server=2,part_mb=0.001", announce=lambda _: None), Scaled().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(
+            lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), model, x, y
+        )
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_loss_that_counts_for_itself_is_divided_by_the_count_of_all_workers() -> None:
+    found = world.run(3, sum_and_count)
+    agree(found[2], world.run(1, sum_and_count)[0])
+
+
+def twice() -> str:
+    run, model = shoal.init("server", announce=lambda _: None), Scaled().double()
+    model, _, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=10)
+    )
+    x, y = next(iter(loader))
+    run.forward_backward(F.cross_entropy, model, x, y)
+    with pytest.raises(shoal.errors.UsageError) as error:
+        run.forward_backward(F.cross_entropy, model, x, y)
+    return str(error.value)
+
+
+def test_a_long_lease_holds_up_neither_the_start_nor_the_end() -> None:
+    # Neither an eighth of it passes, after which servers beat again, nor a twentieth, after which
+    # the arbiter looks.
+    world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)
+
+
+def test_a_second_backward_pass_before_the_step_is_refused() -> None:
+    assert "use accumulate" in world.run(1, twice)[0]
+
+
+def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
+    run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(kind != "frozen")
+    maker = torch.optim.Adafactor if kind == "adafactor" else torch.optim.SGD
+    run.prepare(model, maker(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "precision", "words"),
+    [
+        ("server=2", "adafactor", "fp32", "Adafactor cannot run on parameter servers"),
+        ("server=2", "sgd", "fp16", "Use bf16"),
+        ("server=2", "frozen", "fp32", "no trainable parameter"),
+    ],
+)
+def test_what_servers_cannot_do_is_said_before_the_run(
+    strategy: str, kind: str, precision: str, words: str
+) -> None:
+    with pytest.raises((StrategyRefused, ConfigError, LaunchError), match=words):
+        world.run(2, refused, strategy, kind, precision)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="stalenes"):
+        parse_line("server=2,stalenes=3")
+
+
+def children() -> set[int]:
+    """Pids of live processes below this one's session."""
+    session, found = os.getsid(0), set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+def with_servers(log: Path) -> None:
+    trained("server=3")
+    (log / str(os.getpid())).write_text(" ".join(map(str, children())))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+def test_servers_end_with_the_run(tmp_path: Path) -> None:
+    world.run(2, with_servers, tmp_path)
+    pids = {int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()}
+    assert (
+        len(pids) >= 5
+    )  # the rank that has the nursery, the nursery, three servers; and the other rank
+    deadline = time.monotonic() + 10
+    while [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("compress", ["bf16", "fp16", "topk=0.2", "onebit"])
+def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact(
+    compress: str,
+) -> None:
+    strategy = f"server=2,compress={compress},part_mb=0.001"
+    first, second = world.run(2, trained, strategy)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    exact = trained("single")
+    assert not all(torch.equal(first[name], exact[name]) for name in exact)
+    (made,) = build_strategies(parse_line(strategy))
+    assert made.deviations == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
+
+
+def test_several_connections_are_accepted_as_in_old_configurations_and_not_used() -> None:
+    (made,) = build_strategies(parse_line("server=2,connections=4"))
+    assert made.deviations == [  # type: ignore[attr-defined]
+        "connections=4: has no effect; one connection to each server is used."
+    ]
+    (made,) = build_strategies(parse_line("server=2,connections=1"))
+    assert made.deviations == []  # type: ignore[attr-defined]
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.embed(x).mean(1))
+        return scores
+
+
+def with_words(strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Words().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    draws = torch.Generator().manual_seed(1)
+    data = [(torch.randint(50, (4,), generator=draws), index % 3) for index in range(12)]
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    return run.weights()
+
+
+def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
+    expected = with_words("single")
+    for found in world.run(2, with_words, "server=2,part_mb=0.001"):
+        agree(found, expected)
+
+
+def with_many_words(
+    strategy: str, sparse: bool, momentum: float
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Weights, and bytes that the servers have received and sent."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(
+        nn.Embedding(5000, 16, sparse=sparse), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    draws = torch.Generator().manual_seed(1)
+    data = [(torch.randint(5000, (4,), generator=draws), index % 3) for index in range(24)]
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    weights = run.weights()
+    part: Any = run._part
+    figures = part.remote_optimizer.client.stats()
+    return weights, (
+        sum(f["received_bytes"] for f in figures),
+        sum(f["sent_bytes"] for f in figures),
+    )
+
+
+def test_of_a_sparse_gradient_only_rows_are_sent_and_the_bits_are_those_of_a_dense_one() -> None:
+    strategy = "server=2,part_mb=0.1,shared_memory=false"
+    dense, (dense_received, dense_sent) = world.run(2, with_many_words, strategy, False, 0.0)[0]
+    rows, (received, sent) = world.run(2, with_many_words, strategy, True, 0.0)[0]
+    assert all(torch.equal(rows[name], dense[name]) for name in dense)
+    loaded = 5000 * 16 * 8
+    assert dense_received > 12 * loaded
+    assert received < 1.2 * loaded  # the first load, and little else
+    assert sent < 0.05 * dense_sent
+
+
+def test_values_are_sent_whole_where_a_step_changes_all_of_them() -> None:
+    strategy = "server=2,part_mb=0.1,shared_memory=false"
+    dense, (_, dense_sent) = world.run(2, with_many_words, strategy, False, 0.9)[0]
+    rows, (received, sent) = world.run(2, with_many_words, strategy, True, 0.9)[0]
+    assert all(torch.equal(rows[name], dense[name]) for name in dense)
+    assert received < 1.2 * 5000 * 16 * 8
+    assert sent < dense_sent  # rows that no batch has touched yet do not move even under momentum
+
+
+def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
+    """As `trained`, where each rank is told that it is alone on its machine; the servers there,
+    whether it judges.
+    """
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    assert run._part is not None
+    engine: Any = run._part.remote_optimizer
+    return (
+        run.weights(),
+        len(engine.staff.fleets[0].servers),
+        engine.staff.fleets[0].judge is not None,
+    )
+
+
+def test_each_machine_starts_its_share_of_the_servers() -> None:
+    expected = world.run(1, on_a_machine_of_its_own, "server=1")[0][0]
+    found = world.run(2, on_a_machine_of_its_own, "server=3,replicas=2,part_mb=0.001")
+    assert [(servers, judges) for _, servers, judges in found] == [(3, True), (3, False)]
+    for weights, _, _ in found:
+        agree(weights, expected)
+
+
+def goes_on_at_once() -> list[Tensor]:
+    """All agree, and save; rank 0 goes on with its next step while the others are still at it."""
+    run = shoal.init("server=2,staleness=async,part_mb=0.0005", announce=lambda _: None)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    model, optimizer, _ = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    if run.rank:
+        engine: Any = run._prepared().remote_optimizer
+        state, pull = engine.client.state, engine.client.pull
+        engine.client.state = lambda part: time.sleep(0.05) or state(part)
+        engine.client.pull = lambda: time.sleep(0.2) or pull()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run.forward_backward(F.mse_loss, model, torch.ones(2, 16), torch.zeros(2, 16))
+        optimizer.step()
+
+    step()
+    tensors, _, _ = run.state()
+    found = [tensors[name].clone() for name in sorted(tensors)]
+    step()
+    weights = run.weights()
+    found += [weights[name].clone() for name in sorted(weights)]
+    step()
+    run.synchronize()
+    return found
+
+
+def test_what_is_saved_is_the_same_on_all_workers_when_one_of_them_goes_on_at_once() -> None:
+    first, *others = world.run(3, goes_on_at_once)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

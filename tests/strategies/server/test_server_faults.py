@@ -1,0 +1,79 @@
+"""Servers that are killed or stopped in every phase of a step: real processes and signals,
+seeded; nothing is lost.
+"""
+
+import os
+import signal
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fault_injection import check, model, trained, trials
+from faulty_network import PHASES, Trouble
+from torch import Tensor
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.testing import world
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    return world.run(2, trained, "server=2,part_mb=0.01")[0][0]
+
+
+SIGNALS = [
+    "SIGKILL primary", "SIGKILL backup", "SIGKILL arbiter", "SIGSTOP primary", "SIGSTOP backup", "SIGSTOP arbiter",
+    "SIGSTOP worker",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", trials())
+@pytest.mark.parametrize("fault", SIGNALS)
+def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
+    fault: str, seed: int, undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    chance = Random(f"{fault} {seed}")
+    phase = list(PHASES)[(seed + SIGNALS.index(fault)) % len(PHASES)]
+    shared = chance.random() < 0.5
+    trouble = Trouble(tmp_path, fault, PHASES[phase], chance.randint(1, 30))
+    # It goes on before another has taken its place, or after that, or never.
+    wakes_s = chance.choice([0.3, 2.0] if fault == "SIGSTOP worker" else [0.3, 2.0, None])
+    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(shared).lower()}"
+    found = world.run(2, trained, strategy, trouble, wakes_s, timeout_s=30)
+    assert trouble.mark.exists(), f"nothing happened in {phase}"
+    check(found, undisturbed)
+
+
+@pytest.mark.parametrize("staleness", ["2", "async"])
+def test_stale_workers_go_on_as_well(staleness: str, tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, "SIGKILL primary", PHASES["push"], 20)
+    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,staleness={staleness}"
+    found = world.run(3, trained, strategy, trouble)
+    assert trouble.mark.exists()
+    for weights, _ in found[1:]:
+        assert all(torch.equal(weights[name], value) for name, value in found[0][0].items())
+
+
+def loses_all(_: str) -> None:
+    torch.manual_seed(0)
+    run, net = shoal.init("server=1,lease_s=0.5", announce=lambda _: None), model()
+    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    part: Any = run._part
+    for step in range(1000):
+        if step == 3 and run.rank == 0:
+            fleet = part.remote_optimizer.staff.fleets[0]
+            os.kill(next(iter(fleet.servers)), signal.SIGKILL)
+        run.forward_backward(F.cross_entropy, net, torch.ones(2, 20).double(), torch.tensor([1, 2]))
+        optimizer.step()
+
+
+def test_the_loss_of_all_replicas_ends_the_run_and_says_what_to_do() -> None:
+    with pytest.raises(
+        LaunchError, match=r"shard 0 of the parameter servers is lost.*last checkpoint"
+    ) as error:
+        world.run(2, loses_all, "")
+    assert "replicas=2" in str(error.value)

@@ -1,0 +1,81 @@
+"""Strangers at the ports of a job that trains: each is refused and counted, and the weights are
+as without them.
+"""
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import disturbed
+import pytest
+import torch
+from hostile_clients import WITH_KEY, WITHOUT_KEY, Target, cut_a_frame_short, send
+from torch import Tensor
+
+import shoal
+from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.transport.acceptor import HANDSHAKES
+from shoal.testing import world
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    return world.run(2, disturbed.trained, "server=2,part_mb=0.01")[0][0]
+
+
+def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
+    """Weights, refusals by shard, the report, and whether all servers are those that began."""
+    torch.manual_seed(0)
+    run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), disturbed.model()
+    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    part: Any = run._part
+    fleet = next(iter(part.remote_optimizer.staff.fleets), None)
+    before = [] if fleet is None else [*fleet.servers, fleet.judge.pid]
+    with contextlib.ExitStack() as silent, ThreadPoolExecutor(1) as pool:
+        visits = pool.submit(visit, fleet, Random(seed), silent) if run.rank == 0 else None
+        disturbed.steps(run, net, optimizer)
+        if visits is not None:
+            visits.result()
+    run.mesh.barrier()
+    client, expected = part.remote_optimizer.client, len(WITHOUT_KEY + WITH_KEY) + HANDSHAKES + 10
+    while any(figure["refused"] < expected for figure in client.stats()):
+        time.sleep(0.01)  # those that said nothing are counted when they have gone
+    return (
+        run.weights(),
+        [figure["refused"] - expected for figure in client.stats()],
+        run.report(),
+        before == ([] if fleet is None else [*fleet.servers, fleet.judge.pid]),
+    )
+
+
+def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
+    """Everyone comes to every server, and whoever has no key to the arbiter."""
+    views = [
+        fleet.views.wait_for_view(shard, 5, lambda view: view.primary is not None)
+        for shard in range(2)
+    ]
+    key, job = fleet.job.transport.key.secret, fleet.job.transport.job
+    servers = [Target(v.addresses[v.primary], key, f"{job}/{v.primary}") for v in views]
+    arbiter = Target(fleet.arbiter, key, f"{job}/{ARBITER}")
+    for target in servers:
+        for _ in range(HANDSHAKES + 10):  # half-open, while all others come
+            silent.enter_context(target.reach())
+    visits = [(who, target) for who in WITHOUT_KEY for target in [*servers, arbiter]]
+    visits += [(who, target) for who in WITH_KEY for target in servers]
+    chance.shuffle(visits)
+    for who, target in visits:
+        send(who, target, chance)
+        cut_a_frame_short(chance.choice(servers))
+
+
+@pytest.mark.parametrize("seed", disturbed.trials())
+def test_strangers_are_refused_and_counted_and_change_nothing(
+    seed: int, undisturbed: dict[str, Tensor]
+) -> None:
+    for weights, more, report, same in world.run(2, visited, seed):
+        assert same
+        assert more == [0, 0]
+        assert any("servers refused" in line for line in report)
+        assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())

@@ -1,0 +1,49 @@
+"""A shard that loses its primary again and again: each loss is made good before the next, and
+nothing is lost.
+"""
+
+import os
+import signal
+from typing import Any
+
+import torch
+from fault_injection import check, model, steps, trained
+from torch import Tensor
+
+import shoal
+from shoal.testing import world
+
+LOSSES_AFTER = (8, 16, 24)  # steps
+
+
+def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[int]]:
+    """As `disturbed.trained`; and the servers that were killed, each as primary of shard 1."""
+    torch.manual_seed(0)
+    run, net = shoal.init(strategy, announce=lambda _: None), model()
+    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    part: Any = run._part
+    killed: list[int] = []
+    count = 0
+
+    def strike(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if run.rank == 0 and count in LOSSES_AFTER:
+            fleet = part.remote_optimizer.staff.fleets[0]
+            view = fleet.views.wait_for_view(
+                1, 20, lambda view: bool(view.backups) and view.primary not in killed
+            )
+            assert view is not None, f"shard 1 has no replica again after {killed}"
+            killed.append(view.primary)
+            os.kill(fleet.pid_of(view.primary), signal.SIGKILL)
+
+    optimizer.register_step_post_hook(strike)
+    steps(run, net, optimizer)
+    return run.weights(), part.remote_optimizer.client.stats(), killed
+
+
+def test_three_losses_of_one_shard_one_after_the_other_change_no_bit() -> None:
+    undisturbed = world.run(2, trained, "server=2,part_mb=0.01")[0][0]
+    found = world.run(2, loses_three, "server=2,replicas=2,part_mb=0.01,lease_s=0.5")
+    assert len(set(found[0][2])) == 3
+    check([(weights, figures) for weights, figures, _ in found], undisturbed)

@@ -1,0 +1,246 @@
+"""What the user's own code would see of a slice: it stays whole, becomes whole where it is
+seen, or is refused.
+"""
+
+import operator
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_shaped_models import bert
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies.tensor.dropout_rng import GlobalDropout
+from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
+from shoal.testing import world
+from shoal.testing.check_strategy import check_strategy
+from shoal.verification import Experiment, verify_job
+from shoal.verification.matrix_cases import WORDS, gpt_untied, image_loader, token_loader
+
+HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def cuts(model: nn.Module, **options: str) -> dict[str, str]:
+    return tensor_plan(model, TensorParallel(2, **options)).is_sharded()
+
+
+class Act(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+class Pairs(nn.Module):
+    """Three pairs; between the layers of each something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Linear(12, 8)
+        self.three, self.act, self.four = nn.Linear(8, 12), Act(), nn.Linear(12, 8)
+        self.five, self.norm = (
+            nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)),
+            nn.LayerNorm(8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.four(self.act(self.three(self.norm(self.two(self.one(x))))))
+        found: Tensor = self.five(self.norm(x))
+        return found
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_pair_stays_whole_where_a_slice_comes_by_a_hook(hook: str) -> None:
+    assert set(cuts(Pairs())) == {"one.0", "two", "three", "four", "five.0", "five.2"}
+    model = Pairs()
+    for seen in (model.one, model.act, model.five, model):  # the last two see what is whole
+        getattr(seen, hook)(nothing)
+    assert set(cuts(model)) == {"five.0", "five.2"}
+
+
+class Keeping(nn.Module):
+    """Keeps an activation for a penalty, on itself, in a list, and nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.norm, self.seen = nn.LayerNorm(8), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e, f = self.layers
+        self.hidden = torch.relu(a(x))
+        x = self.norm(b(self.hidden))
+        self.seen.append(torch.relu(c(x)))
+        found: Tensor = f(torch.relu(e(self.norm(d(self.seen[-1])))))
+        return found
+
+
+def test_a_pair_stays_whole_where_somebody_keeps_what_lies_between() -> None:
+    model = Keeping()
+    assert set(cuts(model)) == {"layers.4", "layers.5"}
+    assert "hidden" not in vars(model)
+
+
+def test_attention_stays_whole_where_hooks_lie_inside() -> None:
+    model = bert()
+    model.get_submodule("h.0.attention.self").register_forward_hook(nothing)
+    made = tensor_plan(model, TensorParallel(2))
+    assert "h.0.attention.self.query" not in made.is_sharded()
+    assert (
+        made.replicated["h.0.attention.self.query"]
+        == "hooks of its self would see a slice of what goes by"
+    )
+
+
+def test_what_has_hooks_on_a_parameter_or_on_words_stays_whole() -> None:
+    model = gpt_untied()
+    model.blocks[0].mlp.up.weight.register_hook(lambda gradient: gradient * 0.1)
+    model.head.register_full_backward_hook(nothing)
+    made = tensor_plan(model, TensorParallel(2))
+    assert (
+        made.replicated["blocks.0.mlp.up"]
+        == "its weight has hooks, which would not know of a slice"
+    )
+    assert {"blocks.0.mlp.down", "head"} <= set(made.replicated)
+    assert "blocks.1.mlp.up" in made.is_sharded()
+
+
+class Spread(nn.Module):
+    """A gate of one number for all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 1), nn.Linear(12, 8)
+        self.after = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.after(self.down(self.up(x) * torch.sigmoid(self.gate(x))))
+        return found
+
+
+def test_a_gate_that_is_spread_over_the_units_leaves_its_pair_whole() -> None:
+    made = tensor_plan(Spread(), TensorParallel(2))
+    assert set(made.is_sharded()) == {"after.1", "after.2"}
+    assert made.replicated["gate"] == "its 1 outputs meet 12 of another layer"
+
+
+def test_a_plan_that_does_not_say_which_layers_are_a_pair_is_refused() -> None:
+    with pytest.raises(
+        StrategyRefused, match=r"one.0 may belong to two or to four, all in one module"
+    ):
+        cuts(Pairs(), cut_by="one.0:column+three:column+two:row+four:row")
+    model = Pairs()
+    model.one.register_forward_hook(nothing)
+    with pytest.raises(
+        StrategyRefused, match="hooks of one would see a slice between two and its columns"
+    ):
+        cuts(model, cut_by="one.0:column+two:row")
+
+
+def test_a_token_that_sees_no_other_is_given_zeros_as_on_one_device() -> None:
+    x, mask = torch.randn(1, 2, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[0] = False
+    with GlobalDropout(SimpleNamespace(size=1, rank=0)):  # type: ignore[arg-type]
+        found = F.scaled_dot_product_attention(x, x, x, attn_mask=mask, dropout_p=1e-9)
+    assert not found[..., 0, :].any()
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+
+
+class Attention(nn.Module):
+    """Gives its weights too: of each head, and their mean if it is asked to."""
+
+    def __init__(self, width: int = 8, mean: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+        self.head_dim, self.mean = 4, mean
+
+    def forward(self, x: Tensor, before: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in layers)
+        weights = (query @ key.transpose(-2, -1) + before).softmax(-1)
+        return self.o_proj((weights @ value).transpose(1, 2).flatten(-2)), weights.mean(
+            1
+        ) if self.mean else weights
+
+
+class Seen(nn.Module):
+    """Tokens that see no other, and attention whose weights are looked at and handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.one, self.two = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.ones(13, 13, dtype=torch.bool).triu(1)
+        hidden = self.layer(
+            self.embed(x),
+            src_mask=later,
+            src_key_padding_mask=torch.arange(13).expand(len(x), -1) < 3,
+        )
+        hidden, weights = self.one(hidden)
+        more, _ = self.two(hidden, weights)
+        logits: Tensor = self.head(hidden + more * weights.square().sum((1, 3)).unsqueeze(-1))
+        return logits
+
+
+def with_a_look(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        logits.softmax(-1)
+    counts = target != -100
+    total = F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return total + 0.1 * (logits.logsumexp(-1).square() * counts).sum(), counts.sum()
+
+
+def test_what_is_seen_of_slices_is_the_whole() -> None:
+    check_strategy("tensor=2", 2, Experiment(Seen, token_loader, with_a_look, steps=2))
+
+
+def of_rows() -> nn.Module:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = Attention(mean=True), nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.head(operator.getitem(self.attention(x.squeeze(1)), 0).flatten(1))
+            return scores
+
+    return Rows()
+
+
+def test_a_mean_over_heads_is_refused_in_the_first_step() -> None:
+    with pytest.raises(Exception, match=r"its output is not that of the whole .*whole=attention"):
+        verify_job(Experiment(of_rows, image_loader, F.cross_entropy, steps=1), "tensor=2", 2)
+
+
+def evaluated_with_padding() -> str:
+    run = shoal.init("tensor=2", announce=lambda _: None)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 5, 8)
+    model, _, _ = run.prepare(model, optimizer, DataLoader(TensorDataset(x, x), batch_size=4))
+    padded = torch.arange(5).expand(4, -1) > 3
+    warnings.simplefilter("ignore")  # in this rank: torch says that nested tensors may change
+    with torch.no_grad(), pytest.raises(UsageError) as refusal:
+        model.eval()(x, src_key_padding_mask=padded)
+    return str(refusal.value)
+
+
+def test_nested_tensors_are_refused() -> None:
+    assert all(
+        "Make it with enable_nested_tensor=False" in said
+        for said in world.run(2, evaluated_with_padding)
+    )

@@ -1,0 +1,241 @@
+"""The stream in slices of the sequence: the numbers of one device, and on each rank its own
+tokens alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sequence_parallel_models import IN_SLICES
+from tensor_parallel_models import CUT, gpt
+from torch import Tensor
+
+import shoal
+from shoal.errors import StrategyRefused
+from shoal.strategies.tensor.column_input import reduce_scatter_sequence
+from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
+from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
+from shoal.testing import world
+from shoal.testing.check_strategy import check_strategy
+from shoal.verification.matrix_cases import EXPERIMENTS, tokens
+
+SLOW = pytest.mark.slow
+QUICK = ("norm last, with dropout", "between")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in IN_SLICES]
+)
+def test_slices_of_the_sequence_are_one_device(name: str) -> None:
+    check_strategy("tensor=2,sequence=true", 2, IN_SLICES[name])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate", "name"),
+    [
+        pytest.param("tensor=2,sequence=true,zero3", 4, 2, "gpt", marks=SLOW),
+        pytest.param("tensor=4,sequence=true", 4, 1, "gpt of four heads", marks=SLOW),
+        pytest.param("tensor=4,sequence=true", 4, 1, "one token", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,ddp", 4, 2, "gpt, untied", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,zero1", 4, 2, "gpt", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,zero3", 4, 1, "between, without dropout", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,recompute", 2, 1, "gpt with dropout", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,recompute=1,budget_mb=0.01", 2, 1, "gpt", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,recompute,unit=Core", 2, 1, "rows", marks=SLOW),
+        pytest.param("tensor=2,sequence=true,recompute,zero3", 4, 1, "gpt", marks=SLOW),
+        pytest.param(
+            "tensor=2,sequence=true,pipeline=2,balance=parameters", 4, 2, "gpt", marks=SLOW
+        ),
+        pytest.param(
+            "tensor=2,sequence=true,pipeline=2,balance=parameters,schedule=zero-bubble",
+            4,
+            1,
+            "gpt",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "tensor=2,sequence=true,pipeline=2,balance=parameters,schedule=zbv,zero1",
+            8,
+            1,
+            "gpt",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_slices_of_the_sequence_go_with_the_rest(
+    strategy: str, ranks: int, accumulate: int, name: str
+) -> None:
+    check_strategy(strategy, ranks, IN_SLICES[name], accumulate)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet"])
+def test_a_model_without_a_sequence_is_refused(name: str) -> None:
+    with pytest.raises(
+        StrategyRefused, match="nothing says that its stream is a sequence of tokens"
+    ):
+        tensor_plan(CUT[name].model_fn(), TensorParallel(2, sequence=True))
+
+
+def test_an_lstm_is_refused() -> None:
+    with pytest.raises(StrategyRefused, match="its state is needed whole at every time step"):
+        tensor_plan(EXPERIMENTS["lstm"].model_fn(), TensorParallel(2, sequence=True))
+
+
+def test_the_head_of_a_run_says_what_lies_in_slices_of_the_sequence() -> None:
+    said = describe(tensor_plan(gpt(), TensorParallel(2, sequence=True)), sequence=True)
+    (found,) = [line for line in said if "sequence" in line]
+    assert "from token_embedding, blocks.*.attention.output (2), blocks.*.mlp.down (2) to " in found
+    assert "blocks.*.mlp.up (2), head, in all that takes each token by itself" in found
+
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of x (3, 5, 4), a weight (4,) and something for each token (5, 4)."""
+
+
+def looked_at_before(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = x[:, 0].abs().max()
+    return x[:, 0] * w + size
+
+
+FUNCTIONS: dict[str, Function] = {
+    "looked at before": looked_at_before,
+    "add": lambda x, w, t: x + t,
+    "add to what is whole": lambda x, w, t: t - x,
+    "weigh": lambda x, w, t: w * x / (x * x + 1),
+    "weigh tokens": lambda x, w, t: x * t[None, :, :1],
+    "weigh samples": lambda x, w, t: x * t[:3, :1].unsqueeze(1),
+    "in place": lambda x, w, t: (x * 2).add_(t),
+    "add up": lambda x, w, t: torch.zeros(3, 5, 4).double().add_(x),
+    "layer_norm": lambda x, w, t: F.layer_norm(x, (4,), w, w),
+    "layer_norm without weights": lambda x, w, t: F.layer_norm(x, (4,)),
+    "layer_norm over tokens": lambda x, w, t: F.layer_norm(x, (5, 4), t, t),
+    "rms_norm": lambda x, w, t: F.rms_norm(x, (4,), w, 1e-3),
+    "rms_norm over tokens": lambda x, w, t: F.rms_norm(x, (5, 4), t, 1e-3),
+    "gelu": lambda x, w, t: F.gelu(x, approximate="tanh") + F.silu(x) * (-x).exp(),
+    "another precision": lambda x, w, t: x.float().double() ** 2,
+    "power": lambda x, w, t: x.pow(3) + (x.abs() + 1).sqrt() + torch.rsqrt(x.square() + 1),
+    "mean of a token": lambda x, w, t: x * x.mean(-1, keepdim=True) + x.mean(-1).unsqueeze(-1),
+    "mean of tokens": lambda x, w, t: x * x.mean(1, keepdim=True) * x.mean(),
+    "sums": lambda x, w, t: x.sum(0) * w + x.sum((0, 1)) + x.sum(),
+    "transposed": lambda x, w, t: (x.transpose(0, 1) * w).transpose(-2, -3) + x,
+    "a token": lambda x, w, t: x[:, 0] * w,
+    "tokens": lambda x, w, t: torch.cat([x[:, 1:], x[:, :1]], dim=1) * t,
+    "matrix": lambda x, w, t: x @ t.T,
+    "linear": lambda x, w, t: F.linear(x, t, t[:, 0]),
+    "convolution": lambda x, w, t: F.conv1d(x, t.T.unsqueeze(-1)),
+    "softmax over tokens": lambda x, w, t: x.softmax(1) * t,
+    "cumsum": lambda x, w, t: x.cumsum(1) * w,
+    "views": lambda x, w, t: x.view(3, 20).reshape(15, 4).unflatten(0, (3, 5)).permute(2, 0, 1),
+    "chosen": lambda x, w, t: torch.where(x > 0, x, t),
+    "dropout": lambda x, w, t: F.dropout(x, 0.4) * w,
+    "dropout of what was expanded": lambda x, w, t: F.dropout(
+        t.expand(3, -1, -1)[:, : x.shape[1]] + x, 0.4
+    ),
+    "dropout beside what was transposed": lambda x, w, t: F.dropout(t.T.contiguous().T * x, 0.4),
+    "dropout of what was transposed": lambda x, w, t: F.dropout(x.transpose(0, 1), 0.4) * 2,
+}
+
+
+def compared(length: int) -> dict[str, float]:
+    """The largest difference of values and gradients, for each function."""
+    run = shoal.init("tensor=2", announce=lambda _: None)
+    torch.manual_seed(0)
+    found = {}
+    inputs = (torch.randn(3, 5, 4), torch.randn(4), torch.randn(5, 4))
+    for name, function in FUNCTIONS.items():
+        x, w, t = (value.double().requires_grad_() for value in inputs)
+        x, t = (x[:, :length], t[:length]) if length < 5 else (x, t)
+        if length < 5 and not SHORT.isdisjoint(name.split()):
+            continue
+        torch.manual_seed(1)
+        one = function(x, w, t)
+        expected = torch.autograd.grad((one**2).sum(), (x, w, t), allow_unused=True)
+        torch.manual_seed(1)
+        sliced = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1)
+        other = full_tensor(function(sliced, w, t))
+        of_whole = torch.autograd.grad((other**2).sum(), (x, w, t), allow_unused=True)
+        assert not isinstance(other, SequenceParallelTensor)
+        found[name] = (one - other).abs().max().item()
+        for index, (right, own) in enumerate(zip(expected, of_whole, strict=True)):
+            assert (right is None) == (own is None)
+            if right is not None:
+                assert not isinstance(own, SequenceParallelTensor)
+                # Each rank gave half of x, and has the gradient of that.
+                found[f"{name}, gradient {index}"] = (
+                    (right - own * (2 if index == 0 else 1)).abs().max().item()
+                )
+    return found
+
+
+SHORT = {"samples", "over", "views", "up"}
+"""Words of functions that need all five tokens."""
+
+
+@pytest.mark.parametrize("length", [5, pytest.param(1, marks=SLOW)])
+def test_every_function_gives_what_it_gives_of_the_whole(length: int) -> None:
+    for found in world.run(2, compared, length):
+        assert max(found.values()) < 1e-12, max(found.items(), key=lambda item: item[1])
+
+
+def written() -> list[str]:
+    run = shoal.init("tensor=2", announce=lambda _: None)
+    x = reduce_scatter_sequence(torch.ones(3, 5, 4), run.mesh.tensor, 1)
+    said = []
+
+    def entry() -> None:
+        x[:, 0] = 0.0
+
+    def view() -> None:
+        x.view(-1).add_(1.0)
+        x * 2
+
+    def filled() -> None:
+        x.fill_(1.0)
+
+    for write in (entry, view, filled):
+        with pytest.raises(StrategyRefused) as refusal:
+            write()
+        said.append(str(refusal.value))
+    return said
+
+
+def test_what_is_written_into_slices_is_refused_and_never_lost() -> None:
+    for said in world.run(2, written):
+        assert all(
+            "writes into a tensor that lies in slices of the sequence" in line for line in said
+        )
+
+
+def kept() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Shapes of what is kept for the backward pass: whole tensors, and what each rank has of
+    others.
+    """
+    run, model = shoal.init("tensor=2,sequence=true", announce=lambda _: None), gpt()
+    from torch.utils.data import DataLoader
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(tokens(), batch_size=10))
+    whole, own = set(), set()
+
+    def pack(tensor: Any) -> Any:
+        if isinstance(tensor, SequenceParallelTensor):
+            own.add(tuple(tensor.local.shape))
+        else:
+            whole.add(tuple(tensor.shape))
+        return tensor
+
+    for x, _ in loader:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(x)
+        break
+    return whole, own
+
+
+def test_between_blocks_a_rank_keeps_its_own_tokens_alone() -> None:
+    for rank, (whole, own) in enumerate(world.run(2, kept)):
+        assert (10, 13, 8) not in whole
+        assert (10, 7 - rank, 8) in own
+        assert (10, 13, 8) not in own

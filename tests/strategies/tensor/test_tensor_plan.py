@@ -1,0 +1,159 @@
+"""Layers in slices train as on one device; what is not known stays whole, and is exact; what
+cannot be is refused.
+"""
+
+import pytest
+from tensor_parallel_models import CUT, WORDS, Apart, Encoder, gpt, mlp
+from torch import Tensor, nn
+
+from shoal.errors import StrategyRefused
+from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
+from shoal.testing.check_strategy import check_strategy
+from shoal.verification import verify_job
+from shoal.verification.matrix_cases import EXPERIMENTS
+
+SLOW = pytest.mark.slow
+QUICK = (
+    "gpt",
+    "gpt with dropout",
+    "transformer encoder with dropout",
+    "cnn with BatchNorm",
+    "gated",
+    "apart",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CUT]
+)
+def test_two_slices_are_one_device(name: str) -> None:
+    check_strategy("tensor=2", 2, CUT[name])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate", "name"),
+    [
+        ("tensor=2,ddp", 4, 1, "gpt"),
+        ("tensor=2,zero3", 4, 2, "gpt"),
+        ("tensor=2,recompute,unit=Core", 2, 1, "rows"),
+        pytest.param("tensor=2,ddp", 6, 2, "gpt", marks=SLOW),
+        pytest.param("tensor=2,ddp", 4, 1, "cnn", marks=SLOW),
+        pytest.param("tensor=2,zero1", 4, 2, "gpt", marks=SLOW),
+        pytest.param("tensor=2,zero2", 4, 1, "transformer decoder", marks=SLOW),
+        pytest.param("tensor=2,zero3", 4, 1, "cnn", marks=SLOW),
+        pytest.param("tensor=2,zero3,hybrid=2", 8, 1, "gpt", marks=SLOW),
+        pytest.param("tensor=2,recompute,ddp", 4, 1, "gpt", marks=SLOW),
+        pytest.param("tensor=2,recompute,zero3", 4, 1, "gpt", marks=SLOW),
+        pytest.param("tensor=3,ddp", 3, 1, "gated", marks=SLOW),
+        pytest.param("tensor=4", 4, 1, "mlp", marks=SLOW),
+        pytest.param("tensor=2,recompute=1,budget_mb=0.01", 2, 1, "gpt", marks=SLOW),
+        pytest.param("recompute,tensor=2", 2, 1, "cnn with BatchNorm", marks=SLOW),
+    ],
+)
+def test_slices_go_with_data_parallelism(
+    strategy: str, ranks: int, accumulate: int, name: str
+) -> None:
+    check_strategy(strategy, ranks, CUT[name], accumulate)
+
+
+def cuts(model: nn.Module, **options: str) -> dict[str, str]:
+    return tensor_plan(model, TensorParallel(2, **options)).is_sharded()
+
+
+def test_only_layers_with_nothing_unknown_between_them_are_cut() -> None:
+    assert cuts(Apart()) == {"one": "column", "two": "row"}
+
+
+def test_blocks_of_a_gpt_are_cut_between_heads_hidden_units_and_words() -> None:
+    said = describe(tensor_plan(gpt(), TensorParallel(2)))
+    assert "tensor=2: vocabulary: token_embedding, head" in said
+    assert "tensor=2: column: blocks.*.mlp.up (2)" in said
+    assert any(line.startswith("tensor=2: whole: position_embedding: ") for line in said)
+    assert cuts(Encoder())["layers.layers.1.self_attn"] == "heads"
+
+
+class Normed(nn.Module):
+    """Attention with a norm of each head's queries: its gradient would be that of a slice of
+    the heads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(8, 8) for _ in range(4))
+        self.head_width, self.norm = 4, nn.LayerNorm(4)
+
+
+def test_attention_with_parameters_of_its_own_stays_whole() -> None:
+    model = nn.Sequential(Normed(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    made = tensor_plan(model, TensorParallel(2))
+    assert set(made.is_sharded()) == {"1", "3"}
+    assert "has parameters of its own, norm.weight" in made.replicated["0.query"]
+
+
+class Handing(nn.Module):
+    """Hands a layer what no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.last = (
+            nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8)),
+            nn.Identity(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.pair(x), object())
+        return found
+
+
+def test_a_call_that_no_graph_can_hold_is_looked_around() -> None:
+    assert cuts(Handing()) == {"pair.0": "column", "pair.2": "row"}
+
+
+def test_what_hooks_look_at_stays_whole() -> None:
+    model = mlp()
+    model.layers[1].register_forward_hook(lambda *_: None)
+    assert "layers.1" not in cuts(model)
+
+
+def test_a_plan_of_ones_own_is_what_is_cut() -> None:
+    own = "blocks.*.mlp.up:column+blocks.*.mlp.down:row"
+    assert set(cuts(gpt(), cut_by=own)) == {
+        f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("up", "down")
+    }
+    assert "token_embedding" not in cuts(gpt(), whole="token_embedding+head")
+    check_strategy(f"tensor=2,cut_by={own}", 2, CUT["gpt"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cut_by": "blocks.*.upp:column"}, r"'blocks\.\*\.upp' matches no module of the model"),
+        ({"cut_by": "blocks.0.mlp.up:column"}, "no row layer takes its slices"),
+        ({"cut_by": "blocks.0.mlp.down:row"}, "no column layer gives it slices"),
+        (
+            {"cut_by": "norm:column"},
+            "norm is a LayerNorm; what can be cut are Linear and convolutions",
+        ),
+        (
+            {"cut_by": "head:column+blocks.0.mlp.down:row", "degree": 4},
+            f"head is a Linear|{WORDS} outputs",
+        ),
+        ({"whole": "blocks.7"}, r"'blocks\.7' matches no module of the model"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(options: dict[str, str | int], message: str) -> None:
+    with pytest.raises(StrategyRefused, match=message):
+        tensor_plan(gpt(), TensorParallel(**options))
+
+
+def test_a_cut_that_gives_other_numbers_than_the_whole_is_refused_in_the_first_step() -> None:
+    verdict = "tensor=2,cut_by=normed:column+after:row"  # a LayerNorm over slices
+    with pytest.raises(Exception, match="with its layers in slices its forward pass fails"):
+        verify_job(CUT["apart"], verdict, 2)
+
+
+def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_reasons() -> None:
+    verdict = verify_job(EXPERIMENTS["lstm"], "tensor=2", 2)
+    assert verdict.verdict == "refused"
+    assert "layers.0: its state is needed whole at every time step" in verdict.reasons[0]
+    assert "embedding: its 17 words are no multiple of 2" in verdict.reasons[0]

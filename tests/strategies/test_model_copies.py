@@ -1,0 +1,90 @@
+"""A prepared model may be copied: the copy is a plain model of its own, as an average of
+weights wants it.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+
+def prepared(
+    strategy: str = "ddp",
+) -> tuple[shoal.Run, nn.Module, torch.optim.Optimizer, DataLoader]:
+    torch.manual_seed(0)
+    run, model = (
+        shoal.init(strategy, announce=lambda _: None),
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+    )
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    return run, *run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
+
+
+def averaged(strategy: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The average that torch keeps, and the same by hand."""
+    run, model, optimizer, loader = prepared(strategy)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    by_hand = [p.detach().clone() for p in model.parameters()]
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+        run.wait()
+        average.update_parameters(model)
+        for mean, parameter in zip(by_hand, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.5 if step else 1.0)
+    return [p.detach() for p in average.parameters()], by_hand
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "server"])
+def test_an_average_of_weights_by_torch_is_that_by_hand(strategy: str) -> None:
+    for found, expected in world.run(2, averaged, strategy):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def copied_between_steps() -> tuple[Tensor, Tensor, Tensor]:
+    run, model, optimizer, loader = prepared()
+    for x, y in loader:
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    twin, x = copy.deepcopy(model), torch.ones(1, 4)
+    before = model(x).detach()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    return before, model(x).detach(), twin(x).detach()
+
+
+def test_a_copy_has_weights_of_its_own() -> None:
+    for before, after, twin in world.run(2, copied_between_steps):
+        assert torch.equal(before, after)
+        assert torch.equal(twin, torch.zeros(1, 3))
+
+
+def test_a_copy_may_be_trained_by_hand_and_the_original_may_not() -> None:
+    _, model, _, _ = prepared()
+    twin = copy.deepcopy(model)
+    twin(torch.ones(1, 4)).sum().backward()
+    assert twin[0].weight.grad is not None
+    with pytest.raises(UsageError, match=r"bare \.backward\(\)"):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_prepared_model_may_be_pickled_whole() -> None:
+    _, model, _, _ = prepared()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(again[0].weight, model[0].weight)

@@ -1,0 +1,72 @@
+"""What rides with the gradients: counts, measures and stop requests, summed over all ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from minimal_script import parts, quiet
+
+from shoal.errors import LaunchError
+from shoal.testing import world
+
+
+def measured() -> list[list[float]]:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    totals = []
+    for x, y in loader:
+        run.forward_backward(
+            F.cross_entropy, model, x, y, measure=lambda output, target: target.double().sum()[None]
+        )
+        assert run.totals is not None
+        totals.append(run.totals[1:4].tolist())
+    return totals
+
+
+def test_counts_and_measures_of_a_step_are_sums_over_all_ranks() -> None:
+    single = measured()
+    assert [count for count, _, _ in single] == [4, 4, 2]
+    assert world.run(3, measured) == [single] * 3
+
+
+def measure_too_much() -> None:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    x, y = next(iter(loader))
+    run.forward_backward(
+        F.cross_entropy, model, x, y, measure=lambda output, target: torch.ones(14)
+    )
+
+
+def test_more_measures_than_ddp_carries_are_refused() -> None:
+    with pytest.raises(LaunchError, match="measure returned 14 numbers; a step carries 13"):
+        world.run(2, measure_too_much)
+
+
+def kept_totals() -> list[float]:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    kept = []
+    for x, y in loader:
+        run.forward_backward(F.cross_entropy, model, x, y)
+        kept.append(run.totals)
+    return [totals[1].item() for totals in kept if totals is not None]
+
+
+def test_totals_of_a_step_stay_what_they_were() -> None:
+    assert world.run(2, kept_totals) == [[4.0, 4.0, 2.0]] * 2
+
+
+def stop_seen_by_all() -> list[bool]:
+    run = quiet()
+    model, _, loader = run.prepare(*parts())
+    seen = []
+    for step, (x, y) in enumerate(loader):
+        if run.rank == 1 and step == 1:
+            run.request_stop()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        seen.append(run.stopping())
+    return seen
+
+
+def test_all_ranks_learn_of_a_stop_in_the_same_step() -> None:
+    assert world.run(2, stop_seen_by_all) == [[False, True, True]] * 2

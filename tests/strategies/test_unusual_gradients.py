@@ -1,0 +1,116 @@
+"""Gradients that come in pieces, of rows or of complex numbers: right, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from unusual_samples import rows
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.testing import world
+
+
+class Twice(nn.Module):
+    """One layer, recomputed twice: each time in a backward pass of its own, inside the backward
+    pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda h: self.layer(h).tanh(), x, use_reentrant=True)
+        found: Tensor = self.head(x)
+        return found
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = (x * self.wave).sum(1, keepdim=True)
+        return z.real + 2 * z.imag + self.bias
+
+
+class Rows(nn.Module):
+    """Only the rows of an embedding that were looked up have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_up = self.table((x[:, 0].abs() * 3).long().clamp(max=7))
+        found: Tensor = self.head(torch.cat([x, looked_up], 1))
+        return found
+
+
+def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights after 8 steps, and the last loss."""
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), kind().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(rows(), batch_size=6))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.forward_backward(F.mse_loss, model, x, y)
+            optimizer.step()
+    return run.weights(), loss
+
+
+def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
+    """Weights and loss are those of one process."""
+    ((expected, loss),) = world.run(1, trained, "single", kind)
+    for weights, their_loss in world.run(ranks, trained, strategy, kind):
+        assert their_loss.dtype == loss.dtype
+        assert float(their_loss) == pytest.approx(float(loss), rel=1e-10)
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "server=1"]
+)
+def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
+    with pytest.raises(
+        LaunchError, match=r"layer\..*: its gradient came in two pieces.*use_reentrant=False"
+    ):
+        world.run(2, trained, strategy, Twice)
+
+
+@pytest.mark.parametrize("strategy", ["local=1", "ddp"])
+def test_what_is_sent_after_the_backward_pass_may_come_in_two_pieces(strategy: str) -> None:
+    agree(strategy, Twice, 2)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2), (Rows, 3)])
+def test_ddp_takes_complex_parameters_and_sparse_gradients(
+    kind: type[nn.Module], ranks: int
+) -> None:
+    agree("ddp", kind, ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "words"),
+    [
+        ("ddp,compress=bf16", Complex, "wave is complex"),
+        ("server=1,compress=bf16", Complex, "bf16 sends real numbers, and wave is complex"),
+        ("server=1", Complex, "wave is complex128"),
+        ("ddp,allreduce=ring", Rows, "table has sparse=True"),
+    ],
+)
+def test_what_would_be_lost_on_the_way_is_refused(
+    strategy: str, kind: type[nn.Module], words: str
+) -> None:
+    with pytest.raises(LaunchError, match=words):
+        world.run(2, trained, strategy, kind)

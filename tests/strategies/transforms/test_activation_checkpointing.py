@@ -1,0 +1,174 @@
+"""Recomputing changes memory, and nothing else."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import StrategyRefused
+
+
+class Block(nn.Sequential):
+    """What repeats."""
+
+
+class Model(nn.Module):
+    """Four blocks of different width, with all that must not happen twice: masks and running
+    statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [6, 40, 30, 20, 10]
+        self.blocks = nn.ModuleList(
+            Block(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Dropout(0.4), nn.Tanh())
+            for a, b in pairwise(widths)
+        )
+        self.calls = [0] * len(self.blocks)
+        for index, block in enumerate(self.blocks):
+            block[0].register_forward_pre_hook(lambda *_, index=index: self.count(index))
+
+    def count(self, index: int) -> None:
+        self.calls[index] += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
+    """The model after some steps, and how often each block was computed in each."""
+    torch.manual_seed(0)
+    model = Model().double()
+    run = shoal.init(strategy, announce=lambda _: None)
+    model, optimizer, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = []
+    for _ in range(steps):
+        model.calls = [0] * 4
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, torch.arange(8))
+        optimizer.step()
+        calls.append(model.calls)
+    return model, calls
+
+
+@pytest.mark.parametrize(
+    "strategy", ["recompute,ddp", "recompute=2,ddp", "recompute,budget_mb=0.01,ddp"]
+)
+def test_weights_masks_and_running_statistics_are_the_same(strategy: str) -> None:
+    expected, _ = trained("ddp")
+    found, _ = trained(strategy)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(expected.state_dict().values(), found.state_dict().values(), strict=True)
+    )
+
+
+class Normed(nn.Module):
+    """Blocks that read in training what their last call has left in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.spectral_norm
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.blocks(x)
+        return output
+
+
+class Rolled(nn.Module):
+    """A block that puts another tensor in the place of its buffer, and is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Rolling(), Rolling()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+
+class Rolling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        output: Tensor = torch.tanh(self.layer(x)) * self.mean
+        return output
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+@pytest.mark.parametrize("model_fn", [Normed, Rolled])
+def test_buffers_that_a_block_reads_and_changes_are_read_again_as_they_were(
+    model_fn: type[nn.Module],
+) -> None:
+    verdict = shoal.verify(model_fn, batch, F.mse_loss, "recompute", ranks=1)
+    assert verdict.verdict == "exact", verdict
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model, _ = trained("recompute,ddp")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert not copied(torch.randn(8, 6, dtype=torch.float64)).any()
+
+
+def test_every_kth_unit_is_computed_twice() -> None:
+    assert trained("recompute,single")[1] == [[2, 2, 2, 2]] * 3
+    assert trained("recompute=3,single")[1] == [[2, 1, 1, 2]] * 3
+
+
+def test_a_budget_is_measured_in_the_first_step_and_spent_on_the_last_units() -> None:
+    _, calls = trained("recompute,budget_mb=0.01,single")
+    assert calls == [[1, 1, 1, 1], [2, 2, 1, 1], [2, 2, 1, 1]]
+    assert trained("recompute,budget_mb=1,single")[1] == [[1, 1, 1, 1]] * 3
+
+
+def test_an_evaluation_computes_once() -> None:
+    model, _ = trained("recompute,single")
+    model.calls = [0] * 4
+    with torch.no_grad():
+        model(torch.zeros(8, 6, dtype=torch.float64))
+    assert model.calls == [1, 1, 1, 1]
+
+
+def test_a_unit_that_the_model_has_not_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = Block(nn.Linear(3, 3))
+
+    model = Net()
+    with pytest.raises(StrategyRefused, match="no module of that class; did you mean 'Block'"):
+        shoal.init("recompute,unit=Blok", announce=lambda _: None).prepare(
+            model, torch.optim.SGD(model.parameters())
+        )
+
+
+def test_a_model_without_blocks_is_refused_with_the_cure() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(StrategyRefused, match="Name the class of its blocks: recompute,unit=CLASS"):
+        shoal.init("recompute", announce=lambda _: None).prepare(
+            model, torch.optim.SGD(model.parameters())
+        )

@@ -1,0 +1,268 @@
+"""ZeRO beyond the conformance table: what is held, clipping, evaluation, scalars, saving, and
+what is refused.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Subset
+
+import shoal
+from shoal.errors import LaunchError, StrategyRefused
+from shoal.testing import world
+from shoal.testing.check_strategy import check_strategy
+from shoal.verification import Experiment
+from shoal.verification.matrix_cases import image_loader, images
+
+
+class Scaled(nn.Module):
+    """With scalar parameters, which cannot be cut, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+        self.scale, self.shift = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor(0.5), requires_grad=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x.flatten(1)) * self.scale + self.shift
+        return scores
+
+
+def prepared(
+    strategy: str, make: Callable[[], nn.Module]
+) -> tuple[shoal.Run, nn.Module, torch.optim.Optimizer, DataLoader]:
+    torch.manual_seed(0)
+    run, model = shoal.init(strategy, announce=lambda _: None), make().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    return run, model, optimizer, loader
+
+
+def clipped(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    run, model, optimizer, loader = prepared(strategy, Scaled)
+    norms = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        norms.append(run.clip_gradients(0.1).item())
+        optimizer.step()
+    return norms, run.weights()
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero3", 3), ("zero2,hybrid=2", 4)])
+def test_clipping_sees_the_norm_of_the_whole_gradient(strategy: str, ranks: int) -> None:
+    norms, weights = clipped("single")
+    for found_norms, found in world.run(ranks, clipped, strategy):
+        assert found_norms == pytest.approx(norms, rel=1e-10)
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+
+
+def held(strategy: str) -> tuple[int, int]:
+    run, model, optimizer, loader = prepared(
+        strategy, lambda: nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 16))
+    )
+    x, y = next(iter(loader))
+    run.forward_backward(F.cross_entropy, model, x.flatten(1), y)
+    optimizer.step()
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in owned)
+    states = [optimizer.state[p]["momentum_buffer"] for p in owned]
+    return sum(p.to_local().numel() for p in owned), sum(
+        state.to_local().numel() for state in states
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_each_rank_holds_its_share_of_parameters_and_optimizer_states(strategy: str) -> None:
+    whole = 64 * 24 + 24 + 24 * 16 + 16
+    assert world.run(4, held, strategy) == [(whole // 4, whole // 4)] * 4
+    assert world.run(4, held, f"{strategy},hybrid=2") == [(whole // 2, whole // 2)] * 4
+
+
+def evaluated(
+    strategy: str, samples: int, around: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> tuple[dict[str, float], bool]:
+    run, model, _, _ = prepared(
+        strategy, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
+    )
+    loader = DataLoader(Subset(images(), range(samples)), batch_size=3)
+    sums = run.evaluate(
+        lambda out, y: {"loss": F.cross_entropy(out, y, reduction="sum")}, around(model), loader
+    )
+    return sums, all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("samples", [31, 12, 2])
+def test_an_evaluation_is_exact_where_some_ranks_have_fewer_batches_and_ends_in_shards(
+    samples: int,
+) -> None:
+    expected, _ = evaluated("single", samples)
+    assert world.run(3, evaluated, "zero3", samples) == [(expected, True)] * 3
+
+
+def test_an_evaluation_of_what_stands_around_the_model_is_exact_too() -> None:
+    expected, _ = evaluated("single", 2)
+    assert world.run(3, evaluated, "zero3", 2, nn.Sequential) == [(expected, True)] * 3
+
+
+def saves(strategy: str, file: Path) -> dict[str, Tensor]:
+    run, model, optimizer, loader = prepared(strategy, Scaled)
+    for x, y in loader:
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    run.save(file)
+    return run.weights()
+
+
+def test_what_is_saved_is_the_whole_model_under_its_own_names(tmp_path: Path) -> None:
+    weights, other = world.run(2, saves, "zero3", tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(found) == list(Scaled().state_dict())
+    for name, value in found.items():
+        assert torch.equal(value, weights[name])
+        assert torch.equal(value, other[name])
+    Scaled().double().load_state_dict(found)
+
+
+def differentiates_bare(strategy: str) -> None:
+    _, model, _, loader = prepared(strategy, Scaled)
+    model(next(iter(loader))[0]).sum().backward()
+
+
+def test_a_bare_backward_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"a bare \.backward\(\) reached a prepared model"):
+        world.run(2, differentiates_bare, "zero2")
+
+
+class WritesIntoViews(nn.Module):
+    """What comes out of a unit is written into: where that is a view, gathering in the backward
+    pass was at stake.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 10, batch_first=True)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.layers[0](x.squeeze(1))
+        hidden += 1.0
+        out, _ = self.layers[1](hidden)
+        last: Tensor = out[:, -1]
+        return last
+
+
+def trained_on_views(strategy: str) -> dict[str, Tensor]:
+    run, model, optimizer, loader = prepared(strategy, WritesIntoViews)
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, x, y)
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_model_may_write_into_what_a_unit_gives() -> None:
+    expected = trained_on_views("single")
+    for found in world.run(2, trained_on_views, "zero3"):
+        for name, value in expected.items():
+            assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max()
+
+
+class Sharing(nn.Module):
+    """Two blocks with the same module inside, and one block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared, twice = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 64), shared, nn.Tanh()) for _ in range(2)]
+        )
+        self.layers.extend([twice, twice, nn.Linear(64, 10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "recompute,zero3", "zero3,unit=Linear"])
+def test_modules_may_be_shared(strategy: str) -> None:
+    check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
+
+
+class Outside(nn.Module):
+    """Uses a block's weight outside of the block, before and after it has run."""
+
+    def __init__(self, before: bool, tied: bool = False) -> None:
+        super().__init__()
+        self.layers, self.before = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), before
+        if tied:
+            self.borrowed = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        x = F.linear(x, self.layers[0].weight) if self.before else x
+        scores: Tensor = self.layers(x) + F.linear(x, self.layers[0].weight)[:, :10]
+        return scores
+
+
+def uses_outside(strategy: str, before: bool) -> str:
+    run, model, _, loader = prepared(strategy, lambda: Outside(before))
+    with pytest.raises(StrategyRefused) as refusal:
+        run.forward_backward(F.cross_entropy, model, *next(iter(loader)))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before"), [("zero3", False), ("zero3", True), ("zero1", True)]
+)
+def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_cure(
+    strategy: str, before: bool
+) -> None:
+    for said in world.run(2, uses_outside, strategy, before):
+        assert f"{strategy}: a weight of one unit is used outside of that unit" in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before", "tied"), [("zero2", False, False), ("zero3", True, True)]
+)
+def test_the_cures_work(strategy: str, before: bool, tied: bool) -> None:
+    check_strategy(
+        strategy,
+        2,
+        Experiment(partial(Outside, before, tied), image_loader, F.cross_entropy, steps=3),
+    )
+
+
+def refused(strategy: str, trainable: bool) -> str:
+    with pytest.raises(StrategyRefused) as refusal:
+        prepared(strategy, lambda: nn.Linear(3, 3).requires_grad_(trainable))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainable", "message"),
+    [
+        ("zero3,hybrid=3", True, "4 ranks do not make whole groups. Use a divisor of 4"),
+        ("zero1", False, "the model has no such parameter"),
+        ("zero3,unit=Blok", True, "unit=Blok: the model has no module of that class"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(
+    strategy: str, trainable: bool, message: str
+) -> None:
+    for said in world.run(4, refused, strategy, trainable):
+        assert message in said

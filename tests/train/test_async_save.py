@@ -1,0 +1,244 @@
+"""Saving beside training: the same run to the last bit, and nothing is lost."""
+
+import os
+import re
+import signal
+import warnings
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import tiny_jobs
+import torch
+import torch.distributed as dist
+from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
+
+from shoal.errors import CheckpointError, LaunchError
+from shoal.launch.rank import EXIT_RESTART
+from shoal.testing import world
+from shoal.train.checkpoint import AsyncSaver, Checkpoints, tensor_files
+
+BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
+EVERY_STEP = {"checkpoint.every_steps": 1}
+PIPED = "pipeline=2,cuts=blocks.0"
+
+
+def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
+    world.run(ranks, tiny_jobs.trains, tiny(folder / "waits", *parts, EVERY_STEP))
+    world.run(ranks, tiny_jobs.trains, tiny(folder / "beside", *parts, BESIDE))
+    assert_equal_to_the_bit(everything(folder / "beside"), everything(folder / "waits"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "part"),
+    [
+        (1, "single", EVERYTHING),
+        pytest.param(3, "zero3", MLP, marks=pytest.mark.slow),
+        (2, PIPED, GPT),
+        pytest.param(2, "ddp", GPT, marks=pytest.mark.slow),
+    ],
+    ids=["single", "zero3", "pipeline", "ddp"],
+)
+def test_a_run_that_saves_beside_training_is_the_same_run(
+    tmp_path: Path, ranks: int, strategy: str, part: dict[str, Any]
+) -> None:
+    same_run(tmp_path, ranks, part, {"strategy": strategy})
+
+
+def test_a_stop_waits_for_the_save_that_is_under_way(tmp_path: Path) -> None:
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP))
+    job = tiny(tmp_path / "run", GPT, BESIDE)
+    with world.start(2, tiny_jobs.is_signalled, job, 5) as stopping:
+        assert stopping.wait() == [EXIT_RESTART] * 2
+    world.run(2, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+class DiesBesideASave(tiny_jobs.Undrawn):
+    """Is killed when a directory is there that a background save is writing."""
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        super()._step(batch, epochs)
+        if self.step > 4 and self.in_flight >= 0:
+            while (
+                not (aside := list(self.checkpoints.directory.glob("step-*.tmp")))
+                and not self._is_there()
+            ):
+                pass
+            if aside:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_there(self) -> bool:
+        return (self.checkpoints.directory / f"step-{self.in_flight:08}").exists()
+
+
+def dies(job: Any) -> None:
+    tiny_jobs.go(DiesBesideASave(job))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        pytest.param(1, "single", marks=pytest.mark.slow),
+        pytest.param(2, "zero3", marks=pytest.mark.slow),
+        (2, "ddp"),
+    ],
+)
+def test_killed_beside_a_save_it_ends_bit_equal(tmp_path: Path, ranks: int, strategy: str) -> None:
+    world.run(
+        ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP, strategy=strategy)
+    )
+    job = tiny(tmp_path / "run", GPT, BESIDE, strategy=strategy)
+    with world.start(ranks, dies, job) as killed:
+        codes = killed.wait()
+    assert -signal.SIGKILL in codes
+    world.run(ranks, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
+
+
+def saves_where_there_is_no_room(folder: Path) -> list[str]:
+    said = []
+    saver = AsyncSaver(Checkpoints(folder / "a file" / "checkpoints"))
+    for step in (1, 2):
+        saver.start(step, {}, {}, {}, best=False)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    saver.close()
+    return said
+
+
+def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    said = saves_where_there_is_no_room(tmp_path)
+    assert len(said) == 2
+    assert "the checkpoint of step 1 was not saved" in said[0]
+
+
+def has_no_memory_on_rank_1(folder: Path) -> list[str]:
+    """Memory for a copy of 4 EiB is what no machine has."""
+    said = []
+    checkpoints = Checkpoints(folder, group=dist.new_group(backend="gloo"))
+    saver = AsyncSaver(checkpoints)
+    for step in (1, 2):
+        size = 1 << 60 if step == 1 and dist.get_rank() == 1 else 3
+        tensors = {"weight": torch.zeros(1).expand(3)}
+        saver.start(step, tensors, {}, {"own": torch.zeros(1).expand(size)}, best=False)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            said.append(str(error))
+    saver.close()
+    return said
+
+
+def test_where_one_rank_has_no_memory_for_its_copy_that_save_fails_on_all(tmp_path: Path) -> None:
+    said = world.run(2, has_no_memory_on_rank_1, tmp_path / "checkpoints")
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert re.match(
+        "step 1 was not saved, there is no copy of it:\n  rank 1: RuntimeError: .*memory",
+        said[0][0],
+    )
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def holds_what_others_do_not(folder: Path) -> str:
+    """Rank 0 would leave `b` to rank 1, which has none."""
+    names = ["a", "b"] if dist.get_rank() == 0 else ["a"]
+    saver = AsyncSaver(Checkpoints(folder, group=dist.new_group(backend="gloo")))
+    saver.start(1, {name: torch.zeros(3) for name in names}, {}, {}, best=False)
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saver.close()
+    return ""
+
+
+def test_tensors_that_one_rank_alone_holds_are_not_left_out_silently(tmp_path: Path) -> None:
+    for said in world.run(2, holds_what_others_do_not, tmp_path / "checkpoints"):
+        assert "step 1 was not saved: ranks hold different tensors" in said
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_warning_filters_that_training_sets_while_a_save_goes_on_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, save = Event(), Event(), tensor_files.save
+
+    def waits(*what: Any, **named: Any) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        save(*what, **named)
+
+    monkeypatch.setattr(tensor_files, "save", waits)
+    saver = AsyncSaver(Checkpoints(tmp_path / "checkpoints"))
+    saver.start(1, {"weight": torch.zeros(3)}, {}, {}, best=False)
+    assert writing.wait(60)
+    warnings.filterwarnings("ignore", message="what the user does not want to hear")
+    go_on.set()
+    saver.wait()
+    saver.close()
+    warnings.warn(
+        "what the user does not want to hear", stacklevel=1
+    )  # an error, were it not for the filter
+
+
+class FailsBesideAFailingSave(tiny_jobs.Undrawn):
+    """A save has no room, and then a step of one rank fails."""
+
+    def _save(self, best: bool = False, must: bool = False) -> None:
+        self.checkpoints.directory.touch()  # a file, where a directory is to be made
+        super()._save(best, must)
+
+    def _step(self, batch: Any, epochs: float) -> None:
+        if self.step == 3 and self.run.rank == 1:
+            raise ValueError("a mistake of the user's")
+        super()._step(batch, epochs)
+
+
+def fails_beside_a_failing_save(job: Any) -> None:
+    tiny_jobs.go(FailsBesideAFailingSave(job))
+
+
+def test_a_save_that_fails_while_training_ends_by_an_error_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny(
+        tmp_path / "run", MLP, {"checkpoint.asynchronous": True, "checkpoint.every_steps": 3}
+    )
+    with pytest.raises(LaunchError, match="a mistake of the user's"):
+        world.run(2, fails_beside_a_failing_save, job)
+    assert capfd.readouterr().err.count("note: the checkpoint of step 3 was not saved") == 1
+
+
+class CannotSaveStep3(tiny_jobs.Undrawn):
+    """While step 3 is saved, the directory can be written by everybody, and is not trusted."""
+
+    def _save(self, best: bool = False, must: bool = False) -> None:
+        if self.step == 3:
+            self._settle_save()
+            self.checkpoints.directory.chmod(0o777)
+        super()._save(best, must)
+        if self.step == 3:
+            self._settle_save()
+            self.checkpoints.directory.chmod(0o755)
+
+
+def cannot_save_step_3(job: Any) -> None:
+    tiny_jobs.go(CannotSaveStep3(job))
+
+
+def test_a_failed_save_beside_training_is_said_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.run(2, cannot_save_step_3, tiny(tmp_path / "run", MLP, BESIDE, {"checkpoint.keep": 99}))
+    said = capsys.readouterr().err
+    assert said.count("the checkpoint of step 3 was not saved") == 1
+    assert "training goes on" in said
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08}" for step in range(1, 13) if step != 3]

@@ -1,0 +1,88 @@
+"""What happens to a run whose checkpoints are damaged, or find no room on the disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs
+from test_checkpoint_store import data_file, flip_a_bit
+from tiny_jobs import EVERYTHING, MLP, assert_equal_to_the_bit, contents, everything, tiny
+
+from shoal.errors import CheckpointError, LaunchError
+from shoal.testing import world
+
+# Checkpoints of the undisturbed run: steps 2, 3, 6, 9 and 10.
+SETTINGS = {**EVERYTHING, "checkpoint.keep": 9}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    world.run(2, tiny_jobs.trains, tiny(directory, SETTINGS))
+    return everything(directory)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny(tmp_path / "run", SETTINGS)
+    with world.start(2, tiny_jobs.is_signalled, job, 8) as stopping:
+        assert stopping.wait() == [75, 75]
+    flip_a_bit(data_file(tmp_path / "run/checkpoints", 9))
+    capsys.readouterr()
+    world.run(2, tiny_jobs.trains, job)
+    said = capsys.readouterr().err
+    assert "note: checkpoint step-00000009 is skipped: " in said
+    assert "was altered: SHA-256" in said
+    assert "resumed from " + str(tmp_path / "run/checkpoints/step-00000006") in said
+    assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
+
+
+def test_when_all_are_damaged_the_run_refuses_and_changes_nothing(tmp_path: Path) -> None:
+    job = tiny(tmp_path / "run", MLP)
+    tiny_jobs.trains(job)
+    for step in (4, 9, 12):
+        flip_a_bit(data_file(tmp_path / "run/checkpoints", step))
+    before = contents(tmp_path / "run")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step-00000012.*step-00000009.*step-00000004.*none is left"
+    ):
+        tiny_jobs.trains(job)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_full_disk_is_said_and_training_goes_on(
+    tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.run(2, tiny_jobs.fills_the_disk, tiny(tmp_path / "run", SETTINGS), (3, 9))
+    said = capsys.readouterr().err
+    for step in (3, 9):
+        assert (
+            f"note: the checkpoint of step {step} was not saved in {tmp_path / 'run/checkpoints'}:"
+            in said
+        )
+    assert said.count("File too large; training goes on") == 2
+    names = [
+        name
+        for name in undisturbed["checkpoints"]
+        if name not in ("step-00000003", "step-00000009")
+    ]
+    assert_equal_to_the_bit(everything(tmp_path / "run"), {**undisturbed, "checkpoints": names})
+
+
+def test_a_last_save_that_fails_is_a_failed_run_which_the_same_command_completes(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    job = tiny(tmp_path / "run", SETTINGS)
+    with pytest.raises(LaunchError, match="the checkpoint of step 10 was not saved"):
+        world.run(2, tiny_jobs.fills_the_disk, job, (10,))
+    world.run(2, tiny_jobs.trains, job)
+    assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
+
+
+def test_what_is_called_the_best_was_saved(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["info"]["best"]["step"] == 6
+    world.run(2, tiny_jobs.fills_the_disk, tiny(tmp_path / "run", SETTINGS), (6,))
+    found = everything(tmp_path / "run")
+    assert found["best"] == f"step-{found['info']['best']['step']:08}\n"
+    assert f"step-{found['info']['best']['step']:08}" in found["checkpoints"]
