@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, fx, nn
+
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 
 
 @dataclass(frozen=True)
@@ -82,3 +85,24 @@ class FullModel:
             )
             > 1
         )
+
+
+def free_other_params(model: nn.Module, kept: nn.Module) -> None:
+    """Take from `model` what is not in `kept`: its tensors have a shape and no memory
+    afterwards.
+    """
+    alive = {id(tensor) for tensor in (*kept.parameters(), *kept.buffers())}
+    empty: dict[int, Tensor] = {}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is None or id(tensor) in alive:
+                    continue
+                if id(tensor) not in empty:
+                    hollow = tensor.detach().to("meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    empty[id(tensor)] = (
+                        nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
+                    )
+                store[name] = empty[id(tensor)]

@@ -223,27 +223,6 @@ def collect(model: nn.Module, targets: Set[str], others: Set[str] = frozenset())
     return tree
 
 
-def free_other_params(model: nn.Module, kept: nn.Module) -> None:
-    """Take from `model` what is not in `kept`: its tensors have a shape and no memory
-    afterwards.
-    """
-    alive = {id(tensor) for tensor in (*kept.parameters(), *kept.buffers())}
-    empty: dict[int, Tensor] = {}
-    for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
-        for store in stores:
-            for name, tensor in store.items():
-                if tensor is None or id(tensor) in alive:
-                    continue
-                if id(tensor) not in empty:
-                    hollow = tensor.detach().to("meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    empty[id(tensor)] = (
-                        nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
-                    )
-                store[name] = empty[id(tensor)]
-
-
 def unused(model: nn.Module, all_targets: Set[str]) -> set[str]:
     """Names of parameters and buffers that no stage uses."""
     used = collect(model, all_targets)

@@ -38,7 +38,7 @@ from shoal.platform.torch_private.module_state import (
     has_pre_hooks_with_keywords,
 )
 from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, Strategy
-from shoal.strategies.full_model import FullModel
+from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.fx_trace import Traced
@@ -50,7 +50,6 @@ from shoal.strategies.pipeline.stage import (
     Stage,
     apply_pre_hooks,
     collect,
-    free_other_params,
     stages,
     unused,
 )

@@ -47,9 +47,8 @@ from shoal.strategies.base import (
     Strategy,
 )
 from shoal.strategies.colocation import Colocation
-from shoal.strategies.full_model import FullModel
+from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.options import TensorOptions
-from shoal.strategies.pipeline.stage import free_other_params
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
