@@ -22,7 +22,10 @@ from pathlib import Path
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.codec import FIRST_HOST_ID, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.coordinator_server import CoordinatorConfig, arbitrate
+from shoal.parameter_server.coordinator.coordinator_server import (
+    CoordinatorConfig,
+    serve_coordinator,
+)
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.node.node_server import ServerConfig, serve
 from shoal.parameter_server.shard_settings import ShardSettings
@@ -76,7 +79,7 @@ class CoordinatorProcess:
         self.start()
 
     def start(self) -> None:
-        self.pid = self.nursery.start(arbitrate, self.court, listener=self.listener)
+        self.pid = self.nursery.start(serve_coordinator, self.court, listener=self.listener)
 
     @property
     def is_done(self) -> bool:

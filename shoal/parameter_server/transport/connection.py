@@ -36,7 +36,7 @@ class QueuedConnection:
     Tensors are sent from their own memory: they must not change until the peer has answered.
 
     Attributes:
-        heard: is set by the one reader when it will read no more.
+        reader_done: is set by the one reader when it will read no more.
     """
 
     def __init__(self, channel: SecureChannel, name: str) -> None:
@@ -46,7 +46,7 @@ class QueuedConnection:
         )
         self._number = itertools.count()
         self._posting, self._unsent = threading.Lock(), 0
-        self.heard = threading.Event()
+        self.reader_done = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
         self._thread.start()
 
