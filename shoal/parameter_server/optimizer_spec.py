@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from shoal.errors import StrategyRefused
 
 ELEMENTWISE_OPTIMIZERS = (
-    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam",
+    "RMSprop", "Rprop",
 )  # fmt: skip
 
 Setting = float | int | bool | None | list[float]
@@ -88,7 +89,7 @@ def update(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON can hold a setting: a number, None, a scalar tensor, or a list of them."""
+    """Return whether a setting is None, a number, a scalar tensor, or a list of the latter two."""
     if isinstance(value, (tuple, list)):
         return all(_is_plain(item) and item is not None for item in value)
     return (
