@@ -31,9 +31,9 @@ MIGRATION_LIMIT_S = 120.0
 RETRY_S = 0.1
 
 
-def write_address_file(folder: Path, arbiter: Address, job: str) -> None:
+def write_address_file(folder: Path, coordinator: Address, job: str) -> None:
     """Write the address of a job's coordinator to a file in the folder of its key."""
-    (folder / ADDRESS_FILE).write_text(json.dumps({"arbiter": list(arbiter), "job": job}))
+    (folder / ADDRESS_FILE).write_text(json.dumps({"arbiter": list(coordinator), "job": job}))
 
 
 def symlink_to(link: Path, folder: Path) -> None:

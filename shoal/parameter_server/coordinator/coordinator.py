@@ -191,25 +191,31 @@ class Coordinator:
         self.bandwidths |= bandwidths
         self._rebalance()
 
-    def transfer_done(self, server: int, part: int, since: int, giver: int) -> list[View]:
+    def transfer_done(
+        self, server: int, partition: int, start_version: int, source: int
+    ) -> list[View]:
         """Finish a migration: a server and its backups have the partition.
 
         Args:
             server: the primary of the target shard.
-            since: the version in which the migration started.
-            giver: the server that sent the partition.
+            start_version: the placement version in which the migration started.
+            source: the server that sent the partition.
         """
-        move = self.placement.moving.get(part)
-        if move is None or move.start_version != since or self.views[move.target].primary != server:
+        move = self.placement.moving.get(partition)
+        if (
+            move is None
+            or move.start_version != start_version
+            or self.views[move.target].primary != server
+        ):
             return []
         # The sender may have been replaced, and so may have sent old values. The new primary of
         # its shard sends the partition again.
-        if self.views[self.placement.owners[part]].primary != giver:
+        if self.views[self.placement.owners[partition]].primary != source:
             return []
         owners = list(self.placement.owners)
-        owners[part] = move.target
+        owners[partition] = move.target
         moving = {
-            number: other for number, other in self.placement.moving.items() if number != part
+            number: other for number, other in self.placement.moving.items() if number != partition
         }
         self._replace_placement(owners=tuple(owners), moving=moving)
         return self._retire_empty()

@@ -69,7 +69,9 @@ class CoordinatorServer:
     def __init__(self, config: CoordinatorConfig, listener: socket.socket) -> None:
         settings = config.settings
         self.config = config
-        self.acceptor = Acceptor(listener, "the arbiter", config.transport.for_arbiter(), ARBITER)
+        self.acceptor = Acceptor(
+            listener, "the arbiter", config.transport.for_coordinator(), ARBITER
+        )
         self.sizes = tuple(partition.size_bytes for partition in settings.parts)
         self.coordinator = Coordinator(
             config.owners, self.sizes, config.shards, settings.lease_s, config.replicas

@@ -50,9 +50,9 @@ class Placement:
             if move.target == shard
         }
 
-    def route(self, part: int) -> int | None:
+    def route(self, partition: int) -> int | None:
         """Return the shard that answers for a partition; None while it migrates."""
-        return None if part in self.moving else self.owners[part]
+        return None if partition in self.moving else self.owners[partition]
 
     def to_json(self) -> dict[str, Any]:
         moving = [[partition, *move] for partition, move in self.moving.items()]

@@ -53,7 +53,7 @@ class ClusterWatcher:
     ) -> None:
         self._number = number
         self._address = address
-        self._transport = transport.for_arbiter()
+        self._transport = transport.for_coordinator()
         self._first = first
         self._changed = changed
         self._placed = placed

@@ -74,7 +74,7 @@ class Membership:
 
     Attributes:
         view: the newest view that names this server.
-        links: backup -> connection to it.
+        backup_connections: backup -> connection to it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Membership:
         self.transport = transport
         self.lease_s = lease_s
         self.view = View(shard)
-        self.links: dict[int, QueuedConnection] = {}
+        self.backup_connections: dict[int, QueuedConnection] = {}
         self._address = address
         self._coordinator = coordinator
         self._joined = threading.Event()
@@ -139,27 +139,29 @@ class Membership:
             return None
         return QueuedConnection(channel, f"server {server}")
 
-    def add_backup_link(self, backup: int, peer: QueuedConnection) -> None:
+    def add_backup(self, backup: int, peer: QueuedConnection) -> None:
         """Use a connection to a replica, and receive its acknowledgements."""
-        self.links[backup] = peer
+        self.backup_connections[backup] = peer
         threading.Thread(target=self._receive_acks, args=(backup, peer), daemon=True).start()
 
     def disconnect_backup(self, backup: int) -> None:
         """Close the connection to a replica."""
-        self.links.pop(backup).close()
+        self.backup_connections.pop(backup).close()
 
     def replicate(self, message: ReplicateUpdate | InstallSnapshot) -> None:
         """Send an update or a snapshot to a backup, under the epoch of this server's view.
 
         Without a connection the message is dropped: a snapshot follows the next connection.
         """
-        link = self.links.get(message.backup)
-        if link is None:
+        connection = self.backup_connections.get(message.backup)
+        if connection is None:
             return
         epoch = self.view.epoch
         if isinstance(message, InstallSnapshot):
             payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
-            link.post(Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch)
+            connection.post(
+                Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch
+            )
             return
         update = message.update
         meta: dict[str, Any] = {
@@ -168,8 +170,8 @@ class Membership:
             "present": update.grad_mask.hex(),
             "settings": message.settings,
         }
-        link.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
-        link.post(
+        connection.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
+        connection.post(
             Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch
         )
 
@@ -252,10 +254,10 @@ class Membership:
 
     # Backups
 
-    def _receive_acks(self, backup: int, link: QueuedConnection) -> None:
+    def _receive_acks(self, backup: int, connection: QueuedConnection) -> None:
         try:
             while True:
-                header, _ = link.receive(lambda _: None)
+                header, _ = connection.receive(lambda _: None)
                 if header.op == Op.REFUSED:
                     log.info(
                         "server %d was replaced: its backup %d follows another", self.server, backup
@@ -265,6 +267,6 @@ class Membership:
                     backup, header.partition, header.step, bool(header.flags)
                 )
         except WireError:
-            link.close()
-            if self.links.get(backup) is link:
-                del self.links[backup]  # with each lease, `Replication` connects again
+            connection.close()
+            if self.backup_connections.get(backup) is connection:
+                del self.backup_connections[backup]  # with each lease, `Replication` connects again

@@ -141,7 +141,7 @@ class ServerNode:
             settings.recipe,
             range(settings.workers),
             settings.staleness,
-            mine=(),
+            owned=(),
             memory=self.shared_values.values,
             snapshot=self.shared_values.copy,
         )

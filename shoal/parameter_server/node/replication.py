@@ -58,7 +58,7 @@ class Replication:
         """Wait for the backups that a view names, and for no others. The lock is held."""
         expected = set(self._shard.backups.clocks)
         for backup in expected - set(view.members):
-            if backup in self._membership.links:
+            if backup in self._membership.backup_connections:
                 self._membership.disconnect_backup(backup)
             self._send(self._shard.remove_backup(backup))
         for backup in set(view.backups) - set(self._shard.backups.clocks):
@@ -70,12 +70,12 @@ class Replication:
             return
         view = self._membership.view
         for backup in (*view.backups, *view.joining):
-            if backup in self._membership.links:
+            if backup in self._membership.backup_connections:
                 continue
             peer = self._membership.connect_to(backup, view.addresses.get(backup))
             if peer is not None:
                 with self._lock:
-                    self._membership.add_backup_link(backup, peer)
+                    self._membership.add_backup(backup, peer)
                     self._send(self._shard.add_backup(backup, in_sync=backup in view.backups))
 
     def on_ack(self, backup: int, partition: int, clock: int, filled: bool) -> None:

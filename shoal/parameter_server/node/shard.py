@@ -45,7 +45,7 @@ class Shard(ShardReplica):
     """The partitions of one server, and the requests of workers for them.
 
     Args:
-        parts, recipe, workers, mine, memory: see `ShardReplica`, which calls `mine` `owned`.
+        parts, recipe, workers, owned, memory: see `ShardReplica`.
         staleness: steps that a worker may be ahead of the slowest; 0 for synchronous steps, None
             for any number.
         snapshot: copies a partition's values for one worker, where they may change before the
@@ -64,13 +64,13 @@ class Shard(ShardReplica):
         workers: Iterable[int],
         staleness: int | None = 0,
         *,
-        mine: Iterable[int] | None = None,
+        owned: Iterable[int] | None = None,
         memory: Callable[[Partition], Tensor | None] = lambda _: None,
         snapshot: Callable[[int, int, Tensor], Tensor] = lambda _worker, _part, values: (
             values.clone()
         ),
     ) -> None:
-        super().__init__(parts, recipe, workers, mine, memory)
+        super().__init__(parts, recipe, workers, owned, memory)
         self.staleness = staleness
         self._snapshot = snapshot
         self.step_requests: dict[int, tuple[int, StepRequest]] = {}
@@ -180,16 +180,18 @@ class Shard(ShardReplica):
             return (out for partition in answered for out in self._step_sync(partition))
         return (out for partition in answered for out in self._step_async(worker, partition))
 
-    def query_gradient(self, worker: int, step: int, partition: int, whole: bool) -> list[Outgoing]:
+    def query_gradient(
+        self, worker: int, step: int, partition: int, as_tensor: bool
+    ) -> list[Outgoing]:
         """Ask for the sum of a partition's gradients in a synchronous step.
 
         The answer comes when every worker has pushed, so before the step is taken.
 
         Args:
-            whole: the answer is the tensor; else it is the sum of its squares.
+            as_tensor: the answer is the tensor; else it is the sum of its squares.
         """
         self.require_partition(partition)
-        self.queries.append(GradientQuery(worker, step, partition, whole))
+        self.queries.append(GradientQuery(worker, step, partition, as_tensor))
         return self._answer_queries(partition)
 
     def pull(self, worker: int, partition: int) -> list[Outgoing]:

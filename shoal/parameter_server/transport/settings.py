@@ -44,7 +44,7 @@ class Transport:
         largest_bytes = max((part.size_bytes for part in parts), default=0)
         return replace(self, limit_bytes=_STATE_FACTOR * largest_bytes + _MAX_METADATA_BYTES)
 
-    def for_arbiter(self) -> Transport:
+    def for_coordinator(self) -> Transport:
         """Return these settings with a limit that fits the placement of any model."""
         return replace(self, limit_bytes=PLACEMENT_BYTES)
 
