@@ -23,7 +23,7 @@ from shoal.strategies.transforms.precision import Precision
 STRATEGY_CLASSES = [
     *(
         getattr(import_module(f"shoal.strategies.{file}"), name)
-        for file, _, name in (known.where.partition(":") for known in STRATEGIES.values())
+        for file, _, name in (known.class_path.partition(":") for known in STRATEGIES.values())
     ),
     Accumulate,
     Compile,

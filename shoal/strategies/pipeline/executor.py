@@ -95,7 +95,7 @@ class PipelineExecutor:
         # nothing fill up.
         micros = list(
             split_microbatches(
-                batch._replace(previous_totals=None, stop_requested=False), count, least=count
+                batch._replace(previous_totals=None, stop_requested=False), count, min_count=count
             )
         )
         outcomes: list[ForwardOutput] = []
