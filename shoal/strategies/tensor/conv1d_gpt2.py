@@ -59,12 +59,12 @@ class RowTransposed(nn.Module):
     """Takes this rank's slice of the inputs; the outputs are whole."""
 
     region: Region
-    along: int | None
+    shard_dim: int | None
     weight: Tensor
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         return add_bias(
-            row_parallel_matmul(x, local_shard(self.weight).t(), self.region.axis, self.along),
+            row_parallel_matmul(x, local_shard(self.weight).t(), self.region.axis, self.shard_dim),
             self.bias,
         )

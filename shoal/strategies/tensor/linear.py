@@ -37,11 +37,11 @@ class RowParallelLinear(nn.Linear):
     """
 
     region: Region
-    along: int | None
+    shard_dim: int | None
 
     def forward(self, x: Tensor) -> Tensor:
         return add_bias(
-            row_parallel_matmul(x, local_shard(self.weight), self.region.axis, self.along),
+            row_parallel_matmul(x, local_shard(self.weight), self.region.axis, self.shard_dim),
             self.bias,
         )
 

@@ -44,7 +44,7 @@ class SequenceParallelTensor(Tensor):
 
     local: Tensor
     axis: Axis
-    along: int
+    shard_dim: int
     order: tuple[int, ...]
     _live_views: tuple[tuple[Tensor, int], ...] = ()
 
@@ -72,29 +72,29 @@ class SequenceParallelTensor(Tensor):
     def like(self, own: Tensor) -> SequenceParallelTensor:
         """Another, of the same tokens."""
         return SequenceParallelTensor.of(
-            own, self.axis, self.along, self.shape[self.along], self.order
+            own, self.axis, self.shard_dim, self.shape[self.shard_dim], self.order
         )
 
     def gathered(self) -> Tensor:
         """The whole, on every rank, without a gradient. Collective."""
-        length, place = self.shape[self.along], self.order.index(self.along)
+        length, place = self.shape[self.shard_dim], self.order.index(self.shard_dim)
         whole = all_gather_dim(self.local.permute(self.order), self.axis, place, length)
         # No view in the eyes of autograd: what follows may write into it.
         return whole.permute([self.order.index(dim) for dim in range(self.dim())]).detach()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """What it is made of, for whoever counts memory."""
-        return ["own"], (self.axis, self.along, self.shape[self.along], self.order)
+        return ["local"], (self.axis, self.shard_dim, self.shape[self.shard_dim], self.order)
 
     @staticmethod
     def __tensor_unflatten__(
         parts: dict[str, Tensor], rest: Any, shape: Any, strides: Any
     ) -> SequenceParallelTensor:
-        return SequenceParallelTensor.of(parts["own"], *rest)
+        return SequenceParallelTensor.of(parts["local"], *rest)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without asking the other ranks."""
-        return f"SequenceSlices(shape={tuple(self.shape)}, of which own={tuple(self.local.shape)}, along={self.along})"
+        return f"SequenceSlices(shape={tuple(self.shape)}, of which own={tuple(self.local.shape)}, along={self.shard_dim})"
 
     def __format__(self, _: str) -> str:
         return repr(self)
@@ -200,7 +200,7 @@ class GatherForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: SequenceParallelTensor) -> Tensor:
-        ctx.axis, ctx.shard_dim, ctx.order = x.axis, x.along, x.order
+        ctx.axis, ctx.shard_dim, ctx.order = x.axis, x.shard_dim, x.order
         return x.gathered()
 
 

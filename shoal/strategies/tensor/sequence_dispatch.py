@@ -75,9 +75,9 @@ def _each_entry(func: Any, args: Any, options: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
     like = max(
         (t for t in tensors if isinstance(t, SequenceParallelTensor)),
-        key=lambda t: t.shape[t.along],
+        key=lambda t: t.shape[t.shard_dim],
     )
-    behind, length = like.dim() - like.along, like.shape[like.along]
+    behind, length = like.dim() - like.shard_dim, like.shape[like.shard_dim]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     if shape[-behind] != length:
         return NotImplemented
@@ -112,8 +112,8 @@ def _has_layout(x: Tensor, behind: int, length: int) -> bool:
     """In slices of a sequence of this length, in the dimension that is this far from the last."""
     return (
         isinstance(x, SequenceParallelTensor)
-        and x.dim() - x.along == behind
-        and x.shape[x.along] == length
+        and x.dim() - x.shard_dim == behind
+        and x.shape[x.shard_dim] == length
     )
 
 
@@ -135,10 +135,10 @@ def _order(func: Any, args: Any, options: Any) -> tuple[int, ...]:
 
 def _own_like(tensor: Tensor, like: SequenceParallelTensor) -> Tensor:
     """This rank's tokens of a tensor of the same shape, however it lies."""
-    if isinstance(tensor, SequenceParallelTensor) and tensor.along == like.along:
+    if isinstance(tensor, SequenceParallelTensor) and tensor.shard_dim == like.shard_dim:
         return tensor.local
     whole = tensor.gathered() if isinstance(tensor, SequenceParallelTensor) else tensor
-    return local_slice(whole, like.axis, like.along)
+    return local_slice(whole, like.axis, like.shard_dim)
 
 
 def _same(func: Any, args: Any, options: Any) -> Any:
@@ -209,7 +209,7 @@ def _remaining_dims(x: SequenceParallelTensor, found: Tensor, args: Any) -> Sequ
     keeps = len(args) > 2 and args[2]
     left = [dim for dim in range(x.dim()) if keeps or dim not in _dims_of(args)]
     order = [left.index(dim) for dim in x.order if dim in left]
-    return SequenceParallelTensor.of(found, x.axis, left.index(x.along), x.shape[x.along], order)
+    return SequenceParallelTensor.of(found, x.axis, left.index(x.shard_dim), x.shape[x.shard_dim], order)
 
 
 def _sum_of_all(func: Any, args: Any, options: Any) -> Any:
@@ -247,7 +247,7 @@ def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
 
 def _normalizes_tokens(x: Any, normalized: Any, parameters: Any) -> bool:
     plain = not any(isinstance(parameter, SequenceParallelTensor) for parameter in parameters)
-    return plain and isinstance(x, SequenceParallelTensor) and x.along < x.dim() - len(normalized)
+    return plain and isinstance(x, SequenceParallelTensor) and x.shard_dim < x.dim() - len(normalized)
 
 
 RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {

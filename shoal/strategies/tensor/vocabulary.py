@@ -24,7 +24,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """
 
     axis: Axis
-    along: int | None
+    shard_dim: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         words = self.num_embeddings // self.axis.size
@@ -39,9 +39,9 @@ class VocabParallelEmbedding(nn.Embedding):
         padding = padding if padding is not None and 0 <= padding < words else None
         found = F.embedding(rows, local_shard(self.weight), padding)
         ours_alone = found.masked_fill(~ours.unsqueeze(-1), 0.0)
-        if self.along is None or found.dim() < 3:
+        if self.shard_dim is None or found.dim() < 3:
             return reduce_from_region(ours_alone, self.axis)
-        return reduce_scatter_sequence(ours_alone, self.axis, self.along)
+        return reduce_scatter_sequence(ours_alone, self.axis, self.shard_dim)
 
 
 class VocabParallelHead(nn.Linear):
