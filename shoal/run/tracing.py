@@ -76,7 +76,7 @@ class Tracing:
     def watch_passes(self, part: LocalModel, batch: LocalBatch) -> StepResult:
         """`both_passes`, noted."""
         # Those of a pipeline are noted where they are made: each is of one micro-batch and stage.
-        if not self.recorder.on or part.passes.recorded:
+        if not self.recorder.on or part.pass_traits.recorded:
             return forward_backward(part, batch)
         recorder, ends = self.recorder, [0]
 

@@ -52,12 +52,12 @@ WORLD_CHANGED_MESSAGE = "the number of ranks has changed, and each rank's optimi
 class LocalSgd(LocalOptions, Strategy):
     """Local SGD: the mean of all weights, every so many steps."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces run, gather and late_gradients. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _cut(part, mesh, self.name, self.every, None)
+        return _cut(model, mesh, self.name, self.every, None)
 
     @property
     def deviations(self) -> list[str]:
@@ -69,13 +69,13 @@ class Diloco(DilocoOptions, Strategy):
     steps.
     """
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces run, gather and late_gradients. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
         return _cut(
-            part, mesh, self.name, self.every, OuterOptimizer(self.outer_lr, self.outer_momentum)
+            model, mesh, self.name, self.every, OuterOptimizer(self.outer_lr, self.outer_momentum)
         )
 
     @property

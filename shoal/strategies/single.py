@@ -11,11 +11,11 @@ from shoal.strategies.options import NoOptions
 class Single(NoOptions, Strategy):
     """The reference that every other strategy is measured against."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """`model`, unchanged. Raises StrategyRefused in a world of several ranks."""
         if mesh.data.size > 1:
             raise StrategyRefused(
                 f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or "
                 "start one process."
             )
-        return part
+        return model

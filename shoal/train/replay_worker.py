@@ -136,10 +136,10 @@ class _ReplayStrategy(Strategy):
     def __init__(self, options: Server, held: list[PartitionState]) -> None:
         self.options, self.held = options, held
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        engine = WorkerEngine(self.options, part, mesh, self._connect)
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        engine = WorkerEngine(self.options, model, mesh, self._connect)
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,

@@ -18,7 +18,7 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import init_with_place
-from shoal.strategies.base import LossFunction, refuse_unless_scalar
+from shoal.strategies.base import LossFunction, check_scalar_loss
 from shoal.verification.buffer_check import are_read, changed, copied
 from shoal.verification.differences import differences
 
@@ -93,7 +93,7 @@ def run_reference(experiment: Experiment, file: Path) -> None:
 
 def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: Any) -> Tensor:
     value = experiment.loss_fn(model(*inputs), target)
-    refuse_unless_scalar(value[0] if isinstance(value, tuple) else value)
+    check_scalar_loss(value[0] if isinstance(value, tuple) else value)
     return value[0] / value[1] if isinstance(value, tuple) else value
 
 

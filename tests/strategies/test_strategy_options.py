@@ -101,7 +101,7 @@ def test_options_of_a_strategy_of_ones_own_are_left_to_those_who_can_import_it()
     [
         ("WithoutBase", "derive the class from shoal.strategies.base.Strategy"),
         ("NOT_A_CLASS", "derive the class from shoal.strategies.base.Strategy"),
-        ("WithoutCut", "own_strategies:WithoutCut lacks cut"),
+        ("WithoutApply", "own_strategies:WithoutApply lacks apply"),
     ],
 )
 def test_a_class_that_is_no_strategy_is_refused_before_anything_is_done(

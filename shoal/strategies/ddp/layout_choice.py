@@ -81,7 +81,7 @@ def _overlapped_buckets(options: DdpOptions, part: LocalModel, axis: Axis) -> Gr
     compression = parse(options.compress)
     buckets = bucketize_backward(part.trainable_params, options.bucket_mb)
     # A pipeline sends all buckets after its passes, when nothing else is under way.
-    own_axis = axis if part.passes.complete_after_run else with_own_group(axis)
+    own_axis = axis if part.pass_traits.complete_after_run else with_own_group(axis)
     reduce: ReduceFunction = RankOrderMean(own_axis)
     if compression is not None:
         summary = _bytes_summary(options.compress, compression, buckets, axis.size)
@@ -117,7 +117,7 @@ def _bytes_summary(
 
 def is_partial_model(part: LocalModel) -> bool:
     """Return if this rank has slices or stages of the model, beside tensor or in a pipeline."""
-    return part.passes.complete_after_run or part.has_sharded_params
+    return part.pass_traits.complete_after_run or part.has_sharded_params
 
 
 def sparse_layers(module: nn.Module) -> list[str]:

@@ -55,7 +55,7 @@ class OverlappedBuckets(GradientLayout):
         self._is_last_batch = False
         self._next = 0  # the bucket to be sent next
         # A pipeline's are sent after all passes, in however many parts they were accumulated.
-        overlaps = not part.passes.complete_after_run
+        overlaps = not part.pass_traits.complete_after_run
         self._check = AccumulatedOnceCheck(part.trainable_params if overlaps else {})
         for bucket in self.buckets if overlaps else ():
             for parameter in bucket.parameters:

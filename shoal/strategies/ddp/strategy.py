@@ -52,31 +52,31 @@ NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no train
 class Ddp(DdpOptions, Strategy):
     """Distributed data parallel."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace forward, run and late_gradients; with error feedback, kept too. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or
             pipeline, or of complex numbers; allreduce beside these, or of sparse gradients.
         """
         if self.allreduce == "auto":
-            part = replace(part, summary_lines=(*part.summary_lines, AUTO_MESSAGE))
-            return replace(self, allreduce="backend", table="").apply_strategies(part, mesh)
-        self._check_allreduce(part, mesh)
-        self._check_compress(part)
-        if not part.trainable_params and not part.is_partial:  # some layers may have none
+            model = replace(model, summary_lines=(*model.summary_lines, AUTO_MESSAGE))
+            return replace(self, allreduce="backend", table="").apply(model, mesh)
+        self._check_allreduce(model, mesh)
+        self._check_compress(model)
+        if not model.trainable_params and not model.is_partial:  # some layers may have none
             raise StrategyRefused(NO_PARAMETERS_MESSAGE)
         if mesh.data.size == 1:
-            return part
-        mesh.data.broadcast_module(part.module)
-        reducer = build_reducer(self, part, mesh.data)
+            return model
+        mesh.data.broadcast_module(model.module)
+        reducer = build_reducer(self, model, mesh.data)
         register_cleanup(reducer)
         return replace(
-            part,
+            model,
             forward=reducer.forward,
             run=reducer.forward_backward,
-            grads_not_ready_reason=part.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
+            grads_not_ready_reason=model.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
             strategy_state=reducer.reduce.strategy_state,
-            summary_lines=(*part.summary_lines, *reducer.reduce.summary_lines),
+            summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 
     @property

@@ -28,7 +28,7 @@ from shoal.strategies.base import (
     ForwardOutput,
     LocalBatch,
     StepResult,
-    loss,
+    weighted_loss,
 )
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.constants import Constants
@@ -80,7 +80,7 @@ class PipelineExecutor:
         """One stage; of the last one, the loss too."""
         output = self.stages[batch.stage](self.model.training, *batch.inputs, *batch.values)
         if batch.stage == self.last:
-            return loss(output, batch)
+            return weighted_loss(output, batch)
         nothing = torch.zeros((), device=self.axis.device)
         return ForwardOutput(nothing, nothing, False, values=output)
 

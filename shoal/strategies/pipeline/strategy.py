@@ -68,18 +68,18 @@ class Pipeline(PipelineOptions, Strategy):
 
     needs_example_batch: ClassVar[bool] = True
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces module, forward, run, owned. Collective.
 
         Raises: StrategyRefused: a model that cannot be cut so.
         """
-        self._refuse(part)
+        self._refuse(model)
         if mesh.pipeline.size == 1:
-            return part
-        mesh.pipeline.broadcast_module(part.module)
-        chosen = self._table(part.example_inputs)
-        where, uncut, graph = self._stage_placement(part, mesh, chosen)
-        return _cut(part, mesh, chosen, where, uncut, graph, self.microbatches == 0)
+            return model
+        mesh.pipeline.broadcast_module(model.module)
+        chosen = self._table(model.example_inputs)
+        where, uncut, graph = self._stage_placement(model, mesh, chosen)
+        return _cut(model, mesh, chosen, where, uncut, graph, self.microbatches == 0)
 
     def _refuse(self, part: LocalModel) -> None:
         if self.ranks > 1 and part.example_inputs is None:
@@ -183,7 +183,7 @@ def _cut(
         full_model=uncut,
         duplicated_params=ties.owned_by_earlier_stage,
         tied_names=aliases,
-        passes=PassTraits(module_called=False, complete_after_run=True, recorded=True),
+        pass_traits=PassTraits(module_called=False, complete_after_run=True, recorded=True),
         grads_not_ready_reason=LATE,
         summary_lines=(*part.summary_lines, *said),
     )

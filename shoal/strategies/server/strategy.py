@@ -34,7 +34,7 @@ class Server(ServerOptions, Strategy):
 
     needs_helper_processes: ClassVar[bool] = True
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces forward, run, gather, remote and kept. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; a mesh with other axes than
@@ -42,7 +42,7 @@ class Server(ServerOptions, Strategy):
                 numbers; complex128.
             ConfigError: compress of an unknown kind.
         """
-        if not part.trainable_params:
+        if not model.trainable_params:
             raise StrategyRefused(
                 "strategy server steps parameters on servers; the model has no trainable parameter."
             )
@@ -52,10 +52,10 @@ class Server(ServerOptions, Strategy):
                 "them. Use ddp or zero1."
             )
         if self.compress != "none":
-            check_real_parameters(part.trainable_params, self.compress)
+            check_real_parameters(model.trainable_params, self.compress)
         double = [
             name
-            for name, parameter in part.trainable_params.items()
+            for name, parameter in model.trainable_params.items()
             if parameter.dtype == torch.complex128
         ]
         if double:
@@ -64,11 +64,11 @@ class Server(ServerOptions, Strategy):
                 "complex128. Use "
                 "complex64, or ddp."
             )
-        mesh.broadcast_module(part.module)
-        engine = WorkerEngine(self, part, mesh)
+        mesh.broadcast_module(model.module)
+        engine = WorkerEngine(self, model, mesh)
         register_cleanup(engine)
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,

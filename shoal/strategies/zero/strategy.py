@@ -54,28 +54,28 @@ class Zero1(ZeroOptions, Strategy):
 
     stage: ClassVar[int] = 1
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces module (in place), forward, run, owned, reduce. Collective.
 
         Raises: StrategyRefused: no trainable parameter.
         """
-        if part.passes.complete_after_run:
-            return self._shard_after_run(part, mesh)
-        if not part.trainable_params:
+        if model.pass_traits.complete_after_run:
+            return self._shard_after_run(model, mesh)
+        if not model.trainable_params:
             raise StrategyRefused(
                 f"strategy zero{self.stage} shards what is trained; the model has no such "
                 "parameter."
             )
         if mesh.data.size == 1 and not self.offload:
-            return part
+            return model
         ensure_group()
-        mesh.data.broadcast_module(part.module)
-        engine = ShardedStep(self.stage, part, mesh.data)
+        mesh.data.broadcast_module(model.module)
+        engine = ShardedStep(self.stage, model, mesh.data)
         names = mesh.device_mesh.mesh_dim_names or ()
         over = mesh.device_mesh[("replicate", "shard") if "replicate" in names else "shard"]
         engine.shard(over, self.unit, self._policy(mesh))
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             trainable_params=engine.owned(),
