@@ -124,7 +124,7 @@ def test_a_rank_holds_half_and_sends_no_logits() -> None:
     for own, largest, kinds in world.run(2, held_and_sent, "tensor=2"):
         assert own == left + (whole - left) // 2
         assert largest == stream
-        assert kinds == {"Logits"}
+        assert kinds == {"VocabParallelLogits"}
 
 
 def copied() -> bool:
