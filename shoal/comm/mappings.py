@@ -61,7 +61,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.axis.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+        return ctx.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Total(torch.autograd.Function):

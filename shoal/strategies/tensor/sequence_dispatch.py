@@ -185,7 +185,7 @@ def _expand(func: Any, args: Any, options: Any) -> Any:
 def _sum(func: Any, args: Any, options: Any) -> Any:
     x, found = args[0], func(args[0].local, *args[1:], **options)
     if x.shard_dim in _dims_of(args):
-        return x.axis.sum(found.contiguous())
+        return x.axis.all_reduce(found.contiguous())
     return _remaining_dims(x, found, args)
 
 
@@ -213,7 +213,7 @@ def _remaining_dims(x: SequenceParallelTensor, found: Tensor, args: Any) -> Sequ
 
 
 def _sum_of_all(func: Any, args: Any, options: Any) -> Any:
-    return args[0].axis.sum(func(args[0].local, **options))
+    return args[0].axis.all_reduce(func(args[0].local, **options))
 
 
 def _layer_norm(func: Any, args: Any, options: Any) -> Any:
@@ -235,7 +235,7 @@ def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
     of_x, *others = func(own[0], own[1], normalized, own[2], own[3], weight, bias, wanted)
     present = [found for found in others if found is not None]
     if present:  # in one message
-        summed = iter(unflatten_tensors(x.axis.sum(flatten_tensors(present)), present))
+        summed = iter(unflatten_tensors(x.axis.all_reduce(flatten_tensors(present)), present))
         others = [found if found is None else next(summed).to(found.dtype) for found in others]
     found_x = (
         None
