@@ -27,7 +27,7 @@ KINDS = (
     "all_to_all",
 )
 OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-MOST_RANKS = 1 << 10
+MAX_RANKS = 1 << 10
 
 
 class CallSignature(NamedTuple):
@@ -87,5 +87,5 @@ def decode(word: int) -> CallSignature:
         DTYPES[(word >> 9 & 63) % len(DTYPES)],
         word >> 25,
         OPERATIONS[(word >> 5 & 15) % len(OPERATIONS)],
-        word >> 15 & MOST_RANKS - 1,
+        word >> 15 & MAX_RANKS - 1,
     )

@@ -134,8 +134,8 @@ class CallQueue:
 
     def __init__(self, waiting: Waiter, name: str) -> None:
         self._waiting, self._name = waiting, name
-        self._exchange = waiting.exchange
-        self._turn = threading.Lock()  # whoever drives the exchange holds it
+        self._board = waiter.board
+        self._turn = threading.Lock()  # held by the thread that drives the board holds it
         self._changed = threading.Condition()
         self._jobs: deque[QueuedCall] = deque()
         self._thread: threading.Thread | None = None
@@ -166,7 +166,7 @@ class CallQueue:
             return self._queue(QueuedCall(call, word, start, results), at_once, first=False)
         job: QueuedCall | None = None
         try:
-            self._exchange.begin(call, word)
+            self._board.begin(call, word)
             steps = start()
             if at_once:
                 for condition, phase in steps:
@@ -237,7 +237,7 @@ class CallQueue:
             if self.error is not None:
                 raise self._repeat_error()
             if job.steps is None:
-                self._exchange.begin(job.call, job.word)
+                self._board.begin(job.call, job.word)
                 job.steps = job.start()
             elif job.pending is not None:
                 self._waiting.until_without_spinning(*job.pending)
@@ -251,7 +251,7 @@ class CallQueue:
     def _give_up(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-            self._exchange.fail(str(error) or repr(error))
+            self._board.fail(str(error) or repr(error))
 
     def _repeat_error(self) -> CollectiveFailed:
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed

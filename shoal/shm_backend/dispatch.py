@@ -40,7 +40,7 @@ OPERATIONS = {  # by their numbers, which are found in half the time
     ReduceOp.BOR.value: "bor",
     ReduceOp.BXOR.value: "bxor",
 }
-MOST_KNOWN = 4096  # calls that a group keeps in mind
+MAX_CACHED_CALLS = 4096  # calls that a group keeps in mind
 Base: Any = (
     dist.ProcessGroup
 )  # its stubs know each call in several forms, of which torch.distributed uses one
@@ -59,19 +59,19 @@ class CollectiveDispatch(Base):
     recorder: Recorder | None
     _label: str
     _ranks: list[int]
-    _known: dict[tuple[Any, ...], tuple[CallSignature, int]]
-    _quick: dict[tuple[torch.dtype, int, int], FastPath]
-    _order: CallQueue | None
-    _exchange: PhaseBoard
-    _between: InterHost | None
-    _express: NativeCalls | None
+    _signatures: dict[tuple[Any, ...], tuple[CallSignature, int]]
+    _fast_paths: dict[tuple[torch.dtype, int, int], FastPath]
+    _queue: CallQueue | None
+    _board: PhaseBoard
+    _inter_host: InterHost | None
+    _native: NativeCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False
     ) -> bool:
         return (
-            self._order is not None
-            and (over_hosts or self._between is None)
+            self._queue is not None
+            and (over_hosts or self._inter_host is None)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and (
@@ -92,12 +92,12 @@ class CollectiveDispatch(Base):
         self, kind: str, tensor: Tensor, operation: str = "", root: int = 0
     ) -> tuple[CallSignature, int]:
         key = (kind, tensor.dtype, tensor.numel(), operation, root)
-        found = self._known.get(key)
+        found = self._signatures.get(key)
         if found is None:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
+            if len(self._signatures) > MAX_CACHED_CALLS:
+                self._signatures.clear()
             call = CallSignature(kind, tensor.dtype, tensor.numel(), operation, root)
-            found = self._known[key] = call, call.encoded
+            found = self._signatures[key] = call, call.encoded
         return found
 
     def _run(
@@ -110,8 +110,8 @@ class CollectiveDispatch(Base):
         opts: Any,
         size_bytes: int = 0,
     ) -> Work:
-        assert self._order is not None
-        begin, order, at_once = start, self._order, not opts.asyncOp
+        assert self._queue is not None
+        begin, order, at_once = start, self._queue, not opts.asyncOp
         for flat, output in zip(flats, outputs, strict=True):
             if not is_own(flat, output):
                 begin = partial(_copy_back, flats, outputs, start)
@@ -145,12 +145,12 @@ class CollectiveDispatch(Base):
             calls[0][0] if calls else (CallSignature("barrier"), CallSignature("barrier").encoded)
         )
         size_bytes = sum(call.length * call.dtype.itemsize for (call, _), _ in calls)
-        steps = partial(_in_sequence, self._exchange, calls)
+        steps = partial(_in_sequence, self._board, calls)
         return self._run(first, steps, outputs, flats, results, opts, size_bytes)
 
     def _fall_back_to_gloo(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Work:
         """Somebody else's affair: Gloo's."""
-        if self._order is not None:
+        if self._queue is not None:
             logger.debug(
                 "%s: Gloo does %s of %s", self, name, tensors[0].dtype if tensors else "nothing"
             )
@@ -217,8 +217,8 @@ def _copy_back(
 
 
 def _in_sequence(
-    exchange: PhaseBoard, calls: Sequence[tuple[tuple[CallSignature, int], Callable[[], Steps]]]
+    board: PhaseBoard, calls: Sequence[tuple[tuple[CallSignature, int], Callable[[], Steps]]]
 ) -> Steps:
     for call, start in calls:
-        exchange.begin(*call)
+        board.begin(*call)
         yield from start()

@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from shoal.platform.torch_private.c10d import Options, add_backend
 from shoal.shm_backend import collectives
-from shoal.shm_backend.call import MOST_RANKS, CallSignature
+from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.messages import Messages
 from shoal.shm_backend.movement_ops import MovementOps
-from shoal.shm_backend.native import MOST_RANKS as MOST_EXPRESS
+from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard
 from shoal.shm_backend.reduction_ops import Reductions
@@ -66,11 +66,11 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
         self._ranks = list(ranks) or list(range(size))
-        self._known, self._quick = {}, {}
-        self._order: CallQueue | None = None
+        self._signatures, self._fast_paths = {}, {}
+        self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
-        self._between: InterHost | None = None
-        self._express: NativeCalls | None = None
+        self._inter_host: InterHost | None = None
+        self._native: NativeCalls | None = None
         self._timeout_s = timeout.total_seconds()
         self._here: Sequence[int] = ()
         if meets:
@@ -92,14 +92,14 @@ class ShoalGroup(Reductions, MovementOps, Messages):
             return
         assert meeting.memory is not None
         assert self._peers is not None
-        self._exchange = self._join_board(here, meeting.memory, meeting.reached)
+        self._board = self._join_board(here, meeting.memory, meeting.reached)
         spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
-        if meeting.compiled and len(here) <= MOST_EXPRESS:
-            self._express = NativeCalls(self._exchange, yields=spin_s == 0)
+        if meeting.compiled and len(here) <= MAX_NATIVE_RANKS:
+            self._native = NativeCalls(self._board, yields=spin_s == 0)
         if len(meeting.hosts) > 1:
-            self._between = InterHost(store, meeting.hosts, self.rank(), timeout)
-        waiting = Waiter(self._exchange, self._peers, timeout.total_seconds(), spin_s)
-        self._order = CallQueue(waiting, f"{self._ranks}")
+            self._inter_host = InterHost(store, meeting.hosts, self.rank(), timeout)
+        waiting = Waiter(self._board, self._peers, timeout.total_seconds(), spin_s)
+        self._queue = CallQueue(waiting, f"{self._ranks}")
 
     def _join_board(
         self, here: Sequence[int], memory: SharedSegment, reached: Mapping[int, AttachedSegment]
@@ -120,26 +120,26 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         """Whether numbers are added in one order wherever in a tensor they lie: that of ranks,
         then that of hosts.
         """
-        return self._order is not None
+        return self._queue is not None
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks meet in shared memory."""
-        return self._order is not None and self._between is None
+        return self._queue is not None and self._inter_host is None
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or Options.BarrierOptions()
         if not self.on_one_host:
             return self._fall_back_to_gloo("barrier", (), opts)
-        call = self._known.setdefault(
+        call = self._signatures.setdefault(
             (), (CallSignature("barrier"), CallSignature("barrier").encoded)
         )
-        return self._run(call, lambda: collectives.barrier(self._exchange), (), (), (), opts)
+        return self._run(call, lambda: collectives.barrier(self._board), (), (), (), opts)
 
     def shutdown(self) -> None:
         """Finish what was begun, and leave."""
-        if self._order is not None:
-            self._order.close()
+        if self._queue is not None:
+            self._queue.close()
         if self._peers is not None:
             self._peers.close()
         super().shutdown()
@@ -149,7 +149,7 @@ def _unsupported_reason(meeting: Topology, size: int) -> str:
     """Why Gloo does everything; empty where it need not."""
     if meeting.reason:
         return meeting.reason
-    if size == 1 or size > MOST_RANKS:
+    if size == 1 or size > MAX_RANKS:
         return f"{size} ranks"
     if len({len(ranks) for ranks in meeting.hosts}) > 1 or len(meeting.hosts) == size:
         return f"{', '.join(str(len(ranks)) for ranks in meeting.hosts)} ranks on {len(meeting.hosts)} hosts"

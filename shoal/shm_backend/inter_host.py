@@ -89,26 +89,26 @@ class InterHost:
         piece.copy_(padded[: piece.numel()])
 
 
-def all_reduce(exchange: PhaseBoard, between: InterHost, tensor: Tensor, operation: str) -> Steps:
+def all_reduce(board: PhaseBoard, between: InterHost, tensor: Tensor, operation: str) -> Steps:
     """`tensor` becomes the reduction of all ranks' tensors on all hosts."""
     adding = "sum" if operation == "avg" else operation
-    length = -(-tensor.numel() // exchange.size)
+    length = -(-tensor.numel() // board.size)
     whole = (
         tensor
-        if tensor.numel() == exchange.size * length
-        else tensor.new_zeros(exchange.size * length)
+        if tensor.numel() == board.size * length
+        else tensor.new_zeros(board.size * length)
     )
     if whole is not tensor:
         whole[: tensor.numel()] = tensor
-    rows, piece = whole.view(exchange.size, length).unbind(), tensor.new_empty(length)
-    if exchange.size > 1:
-        yield from collectives.reduce_scatter(exchange, piece, rows, adding)  # [1]
+    rows, piece = whole.view(board.size, length).unbind(), tensor.new_empty(length)
+    if board.size > 1:
+        yield from collectives.reduce_scatter(board, piece, rows, adding)  # [1]
     else:
         piece.copy_(rows[0])
-    between.agree(exchange.call)
+    between.agree(board.call)
     between.reduce(piece, adding)  # [2]
     if operation == "avg":
         piece.div_(between.ranks)
-    yield from collectives.all_gather(exchange, piece, rows)  # [3]
+    yield from collectives.all_gather(board, piece, rows)  # [3]
     if whole is not tensor:
         tensor.copy_(whole[: tensor.numel()])

@@ -24,7 +24,7 @@ class MovementOps(CollectiveDispatch):
         flat, root = flattened(tensors[0]), opts.rootRank
         return self._run(
             self._call("broadcast", flat, root=root),
-            lambda: collectives.broadcast(self._exchange, flat, root),
+            lambda: collectives.broadcast(self._board, flat, root),
             tensors,
             (flat,),
             tensors,
@@ -83,7 +83,7 @@ class MovementOps(CollectiveDispatch):
         return self._run_each(
             "all_gather",
             [
-                (flat, partial(collectives.all_gather, self._exchange, flat, r))
+                (flat, partial(collectives.all_gather, self._board, flat, r))
                 for flat, r in pairs(flats, flat_rows)
             ],
             [row for r in rows for row in r],
@@ -101,7 +101,7 @@ class MovementOps(CollectiveDispatch):
         return self._run(
             self._call("gather", flat, root=root),
             lambda: collectives.all_gather(
-                self._exchange, flat, flat_rows if is_root else None, root
+                self._board, flat, flat_rows if is_root else None, root
             ),
             rows,
             flat_rows,
@@ -119,7 +119,7 @@ class MovementOps(CollectiveDispatch):
         flat = flattened(outputs[0])
         return self._run(
             self._call("scatter", flat, root=root),
-            lambda: collectives.scatter(self._exchange, flat, rows, root),
+            lambda: collectives.scatter(self._board, flat, rows, root),
             outputs,
             (flat,),
             outputs,
@@ -167,7 +167,7 @@ class MovementOps(CollectiveDispatch):
         )
         return self._run(
             self._call("all_to_all", rows[0][:0]),
-            lambda: collectives.all_to_all(self._exchange, flats, rows),
+            lambda: collectives.all_to_all(self._board, flats, rows),
             outputs,
             flats,
             results,

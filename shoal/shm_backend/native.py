@@ -47,7 +47,7 @@ ONE_PASS_BYTES = (
     1 << 17
 )  # what a rank reads of others to add up all by itself; beyond it, sums are shared
 SPIN_S = 50e-6
-MOST_RANKS = 64  # as in native.c, and so are these numbers
+MAX_RANKS = 64  # as in native.c, and so are these numbers
 CODES: Mapping[tuple[torch.dtype, str], int] = {
     (torch.float32, "sum"): 0,
     (torch.float32, "avg"): 1,
@@ -69,17 +69,17 @@ def version() -> int:
 
 
 class NativeCalls:
-    """The compiled steps of one rank in one group of at most MOST_RANKS.
+    """The compiled steps of one rank in one group of at most MAX_RANKS.
 
     Args: yields: the processor is given to others while a rank waits, for there are more ranks than
     processors."""
 
-    def __init__(self, exchange: PhaseBoard, yields: bool = True) -> None:
-        self._exchange = (
+    def __init__(self, board: PhaseBoard, yields: bool = True) -> None:
+        self._board = (
             exchange  # and with it the memory, of which the compiled steps have but the addresses
         )
-        self._compiled = _compiled_steps(exchange, SLICE_BYTES, yields)
-        self._compiled_large = _compiled_steps(exchange, LARGE_SLICE_BYTES, yields)
+        self._compiled = _compiled_steps(board, SLICE_BYTES, yields)
+        self._compiled_large = _compiled_steps(board, LARGE_SLICE_BYTES, yields)
 
     def all_reduce(self, tensor: Tensor, code: int) -> Steps:
         """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks. What can be
@@ -87,38 +87,38 @@ class NativeCalls:
 
         Args: code: one of CODES.
         """
-        exchange, address, size_bytes = self._exchange, tensor.data_ptr(), tensor.nbytes
-        first = exchange.phase + 1
+        board, address, size_bytes = self._board, tensor.data_ptr(), tensor.nbytes
+        first = board.phase + 1
         steps = self._compiled if size_bytes < LARGE_BYTES else self._compiled_large
-        step = steps.advance(address, size_bytes, code, exchange.word, first, 0)
-        exchange.resync_phase()
+        step = steps.advance(address, size_bytes, code, board.word, first, 0)
+        board.resync_phase()
         return (
             self._timeout_error(steps, address, size_bytes, code, first, step) if step >= 0 else ()
         )
 
     def _timeout_error(
         self,
-        steps: compiled.Express,
+        steps: compiled.NativeAllReduce,
         address: int,
         size_bytes: int,
         code: int,
         first: int,
         step: int,
     ) -> Steps:
-        exchange = self._exchange
+        board = self._exchange
         while step >= 0:
             yield (
-                exchange.all_reached if steps.of_this_call else exchange.all_at_phase,
+                board.all_reached if steps.of_this_call else board.all_at_phase,
                 steps.wanted,
             )
-            step = steps.advance(address, size_bytes, code, exchange.word, first, step)
-            exchange.resync_phase()
+            step = steps.advance(address, size_bytes, code, board.word, first, step)
+            board.resync_phase()
 
 
-def _compiled_steps(exchange: PhaseBoard, slice_bytes: int, yields: bool) -> compiled.Express:
-    words = [memory.head_address(0) for memory in exchange.memories]
-    numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
+def _compiled_steps(board: PhaseBoard, slice_bytes: int, yields: bool) -> compiled.NativeAllReduce:
+    words = [memory.head_address(0) for memory in board.memories]
+    numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in board.memories]
     offsets = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, MAX_PHASES_AHEAD
-    sizes = slice_bytes, ONE_PASS_BYTES // (exchange.size - 1)
+    sizes = slice_bytes, ONE_PASS_BYTES // (board.size - 1)
     spin_ns = int(SPIN_S * 1e9)
-    return compiled.Express(exchange.rank, words, numbers, *offsets, *sizes, spin_ns, yields)
+    return compiled.NativeAllReduce(board.rank, words, numbers, *offsets, *sizes, spin_ns, yields)

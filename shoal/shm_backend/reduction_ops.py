@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
 from shoal.shm_backend import collectives, inter_host
-from shoal.shm_backend.dispatch import MOST_KNOWN, OPERATIONS, CollectiveDispatch, FastPath
+from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
 from shoal.shm_backend.native import CODES
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.tensor_utils import flattened, is_flat_contiguous, pairs, rows_of
@@ -26,15 +26,15 @@ class Reductions(CollectiveDispatch):
         opts = opts or Options.AllreduceOptions()
         tensor, number = tensors[0], opts.reduceOp.op.value
         key = tensor.dtype, tensor.numel(), number
-        quick = self._quick.get(key)
+        quick = self._fast_paths.get(key)
         if (
             quick is not None
             and self.recorder is None
             and len(tensors) == 1
             and is_flat_contiguous(tensor)
         ):
-            assert self._order is not None
-            return self._order.call(
+            assert self._queue is not None
+            return self._queue.call(
                 *quick.call, lambda: quick.steps(tensor), tensors, not opts.asyncOp
             )
         operation = OPERATIONS.get(number, "")
@@ -43,9 +43,9 @@ class Reductions(CollectiveDispatch):
         flat = flattened(tensor)
         call = self._call("all_reduce", flat, operation)
         if (steps := self._compiled_steps(flat, operation)) is not None:
-            if len(self._quick) > MOST_KNOWN:
-                self._quick.clear()
-            self._quick[key] = FastPath(call, steps)
+            if len(self._fast_paths) > MAX_CACHED_CALLS:
+                self._fast_paths.clear()
+            self._fast_paths[key] = FastPath(call, steps)
         return self._run(
             call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts
         )
@@ -69,19 +69,19 @@ class Reductions(CollectiveDispatch):
     def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
         """Those of every all-reduce like this one, if they are compiled."""
         code = CODES.get((flat.dtype, operation))
-        if code is None or self._between is not None:
+        if code is None or self._inter_host is not None:
             return None
-        if (express := self._express) is None:
+        if (express := self._native) is None:
             return None
         return lambda tensor: express.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
-        if self._between is None:
+        if self._inter_host is None:
             compiled = self._compiled_steps(flat, operation)
             if compiled is not None:
                 return compiled(flat)
-            return collectives.all_reduce(self._exchange, flat, operation)
-        return inter_host.all_reduce(self._exchange, self._between, flat, operation)
+            return collectives.all_reduce(self._board, flat, operation)
+        return inter_host.all_reduce(self._board, self._inter_host, flat, operation)
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
         operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
@@ -90,7 +90,7 @@ class Reductions(CollectiveDispatch):
         flat = flattened(tensors[0])
         return self._run(
             self._call("reduce", flat, operation, root),
-            lambda: collectives.reduce(self._exchange, flat, operation, root),
+            lambda: collectives.reduce(self._board, flat, operation, root),
             tensors,
             (flat,),
             tensors,
@@ -151,7 +151,7 @@ class Reductions(CollectiveDispatch):
         return self._run_each(
             "reduce_scatter",
             [
-                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
+                (flat, partial(collectives.reduce_scatter, self._board, flat, r, operation))
                 for flat, r in pairs(flats, flat_rows)
             ],
             outputs,

@@ -58,9 +58,9 @@ class Waiter:
     """
 
     def __init__(
-        self, exchange: PhaseBoard, peers: PeerLiveness, timeout_s: float, spin_s: float = SPIN_S
+        self, board: PhaseBoard, peers: PeerLiveness, timeout_s: float, spin_s: float = SPIN_S
     ) -> None:
-        self.exchange, self.peers, self.timeout_s = exchange, peers, timeout_s
+        self.board, self.peers, self.timeout_s = board, peers, timeout_s
         self.spins = AdaptiveSpin(spin_s)
         self._leave_at = math.inf
 
@@ -92,7 +92,7 @@ class Waiter:
 
     def _sleep(self, phase: Any, limit_s: float) -> None:
         number, rank = (phase, None) if isinstance(phase, int) else phase
-        self.exchange.sleep(number, limit_s, rank)
+        self.board.sleep(number, limit_s, rank)
 
     def _spinning(self, condition: Condition, phase: Any) -> bool:
         end = time.perf_counter() + self.spins.limit_s
@@ -112,49 +112,49 @@ class Waiter:
             now = time.monotonic()
             # One of several others may have come, which is no reason to ask the system after all of
             # them.
-            if (now >= check_at or self.exchange.failure() is not None) and not condition(phase):
+            if (now >= check_at or self.board.failure() is not None) and not condition(phase):
                 check_at = now + HEALTH_EVERY_S
                 self._check_health(condition, phase)
                 if now > self._leave_at:
                     raise CollectiveFailed(
-                        f"this rank left its group before {self.exchange.call.describe()} was "
+                        f"this rank left its group before {self.board.call.describe()} was "
                         "complete."
                     )
                 if now > end and not condition(phase):
                     raise CollectiveFailed(self._stragglers(phase))
 
     def _check_health(self, condition: Condition, phase: Any) -> None:
-        exchange = self.exchange
-        failure, dead = exchange.failure(), self.peers.dead()
+        board = self.board
+        failure, dead = board.failure(), self.peers.dead()
         if condition(phase):  # it had come before it died
             return
-        doing = f"while rank {exchange.names[exchange.rank]} waited for it in {exchange.call.describe()}"
+        doing = f"while rank {board.names[board.rank]} waited for it in {board.call.describe()}"
         if failure is not None:
             rank, text = failure
-            raise PeerLost(f"rank {exchange.names[rank]} gave up {doing}: {text}")
+            raise PeerLost(f"rank {board.names[rank]} gave up {doing}: {text}")
         late = self._late(phase)
         if lost := [rank for rank in dead if rank in late]:
             rank = lost[0]
             raise PeerLost(
-                f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}) has ended {doing} "
-                f"(call {exchange.calls} of a group of ranks {exchange.names})."
+                f"rank {board.names[rank]} (process {self.peers.pids[rank]}) has ended {doing} "
+                f"(call {board.calls} of a group of ranks {board.names})."
             )
 
     def _late(self, phase: Any) -> list[int]:
-        return self.exchange.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
+        return self.board.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
 
     def _stragglers(self, phase: Any) -> str:
-        exchange = self.exchange
+        board = self.board
         late = [
-            f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}), which "
+            f"rank {board.names[rank]} (process {self.peers.pids[rank]}), which "
             f"{self.peers.state(rank)} and has "
-            f"made {exchange.calls_of(rank)} calls"
+            f"made {board.calls_of(rank)} calls"
             for rank in self._late(phase)
         ]
         return (
-            f"rank {exchange.names[exchange.rank]} waited {self.timeout_s:g} s in "
-            f"{exchange.call.describe()} "
-            f"(call {exchange.calls} of a group of ranks {exchange.names}) for "
+            f"rank {board.names[board.rank]} waited {self.timeout_s:g} s in "
+            f"{board.call.describe()} "
+            f"(call {board.calls} of a group of ranks {board.names}) for "
             f"{', '.join(late) or 'others'}. "
             "Every rank must make the same calls; a rank that computes for longer needs a longer "
             "timeout= in "

@@ -54,7 +54,7 @@ def _sums(hosts: str) -> int:
         assert torch.equal(highest, torch.stack(made).amax(0))
     dist.broadcast(highest, src=1, group=group)  # Gloo's
     dist.barrier(group=group)
-    return group._exchange.calls
+    return group._board.calls
 
 
 def test_hosts_that_differ_in_their_calls_get_an_error() -> None:
@@ -82,7 +82,7 @@ def _other_calls() -> int:
     ):
         for seed in range(3):
             agreeing.CALLS[kind](group, [0, 1, 2, 3], random.Random(seed))
-    return group._exchange.calls
+    return group._board.calls
 
 
 @pytest.mark.parametrize("hosts", ["AAB", "ABC"])
