@@ -21,7 +21,7 @@ from shoal.platform.torch_private.c10d import backend_for
 from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.liveness import PeerLiveness
-from shoal.shm_backend.traced_work import watch_work
+from shoal.shm_backend.traced_work import trace_work
 
 NO_LIMIT = timedelta(0)
 EXIT_S = 0.5  # between the end of a process's connections and that of the process
@@ -45,7 +45,7 @@ class Messages(CollectiveDispatch):
     """send, recv, and recv from whoever sends."""
 
     _peers: PeerLiveness | None
-    _here: Sequence[int]  # the ranks of the group on this host
+    _host_ranks: Sequence[int]  # ranks of the group on this host
     _timeout_s: float
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
@@ -65,7 +65,7 @@ class Messages(CollectiveDispatch):
             return self._start(message)
         args = (tensor, message.other, message.tag)
         flight = self._trace_start(self.recorder, message.kind, tensor.nbytes, args)
-        return watch_work(self.recorder, flight, lambda: self._start(message), tells=False)
+        return trace_work(self.recorder, flight, lambda: self._start(message), has_future=False)
 
     def _start(self, message: MessageSignature) -> Work:
         backend = backend_for(self, message.tensor.device)
@@ -113,8 +113,8 @@ class Messages(CollectiveDispatch):
         if message.other is None:
             return f"{waited}."
         state = ""
-        if self._peers is not None and message.other in self._here:
-            place = self._here.index(message.other)
+        if self._peers is not None and message.other in self._host_ranks:
+            place = self._host_ranks.index(message.other)
             state = f" (process {self._peers.pids[place]}), which {self._peers.state(place)}"
         return (
             f"{waited} for rank {self._ranks[message.other]}{state}. Every send needs its recv, "
@@ -128,8 +128,8 @@ class Messages(CollectiveDispatch):
             return f"rank {here} waits in {described}, but another rank has ended or has left."
         name = f"rank {self._ranks[message.other]}"
         doing = f"while rank {here} waited for it in {described}."
-        if self._peers is not None and message.other in self._here:
-            place = self._here.index(message.other)
+        if self._peers is not None and message.other in self._host_ranks:
+            place = self._host_ranks.index(message.other)
             if self._peers.has_ended(place, EXIT_S):
                 return f"{name} (process {self._peers.pids[place]}) has ended {doing}"
         return f"{name} has ended, or has left the group, {doing}"

@@ -75,7 +75,7 @@ class MovementOps(CollectiveDispatch):
             self._supports(tensor) and self._all_same_size(tensor, r)
             for tensor, r in pairs(inputs, rows)
         ):
-            return self._leave_each(other, inputs, others)
+            return self._fall_back_each(other, inputs, others)
         flats, flat_rows = (
             [flattened(tensor) for tensor in inputs],
             [[flattened(row) for row in each] for each in rows],
@@ -100,9 +100,7 @@ class MovementOps(CollectiveDispatch):
         flat, flat_rows = flattened(inputs[0]), [flattened(row) for row in rows]
         return self._run(
             self._call("gather", flat, root=root),
-            lambda: collectives.all_gather(
-                self._board, flat, flat_rows if is_root else None, root
-            ),
+            lambda: collectives.all_gather(self._board, flat, flat_rows if is_root else None, root),
             rows,
             flat_rows,
             rows,
@@ -160,7 +158,7 @@ class MovementOps(CollectiveDispatch):
         others: list[tuple[Any, ...]],
     ) -> Work:
         if not all(self._supports(tensor) for tensor in inputs):
-            return self._leave_each(other, inputs, others)
+            return self._fall_back_each(other, inputs, others)
         flats, rows = (
             [flattened(output) for output in outputs],
             [flattened(tensor) for tensor in inputs],

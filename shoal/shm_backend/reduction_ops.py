@@ -143,7 +143,7 @@ class Reductions(CollectiveDispatch):
             self._supports(output, operation) and self._all_same_size(output, r)
             for output, r in pairs(outputs, rows)
         ):
-            return self._leave_each(other, outputs, others)
+            return self._fall_back_each(other, outputs, others)
         flats, flat_rows = (
             [flattened(output) for output in outputs],
             [[flattened(row) for row in each] for each in rows],

@@ -3,7 +3,7 @@
 import os
 import random
 
-import agreeing
+import backend_parity_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,12 +76,12 @@ def _other_calls() -> int:
     group = _group_over("AABB")
     assert isinstance(group, ShoalGroup)
     for kind in sorted(
-        agreeing.CALLS.keys()
+        backend_parity_calls.CALLS.keys()
         - {"all_reduce", "all_reduce_complex", "all_reduce_coalesced"}
         - ONE_HOST
     ):
         for seed in range(3):
-            agreeing.CALLS[kind](group, [0, 1, 2, 3], random.Random(seed))
+            backend_parity_calls.CALLS[kind](group, [0, 1, 2, 3], random.Random(seed))
     return group._board.calls
 
 

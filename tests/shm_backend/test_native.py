@@ -148,7 +148,7 @@ def test_what_no_caller_should_ask_for_is_refused() -> None:
     with pytest.raises(TypeError, match="takes 6 numbers, not 1"):
         steps.advance(0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="whole cache lines"):
-        type(steps)(0, [1, 2], [1, 2], 0, 3, 8, 16, 8, 1 << 19, 5, 100, 1 << 17, 0, 0)
+        type(steps)(0, [1, 2], [1, 2], (0, 3, 8, 16, 8, 1 << 19, 5), (100, 1 << 17), 0, 0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
