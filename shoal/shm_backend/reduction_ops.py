@@ -1,6 +1,4 @@
-"""The collectives that add numbers up, or take the least of them, as torch.distributed asks for
-them.
-"""
+"""The collectives that reduce, with the methods that torch.distributed calls."""
 
 from __future__ import annotations
 
@@ -24,20 +22,21 @@ class Reductions(CollectiveDispatch):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or Options.AllreduceOptions()
-        tensor, number = tensors[0], opts.reduceOp.op.value
-        key = tensor.dtype, tensor.numel(), number
-        quick = self._fast_paths.get(key)
+        tensor = tensors[0]
+        op_code = opts.reduceOp.op.value
+        key = tensor.dtype, tensor.numel(), op_code
+        fast = self._fast_paths.get(key)
         if (
-            quick is not None
+            fast is not None
             and self.recorder is None
             and len(tensors) == 1
             and is_flat_contiguous(tensor)
         ):
             assert self._queue is not None
             return self._queue.call(
-                *quick.call, lambda: quick.steps(tensor), tensors, not opts.asyncOp
+                *fast.call, lambda: fast.steps(tensor), tensors, not opts.asyncOp
             )
-        operation = OPERATIONS.get(number, "")
+        operation = OPERATIONS.get(op_code, "")
         if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
         flat = flattened(tensor)
@@ -67,15 +66,15 @@ class Reductions(CollectiveDispatch):
         )
 
     def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
-        """Those of every all-reduce like this one, if they are compiled."""
+        """Return the compiled steps of an all-reduce with this dtype and operation, if any."""
         code = CODES.get((flat.dtype, operation))
-        if code is None or self._inter_host is not None:
+        native = self._native
+        if code is None or native is None or self._inter_host is not None:
             return None
-        if (express := self._native) is None:
-            return None
-        return lambda tensor: express.all_reduce(tensor, code)
+        return lambda tensor: native.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
+        """Return the steps of an all-reduce: compiled, in Python, or over several hosts."""
         if self._inter_host is None:
             compiled = self._compiled_steps(flat, operation)
             if compiled is not None:
@@ -135,19 +134,22 @@ class Reductions(CollectiveDispatch):
         outputs: list[Tensor],
         rows: list[Sequence[Tensor]],
         opts: Any,
-        other: str,
-        others: list[tuple[Any, ...]],
+        gloo_name: str,
+        gloo_calls: list[tuple[Any, ...]],
     ) -> Work:
+        """Reduce and scatter `rows[i]` into `outputs[i]`, for all i in sequence.
+
+        Args: gloo_name, gloo_calls: the method of Gloo, and the arguments of each of its calls, if
+            shared memory cannot carry the calls.
+        """
         operation = OPERATIONS.get(opts.reduceOp.op.value, "")
         if not all(
             self._supports(output, operation) and self._all_same_size(output, r)
             for output, r in pairs(outputs, rows)
         ):
-            return self._fall_back_each(other, outputs, others)
-        flats, flat_rows = (
-            [flattened(output) for output in outputs],
-            [[flattened(row) for row in each] for each in rows],
-        )
+            return self._fall_back_each(gloo_name, outputs, gloo_calls)
+        flats = [flattened(output) for output in outputs]
+        flat_rows = [[flattened(row) for row in group] for group in rows]
         return self._run_each(
             "reduce_scatter",
             [
