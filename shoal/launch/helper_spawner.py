@@ -1,4 +1,4 @@
-"""Helper processes of a rank, such as parameter servers, forked from a process that is forked early.
+"""Helper processes of a rank, such as parameter servers, forked from an early copy of the rank.
 
     rank ── spawner process ─┬─ helper
      │             ^         └─ helper
