@@ -58,8 +58,7 @@ class Replay:
     def __str__(self) -> str:
         done = (
             f"{self.pushes:,} pushes of {self.workers} workers, steps {self.first} to {self.last}, "
-            "done again in "
-            f"{self.seconds:.1f} s"
+            f"done again in {self.seconds:.1f} s"
         )
         if not self.differing:
             return f"{done}: bit for bit {self.checkpoint}"
@@ -171,8 +170,8 @@ def _newest_saved(start: ReplayStart, checkpoints: Checkpoints, wanted: int | No
     of_step = "" if wanted is None else f" of step {wanted}"
     raise RecordError(
         f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: "
-        f"{recorded}. A record "
-        "is as good as its last save; see checkpoint.every_steps and checkpoint.keep."
+        f"{recorded}. A record is as good as its last save; see checkpoint.every_steps and "
+        "checkpoint.keep."
     )
 
 

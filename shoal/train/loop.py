@@ -353,8 +353,8 @@ class Training:
         return [
             f"{self.job.model.name}, {parameters:,} parameters, on {self.job.data.name}: {samples}",
             f"{self.job.strategy}, {self.run.device.type}, {self.job.train.precision}; "
-            f"{self.job.optimizer.name}, "
-            f"learning rate {rate:g}; {self.total_steps:,} steps in {self.directory}",
+            f"{self.job.optimizer.name}, learning rate {rate:g}; {self.total_steps:,} steps in "
+            f"{self.directory}",
             *(
                 [f"training loss with {soft_targets}, validation loss without"]
                 if soft_targets
@@ -368,8 +368,7 @@ class Training:
             raise ConfigError(
                 [
                     f"train.batch_size: {self.job.train.batch_size} is more than the data set "
-                    "holds, and "
-                    "train.drop_last leaves the rest out. Use a smaller batch, or "
+                    "holds, and train.drop_last leaves the rest out. Use a smaller batch, or "
                     "train.drop_last=false."
                 ]
             )

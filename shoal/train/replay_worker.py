@@ -22,7 +22,7 @@ from shoal.parameter_server.replay.recorded_order import ReplayStep
 from shoal.parameter_server.replay.replay_client import ReplayedServers
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.run import Run
-from shoal.run.run import RunSettings
+from shoal.run.preparation import RunSettings
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.server.strategy import Server

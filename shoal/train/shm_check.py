@@ -34,11 +34,9 @@ def refuse_little_shared_memory(job: Job, source: Source, free_bytes: int | None
     raise ConfigError(
         [
             f"data.workers: batches on their way from {job.data.workers} workers of each rank need "
-            f"{needed} of "
-            f"{PLACE}, which has {free} free; a worker that finds no room is killed (SIGBUS). Use "
-            "fewer data.workers "
-            "(0 needs none) or a smaller batch, or give the container more: "
-            f"docker run --shm-size={2 * needed_bytes >> 20}m."
+            f"{needed} of {PLACE}, which has {free} free; a worker that finds no room is killed "
+            "(SIGBUS). Use fewer data.workers (0 needs none) or a smaller batch, or give the "
+            f"container more: docker run --shm-size={2 * needed_bytes >> 20}m."
         ]
     )
 
