@@ -266,7 +266,7 @@ class WorkerEngine(StrategyState):
             self.client.load(
                 self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {}))
             )
-        self.client.connect()
+        self.client.mark_current()
         self.mesh.barrier()
         optimizer.state.clear()
 
