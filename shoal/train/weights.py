@@ -108,7 +108,8 @@ def _check_match(
         f"model.weights: {path} has {key}, which {name} lacks" for key in shapes if key not in state
     ]
     problems += [
-        f"model.weights: {key} has shape {shapes[key]} in {path} and {tuple(tensor.shape)} in {name}"
+        f"model.weights: {key} has shape {shapes[key]} in {path} and {tuple(tensor.shape)} in "
+        f"{name}"
         for key, tensor in state.items()
         if key in shapes and shapes[key] != tuple(tensor.shape)
     ]
