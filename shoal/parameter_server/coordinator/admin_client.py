@@ -103,7 +103,7 @@ class AdminClient:
         self._peer.close()
 
     def _ask(self, op: Op, part: int = 0) -> tuple[int, bytes]:
-        self._peer.post(op, part=part)
+        self._peer.post(op, partition=part)
         try:
             while True:
                 header, payload = self._peer.receive(lambda _: None)

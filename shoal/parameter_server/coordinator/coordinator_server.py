@@ -149,7 +149,7 @@ class CoordinatorServer:
             case Op.ADD:
                 view = self.arbiter.add()
                 self._publish([view])
-                peer.post(Op.ADD, part=view.shard)
+                peer.post(Op.ADD, partition=view.shard)
             case Op.REMOVE:
                 why_not = self.arbiter.remove(header.partition)
                 self._publish([])
@@ -202,7 +202,9 @@ class CoordinatorServer:
         peer.post(Op.PLACEMENT, json.dumps(self.arbiter.placement.to_json()).encode())
 
     def _send_view(self, peer: QueuedConnection, view: View) -> None:
-        peer.post(Op.VIEW, json.dumps(view.to_json()).encode(), part=view.shard, epoch=view.epoch)
+        peer.post(
+            Op.VIEW, json.dumps(view.to_json()).encode(), partition=view.shard, epoch=view.epoch
+        )
 
 
 def arbitrate(listener: socket.socket, court: CoordinatorConfig) -> None:

@@ -65,18 +65,18 @@ class ConnectedWorkers:
                     worker,
                     Op.PARAMS,
                     payload,
-                    part=part,
+                    partition=part,
                     step=clock,
                     epoch=oldest,
                     worker=self.stop_at,
                     flags=flags,
                 )
             case GradNormResponse(worker, part, squared):
-                self._to(worker, Op.NORM, squared.hex().encode(), part=part)
+                self._to(worker, Op.NORM, squared.hex().encode(), partition=part)
             case GradResponse(worker, part, numbers, present):
-                self._to(worker, Op.GRADIENT, present + bytes(as_bytes(numbers)), part=part)
+                self._to(worker, Op.GRADIENT, present + bytes(as_bytes(numbers)), partition=part)
             case LoadDone(worker, part):
-                self._to(worker, Op.LOAD, b"", part=part)
+                self._to(worker, Op.LOAD, b"", partition=part)
 
     def _packed(self, value: PullResponse) -> tuple[int, Payload]:
         """Values for a worker that reads them here, for one that lacks a few blocks, or whole."""

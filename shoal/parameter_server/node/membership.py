@@ -142,7 +142,7 @@ class Membership:
         epoch = self.view.epoch
         if isinstance(message, InstallSnapshot):
             payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
-            link.post(Op.SNAPSHOT, payload, part=message.part, step=message.clock, epoch=epoch)
+            link.post(Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch)
             return
         update = message.update
         about: dict[str, Any] = {
@@ -151,8 +151,10 @@ class Membership:
             "present": update.grad_mask.hex(),
             "settings": message.settings,
         }
-        link.post(Op.UPDATE_META, json.dumps(about).encode(), part=message.part)
-        link.post(Op.REPLICATE, update.gradient, part=message.part, step=message.clock, epoch=epoch)
+        link.post(Op.UPDATE_META, json.dumps(about).encode(), partition=message.part)
+        link.post(
+            Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch
+        )
 
     def primary_of(self, shard: int) -> tuple[int, Address] | None:
         """Another shard's primary and where it listens, if it has one."""
@@ -166,17 +168,20 @@ class Membership:
     def give(self, given: PartitionTransfer, since: int, peer: QueuedConnection) -> None:
         """Send a part to another shard's primary."""
         payload = pack_partition(given.values, list(given.state), given.steps_by_worker)
-        peer.post(Op.TRANSFER, payload, part=given.part, step=given.clock, epoch=since)
+        peer.post(Op.TRANSFER, payload, partition=given.part, step=given.clock, epoch=since)
 
     def report_transfer(self, adopted: TransferDone) -> None:
         """Tell the arbiter of a part that has come."""
         self.views.post(
-            Op.TRANSFERRED, part=adopted.part, epoch=adopted.start_version, worker=adopted.source
+            Op.TRANSFERRED,
+            partition=adopted.part,
+            epoch=adopted.start_version,
+            worker=adopted.source,
         )
 
     def in_sync(self, backup: int) -> None:
         """Tell the arbiter of a backup that was filled."""
-        self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
+        self.views.post(Op.IN_SYNC, partition=self.shard, worker=backup, epoch=self.view.epoch)
 
     def _introduce(self, peer: QueuedConnection) -> None:
         if self._joined.is_set():

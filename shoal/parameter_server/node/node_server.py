@@ -204,7 +204,7 @@ class ServerNode:
                         self._refuse_strangers(number, header)
                         self.send(self._on_message(number, peer, header, payload, about))
                     except NotOwner as where:
-                        peer.post(Op.MOVED, part=where.part, step=header.op)
+                        peer.post(Op.MOVED, partition=where.part, step=header.op)
                 elif header.op == Op.TRANSFER:
                     self.send(self.moving.receive(number, header, payload))
                 else:
@@ -269,14 +269,14 @@ class ServerNode:
             case Op.STATE:
                 held = shard.require_partition(part)
                 state_bytes = pack_partition(held.values, list(held.state()), shard.done[part])
-                peer.post(Op.STATE, state_bytes, part=part, step=held.clock)
+                peer.post(Op.STATE, state_bytes, partition=part, step=held.clock)
             case Op.STATS:
-                peer.post(Op.STATS, json.dumps(self.figures()).encode(), part=part)
+                peer.post(Op.STATS, json.dumps(self.figures()).encode(), partition=part)
             case Op.RECORD:
                 shard.record()
             case Op.HISTORY:
                 peer.post(
-                    Op.HISTORY, json.dumps(self._history(unpack(payload))).encode(), part=part
+                    Op.HISTORY, json.dumps(self._history(unpack(payload))).encode(), partition=part
                 )
             case _:
                 raise ProtocolViolation(f"message {header.op}, which is not known")

@@ -113,7 +113,7 @@ class Replication:
             assert isinstance(message, Acknowledged)
             peer.post(
                 Op.ACKNOWLEDGE,
-                part=message.part,
+                partition=message.part,
                 step=message.clock,
                 flags=int(header.op == Op.SNAPSHOT),
             )

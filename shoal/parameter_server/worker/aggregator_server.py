@@ -129,7 +129,7 @@ class AggregatorServer:
                 raise error
             case QueryAnswered(Op.STATE, part, payload) if payload is not None:
                 for peer in self._state_peers.pop(part):
-                    peer.post(Op.STATE, bytes(payload), part=part)
+                    peer.post(Op.STATE, bytes(payload), partition=part)
             case QueryAnswered(Op.STATS, shard, payload):
                 self._collect_figures(shard, payload)
             case _:
@@ -203,7 +203,7 @@ class AggregatorServer:
         behind = [request.found[number] for number in sorted(request.found)]
         figures = json.dumps({**self.server.figures(), "behind": behind}).encode()
         for peer, about in request.peers:
-            peer.post(Op.STATS, figures, part=about)
+            peer.post(Op.STATS, figures, partition=about)
 
 
 def relay(listener: socket.socket, plan: ServerConfig, behind: UpstreamConfig) -> None:
