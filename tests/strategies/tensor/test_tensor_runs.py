@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
-from shoal.strategies.tensor.logits import VocabParallelLogits
+from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
 from shoal.verification.matrix_cases import images, tokens
 
