@@ -294,9 +294,7 @@ class TensorParallelStep:
         tolerance = 0.0 if checksums.device.type == "cpu" else GPU_CHECKSUM_TOLERANCE
         allowed = torch.nan_to_num(magnitudes) * tolerance
         differs = (largest + negated_smallest > allowed).tolist()
-        names = [
-            name for name, is_different in zip(gradients, differs, strict=True) if is_different
-        ]
+        names = [name for name, differ in zip(gradients, differs, strict=True) if differ]
         if names:
             raise StrategyRefused(
                 f"{', '.join(names[:5])}: whole on every rank of the tensor group, but with other "
