@@ -80,7 +80,7 @@ def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
 
 
 def all_dimensions() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(pipeline=2, tensor=2, shard=1)
+    return torch_mesh(pipeline=2, tensor=2, dp_shard=1)
 
 
 def shard_alone() -> tuple[dict[str, list[int]], bool]:
@@ -88,7 +88,7 @@ def shard_alone() -> tuple[dict[str, list[int]], bool]:
 
 
 def hybrid() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(tensor=2, shard=2)
+    return torch_mesh(tensor=2, dp_shard=2)
 
 
 def tensor_alone() -> tuple[dict[str, list[int]], bool]:

@@ -207,7 +207,7 @@ def test_what_is_no_compression_is_refused(text: str) -> None:
 
 def test_a_memory_comes_back_whatever_else_is_there() -> None:
     first, second = PowerSgd(2), PowerSgd(2)
-    first.memory.kept["matrix"], first.guesses.kept["matrix"] = torch.ones(600), torch.ones(20, 2)
+    first.memory.saved["matrix"], first.guesses.saved["matrix"] = torch.ones(600), torch.ones(20, 2)
     second.load({**first.rank_state_dict(), "torch": torch.zeros(3)})
     assert second.rank_state_dict().keys() == first.rank_state_dict().keys()
     other = PowerSgd(3)
