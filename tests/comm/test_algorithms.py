@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.comm.algorithms import halving_doubling, ring, tree
-from shoal.comm.algorithms.all_reduce import BACKEND_DEFAULT, NamedAllReduce
+from shoal.comm.algorithms.all_reduce import PAIRWISE, NamedAllReduce
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis
 from shoal.errors import CollectiveFailed
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = st.builds(
     Case,
-    st.sampled_from(sorted(BACKEND_DEFAULT)),
+    st.sampled_from(sorted(PAIRWISE)),
     st.integers(1, MOST_RANKS),
     st.one_of(st.integers(0, 20), st.sampled_from((1000, 4097, 30_011))),
     st.integers(0, len(DTYPES) - 1),
@@ -73,7 +73,7 @@ def _sums(cases: list[Case]) -> list[Tensor]:
     for case in cases:
         tensor = _numbers(case, dist.get_rank())
         if dist.get_rank() < case.ranks:
-            BACKEND_DEFAULT[case.name](tensor, PairwiseLink(members=range(case.ranks)))
+            PAIRWISE[case.name](tensor, PairwiseLink(members=range(case.ranks)))
         found.append(tensor)
     return found
 
@@ -105,8 +105,8 @@ def test_a_mean_over_hosts_is_the_same_bits_on_all_their_ranks(hosts: str) -> No
         torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
         count = len(set(hosts))
         assert (
-            said
-            == f"all-reduce: hierarchical, over {len(hosts)} ranks on {count} host{'s' * (count > 1)}"
+            said == f"all-reduce: hierarchical, over {len(hosts)} ranks "
+            f"on {count} host{'s' * (count > 1)}"
         )
 
 

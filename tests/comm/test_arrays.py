@@ -144,7 +144,8 @@ def test_a_script_under_shoal_launch_uses_them(tmp_path: Path) -> None:
     script.write_text(
         "import numpy as np, shoal\n"
         "run = shoal.init()\n"
-        "print(shoal.allreduce(np.array([run.rank + 1.0])), shoal.allgather(np.array([run.rank])))\n"
+        "mean = shoal.allreduce(np.array([run.rank + 1.0]))\n"
+        "print(mean, shoal.allgather(np.array([run.rank])))\n"
     )
     command = [sys.executable, "-m", "shoal", "launch", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)

@@ -1,5 +1,5 @@
-"""PowerSGD: the mean of a gradient matrix as a product of two thin matrices, computed by one step of
-power iteration.
+"""PowerSGD: the mean of a gradient matrix as a product of two thin matrices, by one step of power
+iteration.
 
               m                r              m
          ┌─────────┐         ┌──┐        ┌─────────┐
