@@ -47,7 +47,7 @@ CASES = st.builds(
 @settings(
     max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink takes long
-def test_any_algorithm_comes_to_the_plain_sum_and_to_the_same_bits_on_every_rank(
+def test_any_algorithm_gives_the_sum_with_the_same_bits_on_every_rank(
     cases: list[Case],
 ) -> None:
     sums = world.run(MOST_RANKS, _sums, cases)
@@ -82,7 +82,7 @@ Reduce = Callable[[Tensor, PairwiseLink], None]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 6])
-def test_only_the_bits_of_a_ring_depend_on_where_a_number_lies(ranks: int) -> None:
+def test_only_the_bits_of_a_ring_depend_on_the_position(ranks: int) -> None:
     assert world.run(ranks, _places) == [(True, False, False)] * ranks
 
 
@@ -143,7 +143,7 @@ def _mean_over(hosts: str) -> tuple[Tensor, Tensor, str]:
         ("backend", 1, "AAAA"),
     ],
 )
-def test_a_rank_that_dies_is_named_by_all_others_not_only_by_its_neighbours(
+def test_a_rank_that_dies_is_named_by_all_others_and_not_only_neighbours(
     name: str, victim: int, hosts: str
 ) -> None:
     with world.start(4, _until_it_fails, name, victim, hosts, timeout_s=60.0) as running:

@@ -96,7 +96,7 @@ def _broadcast(board: PhaseBoard, length: int) -> tuple[CallSignature, Callable[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_no_number_and_what_is_too_small_for_one_is_summed_as_torch_does(
+def test_nan_infinity_and_subnormal_values_are_summed_as_by_torch(
     dtype: torch.dtype,
 ) -> None:
     tiny = torch.finfo(dtype).tiny / 4
@@ -139,7 +139,7 @@ def test_steps_of_another_source_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert native.version() == 0
 
 
-def test_what_no_caller_should_ask_for_is_refused() -> None:
+def test_invalid_arguments_of_compiled_steps_are_refused() -> None:
     steps = NativeCalls(meet(2)[0])._compiled
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 4 and a step 0"):
         steps.advance(64, 8, 4, 0, 1, 0)

@@ -195,6 +195,6 @@ def test_a_call_survives_its_way_through_a_word(
     assert 0 <= call.encoded < 2**63
 
 
-def test_a_rank_cannot_be_further_ahead_than_the_calls_of_its_phases_are_kept() -> None:
+def test_the_calls_of_all_phases_ahead_fit_into_the_ring() -> None:
     assert phase_board.RING > phase_board.SLOTS + phase_board.LAG
     assert SLOT_BYTES % 4096 == 0

@@ -145,7 +145,7 @@ def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)
-def test_a_step_that_is_not_finite_on_one_rank_leaves_every_memory_as_it_was(name: str) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_changes_no_memory(name: str) -> None:
     assert world.run(3, after_one_that_is_not_finite, name) == [(True, True)] * 3
 
 
