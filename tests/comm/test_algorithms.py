@@ -1,6 +1,4 @@
-"""All-reduce by ring, tree, halving and doubling, and in two layers: the plain sum, the same
-bits on every rank.
-"""
+"""All-reduce by every algorithm: the sum, with the same bits on all ranks."""
 
 import os
 from collections.abc import Callable
@@ -61,7 +59,7 @@ def test_any_algorithm_gives_the_sum_with_the_same_bits_on_every_rank(
 
 
 def _numbers(case: Case, rank: int) -> Tensor:
-    """Of short floats whole numbers, whose sums they hold exactly."""
+    """Return integers for short dtypes, so that their sums are exact."""
     dtype, made = DTYPES[case.dtype], torch.Generator().manual_seed(case.seed + rank)
     if dtype.itemsize > 2:
         return torch.randn(case.length, dtype=dtype, generator=made)

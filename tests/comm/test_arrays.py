@@ -1,6 +1,4 @@
-"""shoal.allreduce, allgather, broadcast and barrier: what goes in as an array of some kind
-comes back as one.
-"""
+"""shoal.allreduce, allgather, broadcast and barrier return the kind of array that they are given."""
 
 import os
 import subprocess
@@ -20,7 +18,7 @@ from shoal.testing import world
 
 
 class Foreign:
-    """An array of a library that offers DLPack, as the array API standard has it."""
+    """An array of a library with DLPack, as the array API standard defines it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,6 +1,4 @@
-"""Means over ranks that are the same to the last bit wherever a number lies, and on whatever
-backend.
-"""
+"""Means over ranks with the same bits at every position and on every backend."""
 
 import pytest
 import torch

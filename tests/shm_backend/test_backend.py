@@ -1,6 +1,4 @@
-"""The backend "shoal" in processes: what each call comes to is what Gloo says, on any shapes,
-types and groups.
-"""
+"""The backend "shoal" in processes gives the results of Gloo for all shapes, dtypes and groups."""
 
 import subprocess
 import sys
@@ -78,7 +76,7 @@ def _carry_every_type() -> int:
 
 
 def test_a_tensor_that_autograd_keeps_may_be_reduced() -> None:
-    """As on Gloo: what is written into it is not seen by autograd."""
+    """As on Gloo, autograd does not see the result."""
     assert world.run(2, _reduce_a_parameter) == [(3.0, 0), (3.0, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Messages of every compression: their size, their place, what is not finite, what is damaged."""
+"""Messages of every compression: size, alignment, values that are not finite, damage."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""One bit a number: two means, and the bits that choose between them."""
+"""Compression to one bit: two means, and the bits that select them."""
 
 import torch
 from compression_cases import arrived, message_of, numbers, repeatable
