@@ -1,4 +1,4 @@
-"""shoal.allreduce, allgather, broadcast and barrier return the kind of array that they are given."""
+"""shoal.allreduce, allgather, broadcast and barrier return the kind of array they are given."""
 
 import os
 import subprocess

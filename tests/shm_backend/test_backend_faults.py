@@ -1,4 +1,4 @@
-"""Ranks that die, stop or fail during a collective: the others raise an error that names the rank."""
+"""Ranks that die, stop or fail in a collective: the others raise an error that names the rank."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Ranks that die or stop between messages: ranks that wait for them raise an error with the name."""
+"""Ranks that die or stop between messages: the ranks that wait raise an error that names them."""
 
 import os
 import random

@@ -49,7 +49,7 @@ def is_equal_everywhere(tensor: Tensor) -> bool:
 
 
 def arrives_and_waits(name: str) -> tuple[float, bool]:
-    """Return the error of results plus residuals after six steps, and whether ranks got equal bits."""
+    """Return the error of results plus residuals after six steps, and whether bits are equal."""
     reduction, equal = made(name), True
     arrived, given = (
         torch.zeros(COUNT, dtype=torch.float64),
