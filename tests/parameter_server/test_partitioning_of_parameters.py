@@ -1,4 +1,4 @@
-"""How large parts are, and that every server has its share of them."""
+"""Sizes of partitions, and their even assignment to servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_on_one_machine_a_small_model_is_as_many_parts_as_servers(servers, lengt
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_between_machines_a_server_has_several_parts_so_that_both_directions_are_used(servers):
+def test_between_hosts_a_server_has_several_partitions(servers):
     sizes, given = cut_for(servers, False, 1_000_000)
     assert len(sizes) == 4 * servers
     assert max(given) - min(given) <= 64

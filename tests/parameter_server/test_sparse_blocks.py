@@ -1,4 +1,4 @@
-"""Parts of which only some blocks are sent: what comes out is what went in, bit for bit."""
+"""Messages of some blocks of a partition: they are unpacked bit for bit."""
 
 import pytest
 import torch

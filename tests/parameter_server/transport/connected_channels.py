@@ -1,4 +1,4 @@
-"""Connected sockets and channels for the tests of the wire."""
+"""Connected sockets and channels for the tests of the transport."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who comes to a listening socket: strangers that stay silent, a system without descriptors;
-peers get in.
-"""
+"""Connections to a listening socket: silent strangers, no free descriptors, and peers."""
 
 from __future__ import annotations
 

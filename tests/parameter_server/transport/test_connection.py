@@ -1,4 +1,4 @@
-"""What goes out when, and what goes out first of what waits to be sent."""
+"""Time and order in which a connection sends its frames."""
 
 from __future__ import annotations
 

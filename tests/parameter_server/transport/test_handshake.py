@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: honest ones, and those of peers that are not what they say."""
+"""Handshakes over real sockets: of honest peers and of attackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codes that payloads are authenticated by."""
+"""Message authentication codes of payloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is tried again, and when that ends."""
+"""Retries, and their end."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_a_new_key_is_256_random_bits_that_only_its_owner_can_read(tmp_path):
     assert read_key(path) != read_key(other)
 
 
-def test_a_key_is_never_overwritten_and_a_link_in_its_place_is_not_followed(tmp_path):
+def test_a_key_is_never_overwritten_and_a_symlink_is_not_followed(tmp_path):
     path = new_key_file(tmp_path)
     key = read_key(path)
     with pytest.raises(ConfigError, match="there is a key already"):
