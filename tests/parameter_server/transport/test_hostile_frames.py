@@ -81,7 +81,7 @@ def test_a_frame_that_was_left_out_is_noticed():
 
 
 class FailsOnce(socket.socket):
-    """A socket that has no memory for the first message that it is to send."""
+    """A socket without memory for its first message."""
 
     failures = 1
 
