@@ -135,6 +135,6 @@ def open_saver(
     checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
     if not job.checkpoint.asynchronous:
         return RunSaver(checkpoints, None, pause, note)
-    # All ranks of one stage hold the same full tensors, and each writes a part of them.
+    # All ranks of one stage hold the same full tensors, and each writes some of them.
     ranks_per_stage = mesh.size // mesh.pipeline.size
     return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note)
