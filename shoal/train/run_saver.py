@@ -130,7 +130,7 @@ def open_saver(
     note: Callable[[str], None],
 ) -> RunSaver:
     """Return the saver of a job's run directory. Collective."""
-    # A thread that saves needs a group of its own: its votes must not mix with training.
+    # A thread that saves needs a group of its own: its messages must not mix with training.
     group = mesh.new_group() if job.checkpoint.asynchronous else None
     checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
     if not job.checkpoint.asynchronous:

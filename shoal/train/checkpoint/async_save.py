@@ -70,7 +70,7 @@ class AsyncSaver:
 
     def _save(self, check_copy: Callable[[], str], step: int, *state: Any) -> Path:
         """Run in the thread: check the copies of all ranks, then save. Collective."""
-        digests = self._checkpoints.votes.on_every_rank(
+        digests = self._checkpoints.consensus.on_every_rank(
             f"step {step} was not saved, there is no copy of it", check_copy
         )
         stages = [digests[i : i + self._ranks] for i in range(0, len(digests), self._ranks)]

@@ -53,15 +53,15 @@ class Chunk:
                 window = cast(IO[bytes], _FileSlice(stream, self.start_bytes, self.size_bytes))
                 block: Tensor = torch.load(window, map_location="cpu", weights_only=True)
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{self._position()} cannot be read: {error}") from error
+                raise CheckpointError(f"{self._source()} cannot be read: {error}") from error
         if (tuple(block.shape), block.dtype) != (self.shape, self.dtype):
             raise CheckpointError(
-                f"{self._position()} is {block.dtype} {tuple(block.shape)}; its index says otherwise"
+                f"{self._source()} is {block.dtype} {tuple(block.shape)}; its index says otherwise"
             )
         return block
 
     def runs(self, full_shape: torch.Size) -> Iterator[tuple[int, int]]:
-        """Yield (start, length) of each run of the block in a full contiguous tensor.
+        """Yield (start, length) of each run of the block in the full tensor.
 
         Both are in elements, in the order of the block. A block that is cut only in dimension 0 is
         one run.
@@ -75,7 +75,7 @@ class Chunk:
         for outer in product(*(range(size) for size in self.shape[:last_cut])):
             yield first + sum(index * strides[dim] for dim, index in enumerate(outer)), length
 
-    def _position(self) -> str:
+    def _source(self) -> str:
         return f"{self.file} from byte {self.start_bytes} on"
 
 

@@ -67,7 +67,7 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def untrusted_reason(path: Path) -> str | None:
-    """Return why another user could have written this path; None if no other could.
+    """Return why another user could have written this path, or None.
 
     torch stores the index of a checkpoint as a pickle, and a pickle can run code. A digest detects
     only accidents, because a user who can write the file can write the digest too.
@@ -78,8 +78,8 @@ def untrusted_reason(path: Path) -> str | None:
         return f"{path} is a symbolic link, and those are not followed here"
     if status.st_uid not in (user, 0):
         return (
-            f"{path} belongs to user {status.st_uid}, and you are user {user}: loading it could run "
-            "that user's code as you. If you trust it, make a copy of your own (cp -r)"
+            f"{path} belongs to user {status.st_uid}, and you are user {user}: loading it could "
+            "run that user's code as you. If you trust it, make a copy of your own (cp -r)"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
