@@ -105,8 +105,9 @@ class AsyncSaver:
         copies = {}
         for name, tensor in tensors.items():
             old = self._copies.get(name)
-            fits = old is not None and _same_layout(old, tensor)
-            copies[name] = old if fits else _staging_buffer(tensor)
+            if old is None or not _same_layout(old, tensor):
+                old = _staging_buffer(tensor)
+            copies[name] = old
         self._copies = copies
         with torch.no_grad():
             for name, tensor in tensors.items():
