@@ -175,7 +175,9 @@ def program(
 
     environ = dict([*os.environ.items(), mark.split("=")])
     command = [sys.executable, never_ending_program.__file__, str(folder)]
-    with subprocess.Popen(command, env=environ, start_new_session=True, **options) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(  # type: ignore[call-overload]
+        command, env=environ, start_new_session=True, **options
+    ) as process:
         try:
             yield process, descendants
         finally:

@@ -29,7 +29,8 @@ SCRIPT = """
     total = torch.tensor(run.rank + 1)
     distributed.all_reduce(total)
     place = run.mesh.place
-    Path(sys.argv[1], str(run.rank)).write_text(f"{place.launcher} {place.local_rank}/{place.local_world} {total}")
+    local = f"{place.local_rank}/{place.local_world}"
+    Path(sys.argv[1], str(run.rank)).write_text(f"{place.launcher} {local} {total}")
 """
 
 

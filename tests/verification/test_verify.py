@@ -3,6 +3,7 @@ broken is caught.
 """
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -150,7 +151,9 @@ def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_wrong_functions_are_named(functions, error, message) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_functions_are_named(
+    functions: tuple[Any, Any, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         shoal.verify(*functions)
 
