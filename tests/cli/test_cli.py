@@ -1,6 +1,4 @@
-"""What people type: right words do what they say, wrong ones are answered before any work
-starts.
-"""
+"""Commands as users type them. Wrong words are refused before any work starts."""
 
 import json
 import subprocess
@@ -14,7 +12,7 @@ from shoal import cli
 
 
 def shoal(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command."""
+    """Run a command, and return its exit status, stdout and stderr."""
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
     out, err = capsys.readouterr()
@@ -307,7 +305,7 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "no.py: there is no such file" in err
 
 
-def test_a_failing_start_leaves_no_run_behind_that_could_not_be_started_again(
+def test_a_start_that_fails_leaves_no_run_directory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

@@ -16,7 +16,7 @@ def problems(source: str | Path | None, *flags: tuple[str, str]) -> list[str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory that is the current one, so that messages hold short paths."""
+    """Make an empty directory the current one, so that messages have short paths."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

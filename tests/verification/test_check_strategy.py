@@ -1,4 +1,4 @@
-"""The conformance check can fail: it is no proof otherwise."""
+"""The conformance check can fail, without which it would be no proof."""
 
 import pytest
 import torch

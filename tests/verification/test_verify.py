@@ -1,6 +1,4 @@
-"""`shoal verify`, from the library and from the command line: what is right passes, what is
-broken is caught.
-"""
+"""`shoal verify` in the library and on the command line: it passes right strategies only."""
 
 import json
 from typing import Any
@@ -72,7 +70,7 @@ def norm() -> nn.Module:
 
 
 class WithNothing(nn.Module):
-    """Has a parameter without entries."""
+    """A model with an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
