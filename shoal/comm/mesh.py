@@ -80,7 +80,7 @@ class Mesh(Axis):
         Its dimensions are "pipeline", "replicate", "shard" and "tensor"; all but "shard" are left
         out where they have one rank. "replicate" x "shard" is the data axis. There is one mesh, for
         torch composes dimensions of one only."""
-        shard = self.degrees.dp_shard or self.data.size
+        shard = self.degrees.shard or self.data.size
         sizes = {
             "pipeline": self.pipeline.size,
             "replicate": self.data.size // shard,

@@ -26,7 +26,7 @@ class ParallelDims:
 
     pipeline: int = 1
     tensor: int = 1
-    dp_shard: int = 0
+    shard: int = 0
 
     def data(self, world: int) -> int:
         """What is left of the world."""
@@ -65,9 +65,9 @@ def problems(degrees: ParallelDims, world: int, local_world: int | None = None) 
             f"{local_world} ranks. Start a multiple of {degrees.tensor} on each."
         )
     data = degrees.data(world)
-    if degrees.dp_shard < 0 or (degrees.dp_shard and data % degrees.dp_shard):
+    if degrees.shard < 0 or (degrees.shard and data % degrees.shard):
         found.append(
-            f"hybrid={degrees.dp_shard} shards inside groups of {degrees.dp_shard} ranks; {data} "
+            f"hybrid={degrees.shard} shards inside groups of {degrees.shard} ranks; {data} "
             "ranks do not make whole "
             f"groups. Use a divisor of {data}."
         )

@@ -1,4 +1,4 @@
-"""One device: nothing is cut, nobody is asked."""
+"""The strategy for one device: it changes nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shoal.strategies.options import NoOptions
 
 
 class Single(NoOptions, Strategy):
-    """The reference that every other strategy is measured against."""
+    """The reference with which every other strategy is compared."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Return `model` unchanged. Raises StrategyRefused in a world of several ranks."""
         if mesh.data.size > 1:
             raise StrategyRefused(
                 f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or "
                 "start one process."
             )
-        return part
+        return model

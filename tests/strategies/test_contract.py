@@ -23,7 +23,7 @@ from shoal.strategies.transforms.precision import Precision
 STRATEGY_CLASSES = [
     *(
         getattr(import_module(f"shoal.strategies.{file}"), name)
-        for file, _, name in (known.where.partition(":") for known in STRATEGIES.values())
+        for file, _, name in (known.class_path.partition(":") for known in STRATEGIES.values())
     ),
     Accumulate,
     Compile,
@@ -33,12 +33,13 @@ STATE_CLASSES = [ErrorFeedbackState, LocalSgdStep, WorkerEngine, Stateless]
 MISSPELLED = """
 from shoal.comm.mesh import Mesh
 from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.full_model import FullModel
 
 class Mine(Strategy):
-    def apply(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        return part
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        return model
 
-    def colocations(self, uncut: int) -> list[str]:
+    def colocations(self, full_model: FullModel) -> list[str]:
         return []
 
 def notes_of(strategy: Strategy) -> list[str]:
@@ -103,5 +104,5 @@ def test_mypy_finds_a_misspelled_member_of_a_strategy(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True
     )
-    assert 'Return type "list[str]" of "together" incompatible' in found.stdout
+    assert 'Return type "list[str]" of "colocations" incompatible' in found.stdout
     assert 'has no attribute "remarks"' in found.stdout

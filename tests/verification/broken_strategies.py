@@ -14,18 +14,18 @@ class Right(Strategy):
     reason alone.
     """
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        mesh.broadcast_module(part.module)
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        mesh.broadcast_module(model.module)
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
-            loss = part.run(forward, self.share(batch, mesh))
+            loss = model.run(forward, self.share(batch, mesh))
             return loss._replace(step_totals=mesh.all_reduce(loss.step_totals))
 
         def reduce() -> None:
-            for name, parameter in part.trainable_params.items():
+            for name, parameter in model.trainable_params.items():
                 self.average(name, parameter, mesh)
 
-        return self.bound(replace(part, run=run, reduce_gradients=reduce))
+        return self.bound(replace(model, run=run, reduce_gradients=reduce))
 
     def share(self, batch: LocalBatch, mesh: Mesh) -> LocalBatch:
         return batch
@@ -80,7 +80,7 @@ class ShareDropped(Right):
 class BufferLost(Right):
     """Zeros where the model keeps a constant."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        for buffer in part.module.buffers():
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        for buffer in model.module.buffers():
             buffer.zero_()
-        return super().apply_strategies(part, mesh)
+        return super().apply(model, mesh)

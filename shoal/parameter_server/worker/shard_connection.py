@@ -86,7 +86,8 @@ class ShardConnection:
         self._peer: QueuedConnection | None = None
         self._is_lending = False  # the server reads gradients in this worker's memory
         self._borrowed: AttachedSegment | None = None  # the server's memory
-        self._accepted = False  # the values that are coming in are to be written
+        self._coming: ValuesMessage | None = None  # of the frame that is coming in
+        self._accepted = False  # its values are to be written
         self._closed = False
         threading.Thread(target=self._run_or_report, name=f"shard {shard}", daemon=True).start()
 
@@ -100,7 +101,7 @@ class ShardConnection:
             case StepMessage(step, payload):
                 self._post(Op.STEP, payload, step=step)
             case QueryMessage(op, about, step, payload):
-                self._post(op, payload, part=about, step=step)
+                self._post(op, payload, partition=about, step=step)
             case NoticeMessage(op):
                 self._post(op)
 
@@ -116,18 +117,20 @@ class ShardConnection:
     def _send_push(self, push: PushMessage) -> None:
         partition, step, gradient = push.partition, push.step, push.gradient
         if 0 in push.present:
-            self._post(Op.GRAD_MASK, push.present, part=partition)
+            self._post(Op.GRAD_MASK, push.present, partition=partition)
         if self._is_lending:
             at_bytes = self._lay(push)
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
-            self._post(Op.PUSH, part=partition, step=step, flags=SHARED, epoch=high, worker=low)
+            self._post(
+                Op.PUSH, partition=partition, step=step, flags=SHARED, epoch=high, worker=low
+            )
             return
         which = sparse_blocks.nonzero_blocks(gradient) if push.sparse else None
         if which is not None and sparse_blocks.are_few(which):
             packed = sparse_blocks.pack(gradient, which)
-            self._post(Op.PUSH, packed, part=partition, step=step, flags=BLOCKS)
+            self._post(Op.PUSH, packed, partition=partition, step=step, flags=BLOCKS)
         else:
-            self._post(Op.PUSH, gradient, part=partition, step=step)
+            self._post(Op.PUSH, gradient, partition=partition, step=step)
 
     def _lay(self, push: PushMessage) -> int:
         """Have a gradient in memory that the server reads; where, in bytes."""
@@ -246,8 +249,9 @@ class ShardConnection:
         )
 
     def _accept(self, header: Header) -> None:
+        self._coming = _values(header)
         with self._owner.lock:
-            self._accepted = self._owner.session.accept(self.shard, _values(header))
+            self._accepted = self._owner.session.accept(self.shard, self._coming)
 
     def _receive_values(self, header: Header, payload: memoryview) -> None:
         if not header.length:
@@ -259,7 +263,8 @@ class ShardConnection:
             values.copy_(self._borrowed.tensor(at_bytes, values.numel(), values.dtype))
         elif self._accepted and header.flags & BLOCKS:
             sparse_blocks.unpack(payload, values)
-        self._tell(_values(header))
+        assert self._coming is not None
+        self._tell(self._coming)
 
     def _share(self, payload: memoryview) -> None:
         """The server has this worker's memory, and lends its own."""

@@ -28,7 +28,7 @@ from shoal.strategies.base import (
     ForwardOutput,
     LocalBatch,
     StepResult,
-    loss,
+    weighted_loss,
 )
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.constants import Constants
@@ -86,7 +86,7 @@ class PipelineExecutor:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
         output = self.stages[batch.stage](self.model.training, *batch.inputs, *batch.values)
         if batch.stage == self.last_stage:
-            return loss(output, batch)
+            return weighted_loss(output, batch)
         zero = torch.zeros((), device=self.axis.device)
         return ForwardOutput(zero, zero, False, values=output)
 
@@ -104,7 +104,7 @@ class PipelineExecutor:
         # Every rank runs as many micro-batches as the table has. Where samples are fewer, stand-ins
         # of zero samples fill up.
         single = batch._replace(previous_totals=None, stop_requested=False)
-        microbatches = list(split_microbatches(single, count, least=count))
+        microbatches = list(split_microbatches(single, count, min_count=count))
         outputs: list[ForwardOutput] = []
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:

@@ -195,7 +195,7 @@ def _keep_local_stages(
         full_model=partition.full_model,
         duplicated_params=ties.owned_by_earlier_stage,
         tied_names=aliases,
-        passes=PassTraits(module_called=False, complete_after_run=True, recorded=True),
+        pass_traits=PassTraits(module_called=False, complete_after_run=True, recorded=True),
         grads_not_ready_reason=GRADS_NOT_READY,
         summary_lines=(*model.summary_lines, *summary),
     )

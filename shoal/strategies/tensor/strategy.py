@@ -65,47 +65,55 @@ SEPARATED_MESSAGE = "a stage of the pipeline begins between it and what makes a 
 class TensorParallel(TensorOptions, Strategy):
     """Cuts layers along the tensor axis."""
 
-    def colocations(self, uncut: FullModel) -> list[Colocation]:
+    def colocations(self, full_model: FullModel) -> list[Colocation]:
         """What can only be cut where it lies in one stage. Raises StrategyRefused: a name that is
         none of the model's.
 
-        Args: uncut: a model that is one stage.
+        Args: full_model: a model that is one stage.
         """
-        made = _planned(uncut.model, self, uncut) if self.degree > 1 else TensorPlan(self.degree)
+        made = (
+            _planned(full_model.model, self, full_model)
+            if self.degree > 1
+            else TensorPlan(self.degree)
+        )
         pairs = [Colocation({*pair.columns, pair.row}) for pair in made.pairs]
         return pairs + [Colocation({head}, through_output=True) for head in made.vocabulary_heads]
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces module (in place), forward or run, owned, reduce and said. Collective.
 
         Raises: StrategyRefused: nothing of the model can be cut, with the reasons; a name that is
         none of its modules."""
         if mesh.tensor.size == 1:
-            return part
-        if is_compiled(part.module):
+            return model
+        if is_compiled(model.module):
             raise StrategyRefused(
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. "
                 "Use compile=False "
                 "(model.compile=false)."
             )
-        mesh.tensor.broadcast_module(part.module)
+        mesh.tensor.broadcast_module(model.module)
         made = tensor_plan(
-            part.module if part.full_model is None else part.full_model.model, self, part.full_model
+            model.module if model.full_model is None else model.full_model.model,
+            self,
+            model.full_model,
         )
-        apply(made.within(dict(part.module.named_modules())), part.module, mesh, self.sequence)
+        apply(made.within(dict(model.module.named_modules())), model.module, mesh, self.sequence)
         if self.sequence:
-            part.module.register_forward_hook(_gather_output)
-        if part.full_model is not None:
-            free_other_params(part.full_model.model, part.module)  # wholes of what is in slices now
+            model.module.register_forward_hook(_gather_output)
+        if model.full_model is not None:
+            free_other_params(
+                model.full_model.model, model.module
+            )  # wholes of what is in slices now
         held = {
-            part.tied_names.get(name, name): parameter
-            for name, parameter in part.module.named_parameters()
+            model.tied_names.get(name, name): parameter
+            for name, parameter in model.module.named_parameters()
         }
-        engine = TensorParallelStep(part, mesh)
-        owned = {name: held[name] for name in part.trainable_params}
-        said = (*part.summary_lines, *describe(made, self.sequence))
+        engine = TensorParallelStep(model, mesh)
+        owned = {name: held[name] for name in model.trainable_params}
+        said = (*model.summary_lines, *describe(made, self.sequence))
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             trainable_params=owned,
@@ -222,14 +230,14 @@ class TensorParallelStep:
         are summed.
         """
         outcome = self.part.forward(batch)
-        if batch.is_last_microbatch and not self.part.passes.complete_after_run:
+        if batch.is_last_microbatch and not self.part.pass_traits.complete_after_run:
             self.axis.all_reduce_max(outcome.step_totals[STOP])
         return outcome
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """The same for a pipeline, whose totals are known after all of its passes."""
         loss = self.part.run(forward, batch)
-        if batch.is_last_microbatch and self.part.passes.complete_after_run:
+        if batch.is_last_microbatch and self.part.pass_traits.complete_after_run:
             self.axis.all_reduce_max(loss.step_totals[STOP])
         return loss
 

@@ -23,20 +23,20 @@ class Accumulate(Strategy):
 
     parts: int
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces run."""
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
             loss = None
             # Where a forward pass is collective, a rank with fewer samples makes as many of them as
             # the others.
-            least = -(-batch.global_batch_size // mesh.data.size) if part.collective_forward else 1
+            least = -(-batch.global_batch_size // mesh.data.size) if model.collective_forward else 1
             for micro in split_microbatches(batch, self.parts, least):
-                loss = part.run(
+                loss = model.run(
                     forward,
                     micro._replace(previous_totals=None if loss is None else loss.step_totals),
                 )
             assert loss is not None
             return loss
 
-        return part if self.parts == 1 else replace(part, run=run)
+        return model if self.parts == 1 else replace(model, run=run)

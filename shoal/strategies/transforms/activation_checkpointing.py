@@ -37,14 +37,14 @@ from shoal.strategies.wrap_units import innermost, units
 class Recompute(RecomputeOptions, Strategy):
     """Computes units of the model again in the backward pass."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces the forward functions of units, in place. Raises StrategyRefused where there
         is no unit.
         """
         # Without units inside: a unit's activations are all there at once when it is computed
         # again.
-        chosen = [*innermost(_units(part, self.unit)).values()][:: self.every]
-        if not chosen and not part.is_partial:  # some layers of the model may have none
+        chosen = [*innermost(_units(model, self.unit)).values()][:: self.every]
+        if not chosen and not model.is_partial:  # some layers of the model may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in "
                 "it. Name the class of "
@@ -55,7 +55,7 @@ class Recompute(RecomputeOptions, Strategy):
             module.forward = MethodType(
                 _recomputed(module, index, budget), module
             )  # a copy's is bound to the copy
-        return part
+        return model
 
 
 def _units(part: LocalModel, kind: str) -> dict[str, nn.Module]:

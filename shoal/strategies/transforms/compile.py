@@ -13,13 +13,13 @@ from shoal.strategies.base import LocalModel, Strategy
 class Compile(Strategy):
     """Applied before the data strategy, whose hooks stay outside the compiled graph."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Compiles the module in place, at its first batch. Raises StrategyRefused: in a
         pipeline.
         """
-        if not part.passes.module_called:
+        if not model.pass_traits.module_called:
             raise StrategyRefused(
                 "compile with a pipeline: stages are not compiled. Use compile=False."
             )
-        part.module.compile()
-        return part
+        model.module.compile()
+        return model

@@ -68,25 +68,25 @@ class Precision(Strategy):
     name: Literal["fp64", "fp32", "bf16", "fp16"]
     loss_scale: LossScale | None = None
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replaces forward."""
         if self.name in ("fp64", "fp32"):
-            return part
+            return model
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
 
         def forward(batch: LocalBatch) -> ForwardOutput:
             with torch.autocast(mesh.device.type, dtype):
-                return part.forward(batch)
+                return model.forward(batch)
 
         scale = self.loss_scale
         if scale is None:
-            return replace(part, forward=forward)
+            return replace(model, forward=forward)
 
         def scaled(batch: LocalBatch) -> ForwardOutput:
             outcome = forward(batch)
             return outcome._replace(loss=outcome.loss * scale.scale)
 
-        return replace(part, forward=scaled)
+        return replace(model, forward=scaled)
 
 
 def unscale(part: LocalModel, loss_scale: LossScale) -> bool:

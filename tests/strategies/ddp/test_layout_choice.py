@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.strategies import options
-from shoal.strategies.base import LocalModel, single_device
+from shoal.strategies.base import LocalModel, PassTraits, single_device
 from shoal.strategies.ddp.layout_choice import LayoutName, choose_layout
 
 SMALL = nn.Linear(8, 8)
@@ -66,4 +66,7 @@ def test_sparse_gradients_have_buckets_where_their_sum_has_several_orders(
 
 
 def test_a_stage_of_a_pipeline_has_buckets() -> None:
-    assert layout(replace(single_device(SMALL), many_passes=True)) is LayoutName.BUCKETS
+    assert (
+        layout(replace(single_device(SMALL), pass_traits=PassTraits(complete_after_run=True)))
+        is LayoutName.BUCKETS
+    )
