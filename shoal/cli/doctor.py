@@ -1,4 +1,4 @@
-"""`shoal doctor`: what this machine can do."""
+"""`shoal doctor`: the abilities of this machine."""
 
 from __future__ import annotations
 

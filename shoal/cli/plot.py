@@ -1,4 +1,4 @@
-"""`shoal plot`: curves of runs."""
+"""`shoal plot`: draw the curves of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal schedule`: a pipeline drawn."""
+"""`shoal schedule`: draw the schedule of a pipeline."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def run(options: argparse.Namespace) -> int:
     from shoal.strategies.pipeline.schedules import table
 
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
-    chosen = table(options.name, options.ranks, microbatches, options.stages)
-    print(legend(chosen))
+    schedule = table(options.name, options.ranks, microbatches, options.stages)
+    print(legend(schedule))
     if options.output is not None:
         from shoal.plotting.schedule_plot import save
 
-        save(chosen, options.output)
+        save(schedule, options.output)
         print(options.output)
     return 0

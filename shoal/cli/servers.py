@@ -1,4 +1,4 @@
-"""`shoal servers`: the parameter servers of a running job."""
+"""`shoal servers`: list, add and remove the parameter servers of a running job."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"list: takes no number, got {' '.join(map(str, options.numbers))}.")
     from shoal.parameter_server.coordinator import admin_client
 
-    found = admin_client.send_command(options.run, options.what, options.numbers)
-    print(json.dumps(found) if options.json else admin_client.table(found))
+    servers = admin_client.send_command(options.run, options.what, options.numbers)
+    print(json.dumps(servers) if options.json else admin_client.table(servers))
     return 0

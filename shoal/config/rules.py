@@ -1,6 +1,4 @@
-"""What must hold between settings. Each rule names the settings that it compares; the first one
-takes the blame.
-"""
+"""Rules between settings. Each names the settings that it compares, the one to blame first."""
 
 from __future__ import annotations
 
@@ -9,16 +7,20 @@ from itertools import pairwise
 
 from shoal.config.job import Job
 
-# Only what is known without looking at the data; data sets that --import registers are checked
-# where they are loaded.
+# Only numbers that are known without reading the data. Data sets that --import registers are
+# checked where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
 LANGUAGE = {"stdlib"}
 
 Violation = tuple[tuple[str, ...], str]
+"""The compared settings, by dotted name, and the problem."""
 
 
 def violations(job: Job) -> Iterator[Violation]:
-    """For each rule that the job breaks, the settings that it compares and what is wrong."""
+    """Yield, for each rule that the job breaks, the settings that it compares and the problem.
+
+    The problem is the rest of a sentence that begins with the first of these settings.
+    """
     yield from _training(job)
     yield from _optimizer(job)
     yield from _schedule(job)

@@ -1,13 +1,17 @@
-"""What workers, servers and replicas say to each other, and how it stands in a frame.
+"""Messages between workers, servers and the coordinator, and their form in a frame.
 
-    worker -> server     PRESENT, PUSH, ORDER, NORM, GRADIENT, PULL, LOAD, STATE, FIGURES, STOP, SHARE, RECORD, HISTORY
-    server -> worker     VALUE, MOVED, and the answers to questions under the question's own number
-    primary -> backup    FILL, ABOUT, APPLY;  backup -> primary  ACKNOWLEDGE;  primary -> another shard's  GIVE
-    server -> arbiter    JOIN, BEAT, IN_SYNC, HELD;  worker -> arbiter  BYE, SPEEDS;  arbiter -> all  VIEW, PLACEMENT
-    a user -> arbiter    ADD, REMOVE, LIST
+    worker -> server        GRAD_MASK, PUSH, STEP, NORM, GRADIENT, PULL, LOAD, STATE, STATS, STOP,
+                            USE_SHARED_MEMORY, RECORD, HISTORY
+    server -> worker        PARAMS, MOVED, REFUSED; and answers, with the op of the request
+    primary -> backup       SNAPSHOT, UPDATE_META, REPLICATE;  backup -> primary  ACKNOWLEDGE
+    primary -> primary of another shard    TRANSFER
+    server -> coordinator   JOIN, HEARTBEAT, IN_SYNC, TRANSFERRED
+    worker -> coordinator   LEAVE, BANDWIDTHS;  user -> coordinator  ADD, REMOVE, LIST
+    coordinator -> all      VIEW, PLACEMENT, LEAVE
 
-Numbers that are large, gradients and values, are the frame's payload, as they lie in memory. What
-is small is JSON. A part's whole state is a safetensors file in memory. Nothing is pickled."""
+Tensors, which are large, are the frame's payload, as they lie in memory. Small messages are JSON. A
+partition with its optimizer state is a safetensors file in memory. Nothing is pickled, so a peer
+cannot make this process run code."""
 
 from __future__ import annotations
 
@@ -24,23 +28,24 @@ from torch import Tensor
 from shoal.parameter_server.events import ProtocolViolation, StepRequest
 
 MAX_CONTROL_BYTES = 2**16
-"""The longest message that is no part."""
+"""Bound on a refusal's text."""
 FIRST_SERVER = 2**24
-"""On a connection, workers are known by their numbers, and servers by theirs from here on."""
+"""In handshakes, a worker has its own number, and server n has the number FIRST_SERVER + n."""
 FIRST_HOST_ID, FIRST_USER = FIRST_SERVER - 2**20, FIRST_SERVER - 2**21
-"""Who keeps a machine's servers alive, and who asks from outside: 2**20 random numbers each."""
+"""First of 2**20 random numbers: of the pools that watch a host's servers, and of users."""
 PLACEMENT_BYTES = 2**24
-"""The longest message of the arbiter: a few bytes for each part."""
-
+"""Bound on a message of the coordinator, which takes a few bytes for each partition."""
 
 SHARED, BLOCKS = 1, 2
-"""Flags of a PUSH or a VALUE. SHARED: the numbers lie in shared memory; a PUSH says where, in
-`epoch` and `worker`.
-BLOCKS: the payload has those blocks alone that are not zero, or have changed; see `blocks.py`."""
+"""Flags of PUSH and PARAMS.
+
+SHARED: the values are in shared memory. In a PUSH, `epoch` and `worker` carry their offset.
+BLOCKS: the payload has only the blocks that are not zero, or have changed; see `sparse_blocks.py`.
+"""
 
 
 class Op(IntEnum):
-    """The first field of a frame."""
+    """Operation of a frame. The numbers are part of the protocol: other versions read them."""
 
     PUSH = 1
     GRAD_MASK = 2
@@ -77,7 +82,7 @@ class Op(IntEnum):
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """A flat contiguous CPU tensor's own memory, as bytes."""
+    """Return the memory of a flat contiguous CPU tensor as bytes, without a copy."""
     array: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(array).cast("B")
 
@@ -87,30 +92,40 @@ def pack_order(order: StepRequest) -> bytes:
 
 
 def unpack_order(payload: memoryview) -> StepRequest:
-    """Raises Refused."""
-    found = unpack(payload)
-    if not isinstance(found, dict) or not isinstance(found.get("settings"), list):
+    """Read the result of `pack_order`.
+
+    Raises:
+        ProtocolViolation: it is something else.
+    """
+    fields = unpack(payload)
+    if not isinstance(fields, dict) or not isinstance(fields.get("settings"), list):
         raise ProtocolViolation("an order without settings")
-    if not isinstance(found.get("scale"), float) or not all(
-        isinstance(each, dict) for each in found["settings"]
+    if not isinstance(fields.get("scale"), float) or not all(
+        isinstance(group, dict) for group in fields["settings"]
     ):
         raise ProtocolViolation("an order without a scale, or with settings that are none")
-    return StepRequest(found["settings"], found["scale"])
+    return StepRequest(fields["settings"], fields["scale"])
 
 
 def pack_partition(
     values: Tensor, state: list[Mapping[str, Any]], done: Mapping[int, int]
 ) -> bytes:
-    """A part's numbers, its optimizer's state for each segment, and how many steps of each
-    worker they include.
+    """Pack a partition with its optimizer state.
+
+    Args:
+        values: flat.
+        state: of the optimizer, for each segment: tensors and plain numbers.
+        done: worker -> steps of that worker that the values include.
     """
     tensors = {"values": values}
     numbers: list[dict[str, Any]] = []
-    for index, kept in enumerate(state):
-        tensors |= {
-            f"{index}.{key}": value for key, value in kept.items() if isinstance(value, Tensor)
-        }
-        numbers.append({key: value for key, value in kept.items() if not isinstance(value, Tensor)})
+    for index, segment_state in enumerate(state):
+        numbers.append({})
+        for key, value in segment_state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value
+            else:
+                numbers[index][key] = value
     return safetensors.torch.save(
         {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()},
         {"numbers": json.dumps(numbers), "done": json.dumps(sorted(done.items()))},
@@ -118,14 +133,19 @@ def pack_partition(
 
 
 def unpack_part(payload: memoryview) -> tuple[Tensor, list[dict[str, Any]], dict[int, int]]:
-    """The inverse of `pack_part`. Raises Refused."""
+    """Return values, state and steps of the result of `pack_partition`.
+
+    Raises:
+        ProtocolViolation: it is something else.
+    """
     data = bytes(payload)
     try:
         tensors = safetensors.torch.load(data)
-        size = int.from_bytes(data[:8], "little")
-        facts = json.loads(data[8 : 8 + size])["__metadata__"]
-        state: list[dict[str, Any]] = json.loads(facts["numbers"])
-        done = {int(worker): int(steps) for worker, steps in json.loads(facts["done"])}
+        # safetensors gives no access to the metadata of bytes: 8 bytes of length, then JSON.
+        header_bytes = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
+        state: list[dict[str, Any]] = json.loads(metadata["numbers"])
+        done = {int(worker): int(steps) for worker, steps in json.loads(metadata["done"])}
         values = tensors.pop("values")
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
@@ -136,7 +156,11 @@ def unpack_part(payload: memoryview) -> tuple[Tensor, list[dict[str, Any]], dict
 
 
 def unpack(payload: memoryview) -> Any:
-    """A small message. Raises Refused."""
+    """Read a JSON message.
+
+    Raises:
+        ProtocolViolation: it is no JSON.
+    """
     try:
         return json.loads(bytes(payload))
     except ValueError as error:

@@ -1,5 +1,7 @@
-"""What is said to a shard and what it says, as plain values; how they stand in a frame is in
-`messages.py`.
+"""Messages to and from a shard, as plain values. `codec.py` has their form in a frame.
+
+A partition is named by its number, in the field `part`. Gradients and values are flat tensors of
+the partition's length. A `grad_mask` has a byte for each segment: 1 where it has a gradient.
 """
 
 from __future__ import annotations
@@ -12,29 +14,37 @@ from shoal.parameter_server.optimizer_spec import Settings
 
 
 class StepRequest(NamedTuple):
-    """What a worker says once for each step, to every server."""
+    """A worker's request for an optimizer step, sent once a step to every shard.
 
-    settings: list[Settings]  # of each optimizer group
-    scale: float = (
-        1.0  # by which gradients are multiplied before the step: clipping, a count known late
-    )
+    Attributes:
+        settings: of each optimizer group.
+        scale: factor of the gradients, for clipping and for a sample count that is known late.
+    """
+
+    settings: list[Settings]
+    scale: float = 1.0
 
 
 class PullResponse(NamedTuple):
-    """A part's new numbers, for one worker."""
+    """A partition's values, for one worker.
+
+    Attributes:
+        clock: steps of this worker that the values include.
+        min_clock: steps of the slowest worker that the values include.
+        changed_blocks: bool, for each block whether the last step has changed it; None where that
+            is not known.
+    """
 
     worker: int
     part: int
-    clock: int  # steps of this worker that they include
-    min_clock: int  # steps of the slowest worker that they include
+    clock: int
+    min_clock: int
     values: Tensor
-    changed_blocks: Tensor | None = (
-        None  # the blocks that the last step has changed, where they may be few
-    )
+    changed_blocks: Tensor | None = None
 
 
 class GradNormResponse(NamedTuple):
-    """Sum of the squares of a part's gradients, for one worker."""
+    """Sum of the squares of a partition's gradient sum, for one worker."""
 
     worker: int
     part: int
@@ -42,7 +52,7 @@ class GradNormResponse(NamedTuple):
 
 
 class GradResponse(NamedTuple):
-    """The sum of all gradients of a part, for one worker."""
+    """Sum of all workers' gradients of a partition, for one worker."""
 
     worker: int
     part: int
@@ -51,26 +61,31 @@ class GradResponse(NamedTuple):
 
 
 class GradientUpdate(NamedTuple):
-    """The gradient of one update of a part."""
+    """Gradient of one update of a partition.
 
-    worker: int  # whose push it was; -1 for the sum of all
-    step: int  # of that worker
+    Attributes:
+        worker: the worker that pushed it; -1 for the sum of all.
+        step: of that worker.
+    """
+
+    worker: int
+    step: int
     gradient: Tensor
-    grad_mask: bytes  # a byte for each segment: 1 where it has a gradient
+    grad_mask: bytes
 
 
 class ReplicateUpdate(NamedTuple):
-    """An update, for a backup to repeat."""
+    """An update that the primary has applied, for a backup."""
 
     backup: int
     part: int
-    clock: int  # before it
+    clock: int  # of the partition, before the update
     update: GradientUpdate
     settings: Settings
 
 
 class InstallSnapshot(NamedTuple):
-    """A whole part, for a backup that begins."""
+    """A partition with its optimizer state, for a new backup."""
 
     backup: int
     part: int
@@ -81,27 +96,27 @@ class InstallSnapshot(NamedTuple):
 
 
 class LoadDone(NamedTuple):
-    """A part is as a worker has asked for."""
+    """Answer to a worker's load: the partition has the worker's values."""
 
     worker: int
     part: int
 
 
 class Acknowledged(NamedTuple):
-    """A backup holds all updates of a part before `clock`."""
+    """A backup's acknowledgement of all updates of a partition before `clock`."""
 
     part: int
     clock: int
 
 
 class InSync(NamedTuple):
-    """A backup has been filled."""
+    """Report that a backup has acknowledged all its snapshots."""
 
     backup: int
 
 
 class PartitionTransfer(NamedTuple):
-    """A whole part, for another shard."""
+    """A partition with its optimizer state, for another shard."""
 
     part: int
     clock: int
@@ -111,7 +126,12 @@ class PartitionTransfer(NamedTuple):
 
 
 class TransferDone(NamedTuple):
-    """A part that was given is here, and with every backup."""
+    """Report that a partition has migrated here, and every backup has it.
+
+    Attributes:
+        start_version: placement version in which the migration started.
+        source: the server that sent the partition.
+    """
 
     part: int
     start_version: int
@@ -132,11 +152,11 @@ Outgoing = (
 
 
 class ProtocolViolation(Exception):
-    """A message that contradicts what is known; the connection is to be closed."""
+    """A message that makes no sense here. The receiver closes the connection."""
 
 
 class NotOwner(Exception):
-    """A message about a part for which this shard does not answer, or not now."""
+    """A request for a partition that another shard owns, or that is in transit."""
 
     def __init__(self, part: int) -> None:
         super().__init__(part)

@@ -1,8 +1,7 @@
-"""The user's optimizer, told in words, so that a server can make its own: no object travels.
+"""The user's optimizer as plain data, from which a server builds its own: no object is sent.
 
-A server steps runs of numbers that know nothing of the matrix they were cut from. That is right for
-an optimizer that treats every number by itself, as most do; one that looks at rows, norms or the
-whole is refused."""
+A partition is flat and knows nothing of the matrix that its values come from. So an optimizer must
+treat each value by itself, as most do. One that uses rows, norms or the full tensor is refused."""
 
 from __future__ import annotations
 
@@ -16,43 +15,53 @@ from torch.optim import Optimizer
 from shoal.errors import StrategyRefused
 
 ELEMENTWISE_OPTIMIZERS = (
-    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam",
+    "RMSprop", "Rprop",
 )  # fmt: skip
 
 Setting = float | int | bool | None | list[float]
 Settings = dict[str, Setting]
-"""Of one optimizer group: learning rate, momentum, betas and the like, as JSON values."""
+"""Settings of one optimizer group: learning rate, momentum, betas and the like, as JSON values."""
 
 
 class OptimizerSpec(NamedTuple):
-    """How to make an optimizer like the user's."""
+    """Class and settings of the user's optimizer.
+
+    Attributes:
+        settings: of each optimizer group.
+    """
 
     kind: type[Optimizer]
-    settings: list[Settings]  # of each group
+    settings: list[Settings]
 
     def build(self, parameters: Iterable[nn.Parameter], group: int) -> Optimizer:
-        """An optimizer for some parameters of one group, with no state yet."""
-        maker: Any = self.kind
-        known = inspect.signature(self.kind.__init__).parameters
-        own = {
-            name: _python(value) for name, value in self.settings[group].items() if name in known
+        """Build an optimizer without state for parameters of one group."""
+        make: Any = self.kind
+        # Some settings of a group, such as `initial_lr` of a schedule, are no arguments.
+        accepted = inspect.signature(self.kind.__init__).parameters
+        arguments = {
+            name: _from_json(value)
+            for name, value in self.settings[group].items()
+            if name in accepted
         }
-        if "foreach" in own:
-            own["foreach"] = (
-                False  # it may write into gradients, which a worker may have to send again
-            )
-        made: Optimizer = maker(list(parameters), **own)
-        update(made, self.settings[group])
-        return made
+        if "foreach" in arguments:
+            # It may write into gradients, which a worker may have to send again.
+            arguments["foreach"] = False
+        optimizer: Optimizer = make(list(parameters), **arguments)
+        update(optimizer, self.settings[group])
+        return optimizer
 
 
 def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
-    """Raises StrategyRefused where the optimizer does not treat every number by itself, or
-    cannot be told in words.
+    """Return class and settings of an optimizer.
+
+    Raises:
+        StrategyRefused: the optimizer does not treat each value by itself, or is unknown and does
+            not declare that it does.
     """
     kind = type(optimizer)
-    ours = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
-    if not ours and not getattr(kind, "elementwise", False):
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
+    if not is_known and not getattr(kind, "elementwise", False):
         raise StrategyRefused(
             f"{kind.__name__} cannot run on parameter servers: they hold pieces of parameters, and "
             "only an optimizer "
@@ -64,20 +73,23 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
 
 
 def settings_of(group: dict[str, Any]) -> Settings:
-    """What a schedule may have changed in a group, as JSON values."""
+    """Return the settings of an optimizer group that JSON can hold."""
     return {
-        name: _json(value) for name, value in group.items() if name != "params" and _is_plain(value)
+        name: _to_json(value)
+        for name, value in group.items()
+        if name != "params" and _is_plain(value)
     }
 
 
 def update(optimizer: Optimizer, settings: Settings) -> None:
-    """Give the one group of a server's optimizer these settings."""
+    """Set the settings of a server's optimizer, which has one group."""
     optimizer.param_groups[0].update(
-        {name: _python(v) for name, v in settings.items() if name != "foreach"}
+        {name: _from_json(value) for name, value in settings.items() if name != "foreach"}
     )
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a setting is None, a number, a scalar tensor, or a list of the latter two."""
     if isinstance(value, (tuple, list)):
         return all(_is_plain(item) and item is not None for item in value)
     return (
@@ -87,11 +99,11 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _json(value: Any) -> Setting:
+def _to_json(value: Any) -> Setting:
     if isinstance(value, (tuple, list)):
         return [float(item) for item in value]
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _python(value: Setting) -> Any:
+def _from_json(value: Setting) -> Any:
     return tuple(value) if isinstance(value, list) else value

@@ -1,12 +1,12 @@
-"""What is cut how: a model's parameters as parts of a few MiB, and which server owns which part.
+"""Partitions: a model's parameters in pieces of a few MiB, and the server that owns each piece.
 
-      parameters   | embedding        | w1 | b1 | w2 | b2 | norm |      in the order of the forward pass
-      parts        |  0  |  1  |  2   |         3         |  4   |      a small parameter never straddles two parts
-      servers         a     b     a             b            a          by bytes, the first where there is least
+   parameters   | embedding        | w1 | b1 | w2 | b2 | norm |   in the order of the forward pass
+   partitions   |  0  |  1  |  2   |         3         |  4   |   a small parameter lies in one
+   servers         a     b     a             b            a       the least loaded, by bytes
 
-A part is the unit of everything: it is pushed, summed, stepped, replicated, moved and pulled by
-itself. Its parameters belong to one optimizer group and have one dtype, so that one call of the
-optimizer steps it."""
+A partition is the unit of everything: it is pushed, summed, stepped, replicated, migrated and
+pulled by itself. Its parameters belong to one optimizer group and have one dtype, so that one call
+of the optimizer steps it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,34 @@ import torch
 from shoal.platform.tensors import MIB
 from shoal.shm_backend.segment import ALIGNMENT_BYTES
 
-PARTITIONS_PER_LINK = 4  # at least, so that a server sends, steps and receives at the same time
+PARTITIONS_PER_LINK = 4
+"""At least, between hosts, so that a server receives, steps and sends at the same time."""
 SMALL_PART_BYTES = 64 * 1024
 
 
 class ParamSlice(NamedTuple):
-    """A run of numbers of one parameter inside a part."""
+    """Consecutive values of one parameter, inside a partition.
+
+    Attributes:
+        start: of the slice in the flattened parameter.
+        length: number of values.
+        offset: of the slice in the partition.
+    """
 
     name: str
-    start: int  # within the flattened parameter
+    start: int
     length: int
-    offset: int  # within the part
+    offset: int
 
 
 class Partition(NamedTuple):
-    """A run of numbers that is pushed and pulled as one."""
+    """Consecutive values of one or several parameters, pushed and pulled together.
+
+    Attributes:
+        number: index of the partition in the model.
+        group: index of the optimizer group.
+        segments: the slices, in order.
+    """
 
     number: int
     group: int
@@ -43,7 +56,7 @@ class Partition(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many numbers."""
+        """Number of values."""
         return self.segments[-1].offset + self.segments[-1].length
 
     @property
@@ -52,11 +65,16 @@ class Partition(NamedTuple):
 
 
 class ParamMeta(NamedTuple):
-    """What is to be known of a parameter."""
+    """Properties of a parameter that decide on its partition.
 
-    length: int  # numbers in it
+    Attributes:
+        length: number of values.
+        group: index of the optimizer group.
+    """
+
+    length: int
     dtype: torch.dtype
-    group: int  # of the optimizer
+    group: int
 
 
 def partition_bytes(
@@ -66,47 +84,59 @@ def partition_bytes(
     *,
     one_machine: bool = True,
 ) -> int:
-    """The most that is cut as one; less of a small model, so that every server has some.
+    """Return the size bound of partitions, smaller for a small model, so that each server has some.
 
-    On one machine a part's messages take longer than its bytes, so a server has one part where one
-    will do, even if it
-    has a few more bytes than another: small parameters are not cut. Between
-    machines its bytes do: one is pushed while the backward pass goes on, stepped while the next one
-    arrives, and pulled while others are still pushed."""
-    share = sum(shape.length * shape.dtype.itemsize for shape in shapes.values()) / servers
+    On one host, a partition's messages cost more time than its bytes. So a server has one partition
+    if one is enough, even if its load becomes a little uneven: small parameters are not split.
+    Between hosts the bytes cost more: one partition is pushed during the backward pass, stepped
+    while the next one arrives, and pulled while others are still pushed.
+
+    Args:
+        most_bytes: upper bound of the result.
+    """
+    share_bytes = sum(shape.length * shape.dtype.itemsize for shape in shapes.values()) / servers
     most_bytes = max(1, most_bytes)
-    pieces = max(1 if one_machine else PARTITIONS_PER_LINK, math.ceil(share / most_bytes))
-    rounded_up = math.ceil(share / pieces / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    min_count = 1 if one_machine else PARTITIONS_PER_LINK
+    count = max(min_count, math.ceil(share_bytes / most_bytes))
+    rounded_up = math.ceil(share_bytes / count / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return min(max(SMALL_PART_BYTES, rounded_up), most_bytes)
 
 
 def partition(shapes: Mapping[str, ParamMeta], part_bytes: int = 4 * MIB) -> list[Partition]:
-    """Parts of at most `part_bytes`, numbered in the order of their first parameters.
+    """Divide parameters into partitions, numbered in the order of their first parameters.
 
-    A larger parameter is cut into equal pieces, which share no part with others.
+    A parameter that is too large is split into equal slices, which share no partition with others.
+
+    Args:
+        shapes: name -> properties, in the order of the forward pass.
+        part_bytes: bound on the size of a partition.
     """
-    runs: list[list[ParamSlice]] = []
+    slices: list[list[ParamSlice]] = []
     kinds: list[tuple[int, torch.dtype]] = []
-    still_open: dict[tuple[int, torch.dtype], int] = {}
+    unfilled: dict[tuple[int, torch.dtype], int] = {}  # kind -> partition with space for more
     for name, (length, dtype, group) in shapes.items():
-        kind, most = (group, dtype), max(1, part_bytes // dtype.itemsize)
-        last = still_open.get(kind)
-        filled = 0 if last is None else runs[last][-1].offset + runs[last][-1].length
-        if last is not None and filled + length <= most:
-            runs[last].append(ParamSlice(name, 0, length, filled))
+        kind = (group, dtype)
+        max_length = max(1, part_bytes // dtype.itemsize)
+        last = unfilled.get(kind)
+        filled = 0 if last is None else slices[last][-1].offset + slices[last][-1].length
+        if last is not None and filled + length <= max_length:
+            slices[last].append(ParamSlice(name, 0, length, filled))
             continue
-        pieces = _pieces(name, length, most)
-        still_open[kind] = len(runs)
-        runs += [[piece] for piece in pieces]
-        kinds += [kind] * len(pieces)
-        if len(pieces) > 1:
-            del still_open[kind]
-    pairs = enumerate(zip(runs, kinds, strict=True))
-    return [Partition(number, group, dtype, tuple(run)) for number, (run, (group, dtype)) in pairs]
+        new_slices = _split(name, length, max_length)
+        unfilled[kind] = len(slices)
+        slices += [[new] for new in new_slices]
+        kinds += [kind] * len(new_slices)
+        if len(new_slices) > 1:
+            del unfilled[kind]
+    return [
+        Partition(number, group, dtype, tuple(segments))
+        for number, (segments, (group, dtype)) in enumerate(zip(slices, kinds, strict=True))
+    ]
 
 
-def _pieces(name: str, length: int, most: int) -> list[ParamSlice]:
-    count = max(1, math.ceil(length / most))
+def _split(name: str, length: int, max_length: int) -> list[ParamSlice]:
+    """Split a parameter into slices of lengths that differ by one at most."""
+    count = max(1, math.ceil(length / max_length))
     bounds = [length * index // count for index in range(count + 1)]
     return [ParamSlice(name, start, end - start, 0) for start, end in itertools.pairwise(bounds)]
 
@@ -114,20 +144,20 @@ def _pieces(name: str, length: int, most: int) -> list[ParamSlice]:
 def assign(
     parts: Iterable[Partition], servers: int, bandwidth: Sequence[float] | None = None
 ) -> list[int]:
-    """The owner of each part: in turn the server that would be done first with what it has been
-    given.
+    """Choose the owner of each partition: the server that would finish it first.
 
-    Args: bandwidth: of each server, in any one unit; None where all are alike.
+    Args:
+        bandwidth: of each server, in any one unit; None if all are alike.
     """
-    speed = [1.0] * servers if bandwidth is None else list(bandwidth)
-    given = [0] * servers
+    speeds = [1.0] * servers if bandwidth is None else list(bandwidth)
+    loads = [0] * servers
     owners = []
     for part in parts:
         owner = min(
             range(servers),
-            key=lambda server: ((given[server] + part.size_bytes) / speed[server], server),
+            key=lambda server: ((loads[server] + part.size_bytes) / speeds[server], server),
         )
-        given[owner] += part.size_bytes
+        loads[owner] += part.size_bytes
         owners.append(owner)
     return owners
 
@@ -135,68 +165,79 @@ def assign(
 def rebalance(
     sizes: Sequence[int], owners: Sequence[int], servers: Mapping[int, float]
 ) -> dict[int, int]:
-    """Moves, part -> server, after which all servers are done at about the same time; as few bytes
-    as that takes.
+    """Choose migrations after which all servers finish at about the same time.
+
+    Each round moves one partition away from the slowest server, as long as that makes the slower
+    of the two servers faster. So few bytes are moved.
 
     Args:
-        sizes: bytes of each part.
-        owners: of each part, now; one that is not in `servers` is to be left without any.
-        servers: the bandwidth of each, in any one unit.
+        sizes: bytes of each partition.
+        owners: the present server of each partition. One that is not in `servers` loses all.
+        servers: server -> bandwidth, in any one unit.
+
+    Returns:
+        partition -> new server.
     """
     moves: dict[int, int] = {}
-    given = dict.fromkeys(servers, 0)
-    for part, owner in enumerate(owners):
-        if owner in given:
-            given[owner] += sizes[part]
-    homeless = [part for part, owner in enumerate(owners) if owner not in given]
-    for part in sorted(homeless, key=lambda part: (-sizes[part], part)):
-        _move(part, sizes, moves, given, _least_loaded(given, servers, sizes[part]))
+    loads = dict.fromkeys(servers, 0)
+    for index, owner in enumerate(owners):
+        if owner in loads:
+            loads[owner] += sizes[index]
+    unowned = [index for index, owner in enumerate(owners) if owner not in loads]
+    for index in sorted(unowned, key=lambda index: (-sizes[index], index)):
+        _move(index, sizes, moves, loads, _least_loaded(loads, servers, sizes[index]))
     while True:
-        fullest = max(servers, key=lambda server: (given[server] / servers[server], -server))
-        inside = [part for part, owner in enumerate(owners) if moves.get(part, owner) == fullest]
-        better = _best_move(inside, fullest, sizes, given, servers)
-        if better is None:
-            return {part: server for part, server in moves.items() if server != owners[part]}
-        given[fullest] -= sizes[better]
-        _move(better, sizes, moves, given, _least_loaded(given, servers, sizes[better]))
+        slowest = max(servers, key=lambda server: (loads[server] / servers[server], -server))
+        owned = [index for index, owner in enumerate(owners) if moves.get(index, owner) == slowest]
+        best = _best_move(owned, slowest, sizes, loads, servers)
+        if best is None:
+            # A partition may have moved away and back.
+            return {index: server for index, server in moves.items() if server != owners[index]}
+        loads[slowest] -= sizes[best]
+        _move(best, sizes, moves, loads, _least_loaded(loads, servers, sizes[best]))
 
 
 def _best_move(
-    inside: Collection[int],
-    fullest: int,
+    owned: Collection[int],
+    slowest: int,
     sizes: Sequence[int],
-    given: Mapping[int, int],
+    loads: Mapping[int, int],
     servers: Mapping[int, float],
 ) -> int | None:
-    """The part of the fullest server whose move leaves the fuller one of the two the least full."""
-    found, lowest = None, given[fullest] / servers[fullest]
-    for part in inside:
-        target = _least_loaded(given, servers, sizes[part])
-        there = (given[target] + sizes[part]) / servers[target]
-        after = max(there, (given[fullest] - sizes[part]) / servers[fullest])
-        if target != fullest and after < lowest:
-            found, lowest = part, after
-    return found
+    """Find the partition of the slowest server whose move leaves the slower of the two fastest."""
+    best = None
+    best_time = loads[slowest] / servers[slowest]
+    for index in owned:
+        target = _least_loaded(loads, servers, sizes[index])
+        target_time = (loads[target] + sizes[index]) / servers[target]
+        time_after = max(target_time, (loads[slowest] - sizes[index]) / servers[slowest])
+        if target != slowest and time_after < best_time:
+            best = index
+            best_time = time_after
+    return best
 
 
-def _least_loaded(given: Mapping[int, int], servers: Mapping[int, float], size: int) -> int:
-    """The server that would be done first with one part more."""
-    return min(servers, key=lambda server: ((given[server] + size) / servers[server], server))
+def _least_loaded(loads: Mapping[int, int], servers: Mapping[int, float], size: int) -> int:
+    """Return the server that would finish first with `size` more bytes."""
+    return min(servers, key=lambda server: ((loads[server] + size) / servers[server], server))
 
 
 def _move(
-    part: int, sizes: Sequence[int], moves: dict[int, int], given: dict[int, int], server: int
+    index: int, sizes: Sequence[int], moves: dict[int, int], loads: dict[int, int], server: int
 ) -> None:
-    moves[part] = server
-    given[server] += sizes[part]
+    moves[index] = server
+    loads[server] += sizes[index]
 
 
 def offsets(parts: Iterable[Partition]) -> tuple[dict[int, int], int]:
-    """Where in a server's memory each of its parts lies, in bytes, and how long they are
-    together.
+    """Lay out partitions in a server's memory.
+
+    Returns:
+        number -> offset in bytes, and the length of all together.
     """
-    at, found = 0, {}
+    end = 0
+    starts = {}
     for part in parts:
-        found[part.number] = at
-        at += -(-part.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return found, at
+        starts[part.number] = end
+        end += -(-part.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return starts, end

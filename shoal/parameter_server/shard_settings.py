@@ -1,4 +1,4 @@
-"""Settings of a training run that every server of every shard has."""
+"""Settings of a training run, the same for every server of every shard."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ShardSettings:
     """Settings that all shards of a job share.
 
     Args:
-        parts: of the model.
+        parts: partitions of the model.
         recipe: the optimizer that the servers apply.
-        workers: how many push.
-        staleness: as for `Shard`.
-        lease_s: how long a server may be silent before another takes over.
-        compression: of what is pushed.
+        workers: number of workers that push.
+        staleness: steps that a worker may be ahead; 0 for synchronous steps, None for any number.
+        lease_s: seconds for which a server may be silent before another takes over.
+        compression: of the gradients that workers push.
     """
 
     parts: tuple[Partition, ...]

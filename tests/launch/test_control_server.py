@@ -18,8 +18,8 @@ from shoal.errors import LaunchError
 from shoal.launch import control_server
 from shoal.launch.control_client import request
 from shoal.launch.control_server import (
-    LONGEST_LINE_BYTES,
-    MOST_CALLERS,
+    MAX_CALLERS,
+    MAX_LINE_BYTES,
     NAME,
     ControlConnection,
     ControlServer,
@@ -80,15 +80,15 @@ def test_a_request_is_answered_in_lines(tmp_path):
         asking.sendall(b": 3}\n")
         ((caller, request),) = attended(listening)
         assert request == {"scale": 3}
-        caller.say(stopping=2)
-        caller.say(step=7)
+        caller.send(stopping=2)
+        caller.send(step=7)
         caller.close()
         assert [json.loads(line) for line in asking.makefile()] == [{"stopping": 2}, {"step": 7}]
         assert len(listening.sources) == 1
 
 
 @pytest.mark.parametrize(
-    "said", [b"\n", b"scale 3\n", b"[3]\n", b"\xff\xfe\n", b"x" * (LONGEST_LINE_BYTES + 1)]
+    "said", [b"\n", b"scale 3\n", b"[3]\n", b"\xff\xfe\n", b"x" * (MAX_LINE_BYTES + 1)]
 )
 def test_what_is_no_request_is_refused_and_the_next_one_is_heard(tmp_path, said):
     with listens(tmp_path) as listening:
@@ -114,10 +114,10 @@ def test_who_hangs_up_is_forgotten(tmp_path):
 def test_only_so_many_may_wait(tmp_path):
     with listens(tmp_path) as listening:
         callers = []
-        for _ in range(MOST_CALLERS + 1):
+        for _ in range(MAX_CALLERS + 1):
             callers.append(connected(tmp_path))
             listening.accept_requests()
-        assert len(listening.sources) == 1 + MOST_CALLERS
+        assert len(listening.sources) == 1 + MAX_CALLERS
         assert callers[-1].recv(1) == b""
         turned_away = threading.Thread(target=attended, args=(listening,))
         turned_away.start()
@@ -132,7 +132,7 @@ def test_only_so_many_may_wait(tmp_path):
 def deep(tmp_path: Path) -> Path:
     directory = tmp_path.joinpath(*["a directory with a long name"] * 6)
     directory.mkdir(parents=True)
-    assert len(str(directory)) > control_server.LONGEST_NAME_BYTES
+    assert len(str(directory)) > control_server.MAX_NAME_BYTES
     return directory
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import launcher_environments as recorded
 import pytest
-import recorded
 from launcher_environments import (
     OPEN_MPI,
     OPEN_MPI_IN_SALLOC,

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import endless
-import launched
+import launch_targets
+import never_ending_program
 import pytest
 
 from shoal.errors import LaunchError
@@ -47,7 +47,7 @@ def alive(pids: list[str]) -> list[str]:
 
 
 def test_every_rank_reads_its_place_and_the_port_is_free_afterwards(tmp_path):
-    assert local.run(launched.writes_its_place, (str(tmp_path),), 3) == 0
+    assert local.run(launch_targets.writes_its_place, (str(tmp_path),), 3) == 0
     assert notes(tmp_path, "place") == [f"shoal {rank}/3 {rank}/3" for rank in range(3)]
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", int(notes(tmp_path, "port")[0]))) != 0
@@ -57,14 +57,14 @@ def test_cores_are_shared_unless_the_user_says_otherwise_and_the_server_has_one_
     tmp_path, monkeypatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    local.run(launched.writes_its_threads, (str(tmp_path),), 1)
+    local.run(launch_targets.writes_its_threads, (str(tmp_path),), 1)
     assert notes(tmp_path, "threads") == [f"{len(os.sched_getaffinity(0))} 1"]
-    local.run(launched.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
+    local.run(launch_targets.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
     assert notes(tmp_path, "threads") == ["3 1", "3 1"]
 
 
 def test_the_first_failure_is_printed_last_and_whole_and_without_its_echoes(tmp_path, capfd):
-    assert local.run(launched.fails_in_rank_one, (str(tmp_path),), 3) == 1
+    assert local.run(launch_targets.fails_in_rank_one, (str(tmp_path),), 3) == 1
     printed = capfd.readouterr().err
     assert (
         "rank 1 of 3 failed: ValueError: first line\n\nTraceback (most recent call last):\n"
@@ -77,20 +77,20 @@ def test_the_first_failure_is_printed_last_and_whole_and_without_its_echoes(tmp_
 
 
 def test_a_failure_ends_ranks_that_do_something_else(tmp_path, capfd):
-    assert local.run(launched.fails_in_rank_one_while_others_sleep, (str(tmp_path),), 3) == 1
+    assert local.run(launch_targets.fails_in_rank_one_while_others_sleep, (str(tmp_path),), 3) == 1
     assert capfd.readouterr().err.endswith("ValueError: nothing to lose\n")
     assert alive(notes(tmp_path, "pid")) == []
 
 
 def test_a_rank_that_was_killed_is_named_and_not_the_ranks_that_lost_it(tmp_path, capfd):
-    assert local.run(launched.dies_in_rank_one, (str(tmp_path),), 2) == 128 + signal.SIGKILL
+    assert local.run(launch_targets.dies_in_rank_one, (str(tmp_path),), 2) == 128 + signal.SIGKILL
     printed = capfd.readouterr().err
     assert printed.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
     assert "Traceback" not in printed
 
 
 def test_an_error_that_the_user_can_mend_has_no_traceback(tmp_path, capfd):
-    assert local.run(launched.lacks_data, (str(tmp_path),), 2) == 1
+    assert local.run(launch_targets.lacks_data, (str(tmp_path),), 2) == 1
     assert capfd.readouterr().err == "rank 1 of 2: data/x is not there; put it there\n"
 
 
@@ -99,29 +99,31 @@ def test_an_error_that_the_user_can_mend_has_no_traceback(tmp_path, capfd):
     [([0, 0], 0), ([0, 3], 3), ([75, 75], 75), ([75, 0], 75), ([75, 4], 4), ([-1, 0], 255)],
 )
 def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, codes, code):
-    assert local.run(launched.exits, (str(tmp_path), codes), 2) == code
+    assert local.run(launch_targets.exits, (str(tmp_path), codes), 2) == code
 
 
 def test_a_sigterm_is_passed_on_so_that_ranks_save_and_ask_to_be_run_again(tmp_path):
-    assert local.run(launched.saves_when_told, (str(tmp_path), os.getpid()), 2) == 75
+    assert local.run(launch_targets.saves_when_told, (str(tmp_path), os.getpid()), 2) == 75
     assert len(notes(tmp_path, "saved")) == 2
 
 
 def test_a_sigterm_ends_ranks_that_do_not_know_it(tmp_path, capfd):
     arguments = (str(tmp_path), os.getpid(), signal.SIGTERM)
-    assert local.run(launched.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
+    assert local.run(launch_targets.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_ranks_that_take_longer_than_the_grace_are_killed(tmp_path):
     arguments = (str(tmp_path), os.getpid())
-    assert local.run(launched.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
+    assert (
+        local.run(launch_targets.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
+    )
     assert alive(notes(tmp_path, "pid")) == []
 
 
 def test_an_interrupt_ends_all_in_order_and_without_a_traceback(tmp_path, capfd):
     arguments = (str(tmp_path), os.getpid(), signal.SIGINT)
-    assert local.run(launched.signals_its_parent, arguments, 2) == 130
+    assert local.run(launch_targets.signals_its_parent, arguments, 2) == 130
     assert len(notes(tmp_path, "finally")) == len(notes(tmp_path, "exit")) == 2
     assert "Traceback" not in capfd.readouterr().err
 
@@ -130,28 +132,28 @@ def test_signals_reach_this_process_as_before_when_the_ranks_have_ended(tmp_path
     before = [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
     ]
-    local.run(launched.exits, (str(tmp_path), [0]), 1)
+    local.run(launch_targets.exits, (str(tmp_path), [0]), 1)
     assert [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
     ] == before
 
 
 def test_rank_0_speaks_for_all_and_errors_of_others_carry_their_rank(tmp_path, capfd):
-    local.run(launched.prints, (str(tmp_path),), 2)
+    local.run(launch_targets.prints, (str(tmp_path),), 2)
     printed = capfd.readouterr()
     assert printed.out == "stdout of 0\n"
     assert sorted(printed.err.splitlines()) == ["[rank 1] stderr of 1", "stderr of 0"]
 
 
 def test_every_rank_speaks_where_that_is_asked_for(tmp_path, capfd):
-    local.run(launched.prints, (str(tmp_path),), 2, output="all")
+    local.run(launch_targets.prints, (str(tmp_path),), 2, output="all")
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] stdout of 1", "stdout of 0"]
 
 
 @pytest.mark.parametrize("processes", [0, -2])
 def test_there_must_be_a_process(tmp_path, processes):
     with pytest.raises(LaunchError, match=f"{processes} processes were asked for"):
-        local.run(launched.prints, (str(tmp_path),), processes)
+        local.run(launch_targets.prints, (str(tmp_path),), processes)
 
 
 @contextlib.contextmanager
@@ -172,7 +174,7 @@ def program(
         return found
 
     environ = dict([*os.environ.items(), mark.split("=")])
-    command = [sys.executable, endless.__file__, str(folder)]
+    command = [sys.executable, never_ending_program.__file__, str(folder)]
     with subprocess.Popen(command, env=environ, start_new_session=True, **options) as process:  # type: ignore[call-overload]
         try:
             yield process, descendants

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lasting
 import pytest
+import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import sigstop_detector
@@ -42,7 +42,7 @@ def run(
     where = str(folder)
     first, again = (where, "first", *arguments), (where, "again", *arguments)
     work = JobSpec(
-        target, first, again, lasting.takes_even_numbers, lambda: saved_step(folder), {}, ()
+        target, first, again, restart_targets.takes_even_numbers, lambda: saved_step(folder), {}, ()
     )
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
@@ -54,7 +54,7 @@ def starts(folder: Path, rank: int = 0) -> list[str]:
 
 
 def test_a_killed_rank_has_all_started_again_and_it_is_said_from_where(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True) == 0
+    assert run(tmp_path, restart_targets.dies, signal.SIGKILL, 1, True) == 0
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == ["first of 2", "again of 2"]
     assert capfd.readouterr().err == (
         "note: rank 1 of 2 was killed by SIGKILL (out of memory?); 2 processes start from the "
@@ -65,7 +65,10 @@ def test_a_killed_rank_has_all_started_again_and_it_is_said_from_where(tmp_path,
 
 
 def test_it_is_started_again_so_often_and_then_the_loss_is_reported(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGABRT, 9, True, restarts=2) == 128 + signal.SIGABRT
+    assert (
+        run(tmp_path, restart_targets.dies, signal.SIGABRT, 9, True, restarts=2)
+        == 128 + signal.SIGABRT
+    )
     assert len(starts(tmp_path)) == 3
     said = capfd.readouterr().err
     assert "note: it was started again 2 times; that is all (--restarts 2)\n" in said
@@ -73,7 +76,7 @@ def test_it_is_started_again_so_often_and_then_the_loss_is_reported(tmp_path, ca
 
 
 def test_the_same_loss_without_a_checkpoint_in_between_ends_the_run(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 9, False) == 128 + signal.SIGKILL
+    assert run(tmp_path, restart_targets.dies, signal.SIGKILL, 9, False) == 128 + signal.SIGKILL
     assert len(starts(tmp_path)) == 2
     said = capfd.readouterr().err
     assert "start from the beginning, for there is no checkpoint (restart 1 of 3)\n" in said
@@ -82,25 +85,28 @@ def test_the_same_loss_without_a_checkpoint_in_between_ends_the_run(tmp_path, ca
 
 
 def test_without_restarts_a_loss_ends_the_run(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True, restarts=0) == 128 + signal.SIGKILL
+    assert (
+        run(tmp_path, restart_targets.dies, signal.SIGKILL, 1, True, restarts=0)
+        == 128 + signal.SIGKILL
+    )
     assert capfd.readouterr().err == "rank 1 of 2 was killed by SIGKILL (out of memory?)\n"
 
 
 def test_a_program_that_is_wrong_is_not_started_again(tmp_path, capfd):
-    assert run(tmp_path, lasting.is_wrong, processes=1) == 1
+    assert run(tmp_path, restart_targets.is_wrong, processes=1) == 1
     assert len(starts(tmp_path)) == 1
     assert capfd.readouterr().err.endswith("ValueError: always wrong\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_rank_that_somebody_has_asked_to_end_is_not_started_again(tmp_path, capfd, number):
-    assert run(tmp_path, lasting.dies, number, 1, True) == 128 + number
+    assert run(tmp_path, restart_targets.dies, number, 1, True) == 128 + number
     assert len(starts(tmp_path)) == 1
 
 
 def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sigstop_detector, "STOPPED_LOOKS", 1)
-    assert run(tmp_path, lasting.is_stopped_once) == 0
+    assert run(tmp_path, restart_targets.is_stopped_once) == 0
     said = capfd.readouterr().err
     assert said.startswith(
         "note: rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 1 s"
@@ -111,7 +117,7 @@ def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch
 
 
 def test_a_shard_that_nobody_holds_any_more_is_a_loss(tmp_path, capfd):
-    assert run(tmp_path, lasting.loses_a_shard, processes=1) == 0
+    assert run(tmp_path, restart_targets.loses_a_shard, processes=1) == 0
     assert capfd.readouterr().err == (
         "note: shard 0 of the parameter servers is lost: it is gone; 1 process starts from the "
         "beginning, for "
@@ -158,7 +164,7 @@ def test_a_run_is_scaled_while_it_goes(tmp_path, capfd):
         (tmp_path / "end").touch()
 
     given = Commands(commands)
-    assert run(tmp_path, lasting.stops_when_told) == 0
+    assert run(tmp_path, restart_targets.stops_when_told) == 0
     given.end()
     assert starts(tmp_path) == ["first of 2", "again of 4"]
     assert capfd.readouterr().err == (
@@ -185,7 +191,7 @@ def test_what_cannot_be_is_refused_before_anything_stops(tmp_path, capfd):
         (tmp_path / "end").touch()
 
     given = Commands(commands)
-    assert run(tmp_path, lasting.stops_when_told) == 0
+    assert run(tmp_path, restart_targets.stops_when_told) == 0
     given.end()
     assert starts(tmp_path) == ["first of 2"]
     assert capfd.readouterr().err == ""
@@ -197,7 +203,7 @@ def test_ranks_that_have_not_begun_yet_are_scaled_too(tmp_path, capfd):
         assert list(request(tmp_path, scale=4))[-1] == {"processes": 4, "step": None}
 
     given = Commands(commands)
-    assert run(tmp_path, lasting.does_not_know_the_signal) == 0
+    assert run(tmp_path, restart_targets.does_not_know_the_signal) == 0
     given.end()
     assert starts(tmp_path, 3) == ["again of 4"]
 
@@ -219,7 +225,7 @@ def test_while_ranks_stop_for_a_command_another_is_refused_and_a_sigterm_ends_th
             next(answers)
 
     given = Commands(commands)
-    assert run(tmp_path, lasting.saves_slowly) == 75
+    assert run(tmp_path, restart_targets.saves_slowly) == 75
     given.end()
     assert starts(tmp_path) == ["first of 2"]
 
@@ -233,7 +239,7 @@ def test_a_signal_to_the_launcher_ends_ranks_that_were_started_again(tmp_path, c
         os.kill(os.getpid(), number)
 
     given = Commands(commands)
-    assert run(tmp_path, lasting.dies_once_and_sleeps) == code
+    assert run(tmp_path, restart_targets.dies_once_and_sleeps) == code
     given.end()
     assert starts(tmp_path) == ["first of 2", "again of 2"]
 

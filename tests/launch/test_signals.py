@@ -4,7 +4,7 @@ import os
 import signal
 from select import select
 
-from shoal.launch.signals import arrived, caught
+from shoal.launch.supervise import arrived, caught
 
 
 def test_a_signal_that_somebody_else_handles_asks_for_nothing() -> None:

@@ -9,8 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import launcher_environments as recorded
 import pytest
-import recorded
 
 from shoal.cli import main
 

@@ -38,7 +38,7 @@ def compare(plan: Plan) -> int:
             torch.testing.assert_close(mine, theirs, equal_nan=True)
     group = groups[0][1]
     assert isinstance(group, ShoalGroup)
-    return group._exchange.calls
+    return group._board.calls
 
 
 def _length(chance: random.Random) -> int:

@@ -32,23 +32,23 @@ def drive(ranks: Sequence[PhaseBoard], programs: Sequence[Program], turns: Any) 
     """Each rank makes its calls one after the other; `turns` says who may go on next, as far as
     it reaches.
     """
-    lives = [_life(exchange, program) for exchange, program in zip(ranks, programs, strict=True)]
+    lives = [_life(board, program) for board, program in zip(ranks, programs, strict=True)]
     alive = dict(enumerate(lives))
     left = list(turns)
     while alive:
         before, order = (
-            [exchange.phase for exchange in ranks],
+            [board.phase for board in ranks],
             [left.pop() % len(ranks)] if left else list(alive),
         )
         said = {rank: next(alive[rank], "over") for rank in order if rank in alive}
-        stuck = set(said.values()) == {"waits"} and before == [exchange.phase for exchange in ranks]
+        stuck = set(said.values()) == {"waits"} and before == [board.phase for board in ranks]
         assert not stuck or len(order) < len(alive), "all wait for each other"
         alive = {rank: life for rank, life in alive.items() if said.get(rank) != "over"}
 
 
-def _life(exchange: PhaseBoard, program: Program) -> Any:
+def _life(board: PhaseBoard, program: Program) -> Any:
     for call, start in program:
-        exchange.begin(call, call.encoded)
+        board.begin(call, call.encoded)
         for condition, phase in start():
             while not condition(phase):
                 yield "waits"

@@ -5,7 +5,7 @@ types and groups.
 import subprocess
 import sys
 
-import agreeing
+import backend_parity_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
 
 PLANS = st.lists(
-    st.tuples(st.sampled_from(sorted(agreeing.CALLS)), st.integers(0, 2**20)),
+    st.tuples(st.sampled_from(sorted(backend_parity_calls.CALLS)), st.integers(0, 2**20)),
     min_size=6,
     max_size=14,
 )
@@ -27,13 +27,15 @@ PLANS = st.lists(
 @settings(
     max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink takes long
-def test_any_calls_come_to_what_they_come_to_on_gloo(ranks: int, plan: agreeing.Plan) -> None:
-    world.run(ranks, agreeing.compare, plan)
+def test_any_calls_come_to_what_they_come_to_on_gloo(
+    ranks: int, plan: backend_parity_calls.Plan
+) -> None:
+    world.run(ranks, backend_parity_calls.compare, plan)
 
 
-@pytest.mark.parametrize("kind", sorted(agreeing.CALLS))
+@pytest.mark.parametrize("kind", sorted(backend_parity_calls.CALLS))
 def test_each_call_comes_to_what_it_comes_to_on_gloo(kind: str) -> None:
-    calls = world.run(3, agreeing.compare, [(kind, seed) for seed in range(8)])
+    calls = world.run(3, backend_parity_calls.compare, [(kind, seed) for seed in range(8)])
     assert max(calls) > 0  # not all of it fell through
 
 
@@ -60,7 +62,7 @@ def _carry_every_type() -> int:
     ours, carried = dist.group.WORLD, 0
     assert isinstance(ours, ShoalGroup)
     for dtype in DTYPES:
-        before = ours._exchange.calls
+        before = ours._board.calls
         made = [(torch.arange(48, dtype=torch.uint8) + rank) % 2 for rank in range(2)]
         numbers = [one.clone().view(dtype) for one in made]
         rows = [torch.zeros_like(numbers[0]) for _ in range(2)]
@@ -70,7 +72,7 @@ def _carry_every_type() -> int:
         carried += all(alike) and torch.equal(numbers[0].view(torch.uint8), made[1]) == (
             dist.get_rank() == 0
         )
-        assert ours._exchange.calls == before + 2
+        assert ours._board.calls == before + 2
     return carried
 
 

@@ -74,17 +74,17 @@ def _error_of_calls(steps: random.Random, group: ShoalGroup) -> tuple[Collective
 
 def _fall(group: ShoalGroup, phase: int, number: int, before: bool) -> None:
     """This rank is to be struck when it publishes its so many'th phase."""
-    publish = group._exchange.publish
+    publish = group._board.publish
 
     def struck() -> None:
         if not before:
             publish()
-        if group._exchange.phase >= phase - before:
+        if group._board.phase >= phase - before:
             os.kill(os.getpid(), number)
         if before:
             publish()
 
-    group._exchange.publish = struck  # type: ignore[method-assign]
+    group._board.publish = struck  # type: ignore[method-assign]
 
 
 def _one_call(chance: random.Random, group: ShoalGroup, rank: int, size: int, step: int) -> None:

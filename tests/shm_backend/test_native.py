@@ -49,7 +49,7 @@ Reduce = Callable[[Tensor, str], Steps]
 
 def compiled_of(ranks: Sequence[PhaseBoard]) -> list[Reduce]:
     """The compiled all-reduce of each rank."""
-    return [partial(_compiled_all_reduce, NativeCalls(exchange)) for exchange in ranks]
+    return [partial(_compiled_all_reduce, NativeCalls(board)) for board in ranks]
 
 
 def _compiled_all_reduce(steps: NativeCalls, tensor: Tensor, operation: str) -> Steps:
@@ -64,16 +64,16 @@ def test_sums_are_those_of_python_bit_by_bit(
     results = []
     for is_compiled in (True, False):
         ranks = meet(size)
-        plain: list[Reduce] = [partial(collectives.all_reduce, exchange) for exchange in ranks]
+        plain: list[Reduce] = [partial(collectives.all_reduce, board) for board in ranks]
         reduces = compiled_of(ranks) if is_compiled else plain
         torch.manual_seed(len(kinds))
         programs: list[list[tuple[CallSignature, Callable[[], Steps]]]] = [[] for _ in ranks]
         for (dtype, operation), length in kinds:
-            for exchange, reduce, program in zip(ranks, reduces, programs, strict=True):
+            for board, reduce, program in zip(ranks, reduces, programs, strict=True):
                 own = torch.randn(length, dtype=dtype)
                 results.append(own)
                 program.append(_all_reduce(reduce, own, operation))
-                program.append(_broadcast(exchange, length))  # whose phases come between
+                program.append(_broadcast(board, length))  # whose phases come between
         drive(ranks, programs, turns)
     half = len(results) // 2
     assert all(
@@ -89,9 +89,9 @@ def _all_reduce(
     return call, partial(reduce, tensor, operation)
 
 
-def _broadcast(exchange: PhaseBoard, length: int) -> tuple[CallSignature, Callable[[], Steps]]:
+def _broadcast(board: PhaseBoard, length: int) -> tuple[CallSignature, Callable[[], Steps]]:
     return CallSignature("broadcast", torch.int64, length), partial(
-        collectives.broadcast, exchange, torch.ones(length), 0
+        collectives.broadcast, board, torch.ones(length), 0
     )
 
 
@@ -148,7 +148,7 @@ def test_what_no_caller_should_ask_for_is_refused() -> None:
     with pytest.raises(TypeError, match="takes 6 numbers, not 1"):
         steps.advance(0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="whole cache lines"):
-        type(steps)(0, [1, 2], [1, 2], 0, 3, 8, 16, 8, 1 << 19, 5, 100, 1 << 17, 0, 0)
+        type(steps)(0, [1, 2], [1, 2], (0, 3, 8, 16, 8, 1 << 19, 5), (100, 1 << 17), 0, 0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -174,7 +174,7 @@ def _reduce(one_has_none: bool) -> tuple[bool, bool]:
         right &= torch.equal(
             own, size * torch.arange(length, dtype=torch.float64) + sum(range(size))
         )
-    return group._express is not None, right
+    return group._native is not None, right
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_an_all_reduce_is_the_reduction_in_the_order_of_ranks(
         assert torch.equal(result, expected)
 
 
-def _all_reduce(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[], Steps]:
-    return lambda: collectives.all_reduce(exchange, tensor, operation)
+def _all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[], Steps]:
+    return lambda: collectives.all_reduce(board, tensor, operation)
 
 
 @given(

@@ -88,8 +88,8 @@ class _Meeting:
         for memory in memories:
             memory.close()
         call = CallSignature("barrier")
-        for exchange in self.ranks:
-            exchange.begin(call, call.encoded)
+        for board in self.ranks:
+            board.begin(call, call.encoded)
         self.mine, self.asked, self.now_s = self.ranks[0], 0, 0.0
         self.patch, peers = monkeypatch, PeerLiveness({0: os.getpid()})
         monkeypatch.setattr("shoal.shm_backend.waiter.time.monotonic", lambda: self.now_s)

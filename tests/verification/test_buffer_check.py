@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.verification.buffer_check import are_read, changed, copied
+from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 
 
 class Counted(nn.Module):
@@ -120,8 +120,8 @@ def test_a_buffer_that_no_sample_changes_has_no_excuse() -> None:
 def test_what_a_forward_pass_changes_and_whether_training_reads_it() -> None:
     for make, names, read in [(Counted, ["seen", "mean"], False), (Scaled, ["size"], True)]:
         model = make().double()
-        before, x = copied(model), torch.full((2, 4), 2.0).double()
+        before, x = copy_buffers(model), torch.full((2, 4), 2.0).double()
         model(x)
-        assert changed(model, before) == names
-        assert are_read(model, before, lambda m=model, x=x: m(x).sum()) is read
-        assert changed(model, before) == names
+        assert changed_buffers(model, before) == names
+        assert training_reads(model, before, lambda m=model, x=x: m(x).sum()) is read
+        assert changed_buffers(model, before) == names

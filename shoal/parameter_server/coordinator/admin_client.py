@@ -1,6 +1,6 @@
-"""What a user may ask of the servers of a job that runs: who holds what, one shard more, one less.
+"""Requests of a user to the servers of a running job: list them, add a shard, remove a shard.
 
-shoal servers RUN ── RUN/servers/servers.json, server.key ──> arbiter
+shoal servers RUN ── RUN/servers/servers.json, server.key ──> coordinator
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,47 +23,50 @@ from shoal.parameter_server.transport.key import KEY_FILE, read_key
 from shoal.parameter_server.transport.retry import retry_until
 from shoal.parameter_server.transport.settings import Transport
 
-TOLD, POINTER = "servers.json", "servers"
-SETTLE_S = 120.0
-"""How long a new shard may take to have its parts, and one that leaves to be rid of them."""
+ADDRESS_FILE = "servers.json"
+POINTER = "servers"
+"""Name of the link in the run directory, which leads to the folder of key and address file."""
+MIGRATION_LIMIT_S = 120.0
+"""Time for the partitions of a new shard to arrive, and for those of a removed one to leave."""
 RETRY_S = 0.1
 
 
-def write_address_file(folder: Path, arbiter: Address, job: str) -> None:
-    """Write down where a job's arbiter listens, beside its key."""
-    (folder / TOLD).write_text(json.dumps({"arbiter": list(arbiter), "job": job}))
+def write_address_file(folder: Path, coordinator: Address, job: str) -> None:
+    """Write the address of a job's coordinator to a file in the folder of its key."""
+    (folder / ADDRESS_FILE).write_text(json.dumps({"arbiter": list(coordinator), "job": job}))
 
 
 def symlink_to(link: Path, folder: Path) -> None:
-    """Let `link`, in a run's directory, lead to the folder, as long as that exists."""
+    """Make `link`, in a run directory, a symbolic link to the folder; replace an old link."""
     if link.is_symlink():
         link.unlink()
     os.symlink(folder, link, target_is_directory=True)
 
 
 class AdminClient:
-    """A connection to the arbiter of a run. Close it.
+    """A connection to the coordinator of a run. Close it after use.
 
-    Args: directory: of the run.
+    Args:
+        directory: the run directory.
 
     Raises:
-        UsageError: it has no servers, or does not run.
-        ServerLost: its arbiter cannot be reached.
+        UsageError: the run has no servers, or has ended.
+        ServerLost: its coordinator cannot be reached.
     """
 
     def __init__(self, directory: Path) -> None:
         folder = directory / POINTER
         try:
-            told = json.loads((folder / TOLD).read_text())
+            address = json.loads((folder / ADDRESS_FILE).read_text())
         except OSError:
             raise UsageError(
                 f"{directory}: no servers run for it here. Give the directory of a run that is "
                 "training with "
                 "--strategy server=N, on the machine of its first rank."
             ) from None
-        host, port = told["arbiter"]
+        host, port = address["arbiter"]
         try:
-            transport = Transport(read_key(folder / KEY_FILE), told["job"])
+            transport = Transport(read_key(folder / KEY_FILE), address["job"])
             number = FIRST_USER + secrets.randbelow(2**20)
             channel = transport.connect((host, port), ARBITER, number)
         except (OSError, WireError) as error:
@@ -73,40 +76,53 @@ class AdminClient:
         self._peer = QueuedConnection(channel, "arbiter")
 
     def servers(self) -> list[dict[str, Any]]:
-        """One entry for each: shard, role, server, pid, host, address, bytes, parts, clock,
-        state.
-        """
-        found: list[dict[str, Any]] = json.loads(self._ask(Op.LIST)[1])
-        return found
+        """Return an entry for each server.
+
+        Keys: shard, role, server, state, address, pid, host, clock, moving, parts, bytes."""
+        servers: list[dict[str, Any]] = json.loads(self._request(Op.LIST)[1])
+        return servers
 
     def add(self) -> int:
-        """One shard more; its number, once it has its share of the parts. Raises ServerLost."""
-        shard = self._ask(Op.ADD)[0]
-        self._settle(
+        """Add a shard. Return its number once it has its share of the partitions.
+
+        Raises:
+            ServerLost: the job has ended, or the partitions take too long.
+        """
+        shard = self._request(Op.ADD)[0]
+        self._wait_for_migrations(
             lambda servers: any(
-                s["shard"] == shard and s["role"] == "primary" and s["state"] != "waits"
-                for s in servers
+                server["shard"] == shard
+                and server["role"] == "primary"
+                and server["state"] != "waits"
+                for server in servers
             )
         )
         return shard
 
     def remove(self, shard: int) -> None:
-        """Have a shard give its parts to the others and end; returns when it has. Raises
-        UsageError, ServerLost.
+        """Remove a shard; return when the other shards have its partitions.
+
+        Raises:
+            UsageError: there is no such shard, or it must stay.
+            ServerLost: the job has ended, or the partitions take too long.
         """
-        why_not = self._ask(Op.REMOVE, shard)[1].decode()
-        if why_not:
-            raise UsageError(f"{why_not}.")
-        self._settle(lambda servers: all(s["shard"] != shard for s in servers))
+        obstacle = self._request(Op.REMOVE, shard)[1].decode()
+        if obstacle:
+            raise UsageError(f"{obstacle}.")
+        self._wait_for_migrations(
+            lambda servers: all(server["shard"] != shard for server in servers)
+        )
 
     def close(self) -> None:
         self._peer.close()
 
-    def _ask(self, op: Op, part: int = 0) -> tuple[int, bytes]:
-        self._peer.post(op, part=part)
+    def _request(self, op: Op, shard: int = 0) -> tuple[int, bytes]:
+        """Send a request; return the number and the payload of its answer."""
+        self._peer.post(op, partition=shard)
         try:
             while True:
                 header, payload = self._peer.receive(lambda _: None)
+                # Views and placements come too: the coordinator sends them to everyone.
                 if header.op == op:
                     return header.partition, bytes(payload)
         except WireError as error:
@@ -114,31 +130,45 @@ class AdminClient:
                 f"the arbiter has hung up ({error}): the job has ended, or its arbiter has died."
             ) from error
 
-    def _settle(self, is_there: Any) -> None:
-        def settled() -> bool | None:
-            servers = self.servers()
-            return (is_there(servers) and not any(server["moving"] for server in servers)) or None
+    def _wait_for_migrations(
+        self, is_expected: Callable[[Sequence[Mapping[str, Any]]], bool]
+    ) -> None:
+        """Wait for a list of servers that is as expected and shows no migration."""
 
-        if retry_until(time.monotonic() + SETTLE_S, settled, every_s=RETRY_S) is None:
+        def is_done() -> bool | None:
+            servers = self.servers()
+            is_moving = any(server["moving"] for server in servers)
+            return (is_expected(servers) and not is_moving) or None
+
+        deadline_s = time.monotonic() + MIGRATION_LIMIT_S
+        if retry_until(deadline_s, is_done, every_s=RETRY_S) is None:
             raise ServerLost(
-                f"the parts are still on their way after {SETTLE_S:g} s. See `shoal servers RUN "
-                "list`; "
+                f"the parts are still on their way after {MIGRATION_LIMIT_S:g} s. See "
+                "`shoal servers RUN list`; "
                 "training goes on."
             )
 
 
 def send_command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Do what `shoal servers` asks for; the servers afterwards. Raises UsageError, ServerLost."""
-    with closing(AdminClient(directory)) as control:
+    """Carry out a command of `shoal servers`, and return the servers afterwards.
+
+    Args:
+        directory: the run directory.
+        what: `add`, `remove` or `list`.
+        numbers: of `add`, how many shards, 1 by default; of `remove`, which shards.
+
+    Raises: UsageError, ServerLost: as the methods of `AdminClient`.
+    """
+    with closing(AdminClient(directory)) as client:
         if what == "add":
             for _ in range(numbers[0] if numbers else 1):
-                control.add()
+                client.add()
         for shard in numbers if what == "remove" else ():
-            control.remove(shard)
-        return control.servers()
+            client.remove(shard)
+        return client.servers()
 
 
-def _state(server: Mapping[str, Any]) -> str:
+def _state_text(server: Mapping[str, Any]) -> str:
     if server["state"] == "leaving":
         return "leaving"
     if server["state"] == "waits":
@@ -149,7 +179,7 @@ def _state(server: Mapping[str, Any]) -> str:
 
 
 def table(servers: Sequence[Mapping[str, Any]]) -> str:
-    """The servers, one a line."""
+    """Return the text of `shoal servers list`: one line for each server."""
     head = ("shard", "role", "pid", "host", "parts", "MiB", "clock", "")
     rows = [
         (
@@ -160,17 +190,18 @@ def table(servers: Sequence[Mapping[str, Any]]) -> str:
             str(server.get("parts", "?")),
             f"{server['bytes'] / 2**20:,.1f}" if "bytes" in server else "?",
             str(server.get("clock", "?")),
-            _state(server),
+            _state_text(server),
         )
         for server in servers
     ]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    left = {1, 3, 7}
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    text_columns = {1, 3, 7}  # to the left; numbers go to the right
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.ljust(width) if column in text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for row in (head, *rows)
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(line(row) for row in (head, *rows))

@@ -1,20 +1,22 @@
-"""Who owns a shard, decided in one place; no sockets, and time is what it is told.
+"""Membership of all shards and placement of all partitions, decided in one place, as a pure state
+machine: no sockets, and callers pass the time.
 
       view of a shard    epoch 3   primary 0   backups 2   joining 5
-                            │         │           │           └ being filled; becomes a backup when it is in sync
-                            │         │           └ holds every update that a worker was answered
-                            │         └ answers workers, as long as it holds a lease
+                            │         │           │           └ gets snapshots; becomes a backup
+                            │         │           │             when it is in sync
+                            │         │           └ has every update that a worker was answered
+                            │         └ answers workers, as long as it has a lease
                             └ grows with every change; a message of an older epoch is refused
 
-A primary renews its lease with every beat. When it has been silent for longer than a lease lasts,
-it has stopped answering by its own clock, and the first backup takes over under a new epoch. So two
-never answer at once, whether the old one died, was stopped, or cannot be reached. Where there is no
-backup, a silent primary is waited for; one that has hung up, and does not come back in time, is
-lost, and its parts with it.
+A primary renews its lease with every heartbeat. If it has been silent for longer than a lease, it
+has stopped answering by its own clock, and the first backup takes over under a new epoch. So two
+servers never answer for a shard at once, whether the old primary died, was stopped or cannot be
+reached. Without a backup, the coordinator waits for a silent primary. If the primary has
+disconnected too and does not return in time, the shard is lost with its partitions.
 
-Shards come and go while training goes on. A new one is given parts once all its replicas are there,
-or the loss of one server could be the loss of parts; one that is to go ends when the last of its
-parts is elsewhere."""
+Shards are added and removed during training. A new shard gets partitions once all its replicas are
+there: else the loss of one server could lose partitions. A shard that is removed retires when its
+last partition has migrated."""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class View:
-    """Who holds a shard. `lost`: nobody does any more. `retired`: nobody has to."""
+    """The servers of one shard.
+
+    Attributes:
+        epoch: 0 before the shard's first server.
+        joining: servers that get snapshots.
+        lost: no server holds the shard any more, and it owned partitions.
+        retired: the shard has ended as it should, and owns nothing.
+        addresses: server -> host and port where it listens.
+    """
 
     shard: int
     epoch: int = 0
@@ -44,7 +54,7 @@ class View:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Everyone who holds it or is about to."""
+        """All servers of the shard: primary, backups, then joining."""
         return (*(() if self.primary is None else (self.primary,)), *self.backups, *self.joining)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,23 +63,24 @@ class View:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> View:
+    def from_json(cls, fields: Mapping[str, Any]) -> View:
+        """Read the result of `to_json`, after a way through JSON."""
         addresses = {
-            int(server): (str(host), int(port)) for server, host, port in found["addresses"]
+            int(server): (str(host), int(port)) for server, host, port in fields["addresses"]
         }
-        lists = {name: tuple(found[name]) for name in ("backups", "joining")}
-        return cls(**{**found, **lists, "addresses": addresses})
+        servers = {name: tuple(fields[name]) for name in ("backups", "joining")}
+        return cls(**{**fields, **servers, "addresses": addresses})
 
 
 class Coordinator:
-    """The views of all shards, and which parts are theirs.
+    """Views of all shards, and the placement of partitions on them.
 
     Args:
-        owners: the shard of each part at the beginning.
-        sizes: bytes of each part.
-        shards: how many there are at the beginning.
-        lease_s: how long a beat is worth.
-        replicas: how many servers hold each shard.
+        owners: the shard of each partition at the beginning.
+        sizes: bytes of each partition.
+        shards: number of shards at the beginning.
+        lease_s: how long a lease lasts after a heartbeat.
+        replicas: servers of each shard.
     """
 
     def __init__(
@@ -80,69 +91,84 @@ class Coordinator:
         lease_s: float,
         replicas: int = 1,
     ) -> None:
-        self.sizes, self.lease_s, self.replicas = sizes, lease_s, replicas
+        self.sizes = sizes
+        self.lease_s = lease_s
+        self.replicas = replicas
         self.views = {shard: View(shard) for shard in range(shards)}
         self.placement = Placement(1, tuple(owners))
-        self.speeds: dict[int, float] = {}
-        self.heard: dict[int, float] = {}
-        self.hung_up: set[int] = set()
+        self.bandwidths: dict[int, float] = {}
+        self._last_heartbeat: dict[int, float] = {}
+        self._disconnected: set[int] = set()
+
+    # Servers that join, live and die
 
     def join(self, server: int, shard: int, address: Address, now: float) -> list[View]:
-        """A server is there, with nothing, or once more. The first one of a shard is its
-        primary.
+        """Add a server that has connected, for the first time or again.
+
+        The first server of a shard becomes its primary; others join and hold nothing yet.
+
+        Returns:
+            Views that have changed, as all methods of this class that return views.
         """
         view = self.views[shard]
-        self.heard[server] = now
-        self.hung_up.discard(server)
+        self._last_heartbeat[server] = now
+        self._disconnected.discard(server)
         if server in view.members:
             return []
         addresses = {**view.addresses, server: address}
         if view.lost or view.retired:
             return []
         if view.epoch == 0:
-            return [self._with_parts(self._change(view, primary=server, addresses=addresses))]
-        return [self._change(view, joining=(*view.joining, server), addresses=addresses)]
+            changed = self._change_view(view, primary=server, addresses=addresses)
+            return [self._rebalance_if_filled(changed)]
+        return [self._change_view(view, joining=(*view.joining, server), addresses=addresses)]
 
     def heartbeat(self, server: int, now: float) -> bool:
-        """A server is alive; whether it still holds anything, and so has a lease again."""
+        """Record a sign of life. Return whether the server is a member, so has a new lease."""
         if not any(server in view.members for view in self.views.values()):
             return False
-        self.heard[server] = now
+        self._last_heartbeat[server] = now
         return True
 
     def disconnected(self, server: int) -> None:
-        """A server's connection has ended; it may come back."""
-        self.hung_up.add(server)
+        """Record that a server's connection has ended; it may come back."""
+        self._disconnected.add(server)
 
     def in_sync(self, shard: int, backup: int, epoch: int) -> list[View]:
-        """The primary of that epoch has filled a joining server."""
+        """Make a joining server a backup: the primary of `epoch` has sent it all snapshots."""
         view = self.views[shard]
         if backup not in view.joining or epoch > view.epoch:
             return []
         joining = tuple(server for server in view.joining if server != backup)
+        backups = (*view.backups, backup)
         return [
-            self._with_parts(self._change(view, joining=joining, backups=(*view.backups, backup)))
+            self._rebalance_if_filled(self._change_view(view, joining=joining, backups=backups))
         ]
 
     def tick(self, now: float) -> list[View]:
-        """What the silence of some means."""
-        # A primary's lease began when it sent its beat, which was before it was heard.
-        silent = {server for server, heard in self.heard.items() if now - heard > self.lease_s}
-        changed = [self._without(view, silent) for view in list(self.views.values())]
-        return [*(view for view in changed if view is not None), *self._retire()]
+        """Replace primaries and drop replicas whose lease has expired; retire empty shards."""
+        # A primary counts its lease from the moment when it sent its heartbeat, and this count
+        # begins when the heartbeat arrives: so the primary's lease always ends first.
+        silent = {
+            server for server, heard in self._last_heartbeat.items() if now - heard > self.lease_s
+        }
+        changed = [self._remove_silent(view, silent) for view in list(self.views.values())]
+        return [*(view for view in changed if view is not None), *self._retire_empty()]
 
-    # Shards that come and go
+    # Shards that are added and removed
 
     def add(self) -> View:
-        """One shard more. Somebody has to start its servers; it is given parts when all of them
-        are there.
-        """
+        """Add a shard. The caller starts its servers; it gets partitions when all are there."""
         view = View(max(self.views) + 1)
         self.views[view.shard] = view
         return view
 
     def remove(self, shard: int) -> str:
-        """Have a shard give its parts to the others and end. Why that cannot be, or nothing."""
+        """Migrate a shard's partitions to the other shards, and retire it.
+
+        Returns:
+            The reason why that is impossible; empty if it has started.
+        """
         view = self.views.get(shard)
         if view is None or view.retired:
             return (
@@ -152,61 +178,76 @@ class Coordinator:
             return "shard 0 stays: workers agree there when to stop. Remove another one"
         if shard in self.placement.leaving:
             return f"shard {shard} is leaving already"
-        self._replace(leaving=(*self.placement.leaving, shard))
+        self._replace_placement(leaving=(*self.placement.leaving, shard))
         self._rebalance()
         return ""
 
-    def set_bandwidths(self, speeds: Mapping[int, float]) -> None:
-        """How fast each shard takes parts in, in bytes per second: parts are placed by it from
-        now on.
+    def set_bandwidths(self, bandwidths: Mapping[int, float]) -> None:
+        """Place partitions by bandwidth from now on.
+
+        Args:
+            bandwidths: shard -> bytes per second at which workers push to it.
         """
-        self.speeds |= speeds
+        self.bandwidths |= bandwidths
         self._rebalance()
 
-    def transfer_done(self, server: int, part: int, since: int, giver: int) -> list[View]:
-        """A server says that it, and its backups, hold a part that `giver` has given for the
-        move since `since`.
+    def transfer_done(
+        self, server: int, partition: int, start_version: int, source: int
+    ) -> list[View]:
+        """Finish a migration: a server and its backups have the partition.
+
+        Args:
+            server: the primary of the target shard.
+            start_version: the placement version in which the migration started.
+            source: the server that sent the partition.
         """
-        move = self.placement.moving.get(part)
-        if move is None or move.start_version != since or self.views[move.target].primary != server:
-            return []
+        move = self.placement.moving.get(partition)
         if (
-            self.views[self.placement.owners[part]].primary != giver
-        ):  # one that was replaced; the next one gives again
+            move is None
+            or move.start_version != start_version
+            or self.views[move.target].primary != server
+        ):
+            return []
+        # The sender may have been replaced, and so may have sent old values. The new primary of
+        # its shard sends the partition again.
+        if self.views[self.placement.owners[partition]].primary != source:
             return []
         owners = list(self.placement.owners)
-        owners[part] = move.target
-        moving = {number: kept for number, kept in self.placement.moving.items() if number != part}
-        self._replace(owners=tuple(owners), moving=moving)
-        return self._retire()
+        owners[partition] = move.target
+        moving = {
+            number: other for number, other in self.placement.moving.items() if number != partition
+        }
+        self._replace_placement(owners=tuple(owners), moving=moving)
+        return self._retire_empty()
 
     def is_filling(self, shard: int) -> bool:
-        """A shard that is new, and is given no parts before it has all its replicas."""
+        """Return whether a shard is new, and waits for its replicas before it gets partitions."""
         view = self.views[shard]
         return (
             view.epoch == 0 or 1 + len(view.backups) < self.replicas
         ) and not self.placement.owned_by(shard)
 
-    def _with_parts(self, view: View) -> View:
-        """One more server holds a shard; if it has waited for that, it is given parts."""
+    def _rebalance_if_filled(self, view: View) -> View:
+        """Give partitions to a shard that has waited for the replica which it has just got."""
         if not self.is_filling(view.shard) and not self.placement.owned_by(view.shard):
             self._rebalance()
         return view
 
-    def _retire(self) -> list[View]:
-        """End the shards that are to go and have nothing left."""
-        busy = {*self.placement.owners, *(move.target for move in self.placement.moving.values())}
-        done = [shard for shard in self.placement.leaving if shard not in busy]
-        if done:
-            self._replace(
-                leaving=tuple(shard for shard in self.placement.leaving if shard not in done)
-            )
+    def _retire_empty(self) -> list[View]:
+        """Retire the shards that are leaving and have no partition left."""
+        targets = (move.target for move in self.placement.moving.values())
+        busy = {*self.placement.owners, *targets}
+        empty = [shard for shard in self.placement.leaving if shard not in busy]
+        if empty:
+            leaving = tuple(shard for shard in self.placement.leaving if shard not in empty)
+            self._replace_placement(leaving=leaving)
         return [
-            self._change(self.views[shard], primary=None, backups=(), joining=(), retired=True)
-            for shard in done
+            self._change_view(self.views[shard], primary=None, backups=(), joining=(), retired=True)
+            for shard in empty
         ]
 
     def _active_shards(self) -> list[int]:
+        """Return the shards that own partitions, or may be given some."""
         leaving = self.placement.leaving
         return [
             shard
@@ -215,66 +256,74 @@ class Coordinator:
         ]
 
     def _rebalance(self) -> None:
-        """Begin the moves that make shards even; call off those that are for one that leaves."""
-        here = [shard for shard in self._active_shards() if not self.is_filling(shard)]
-        known = [self.speeds[shard] for shard in here if shard in self.speeds]
-        usual = sum(known) / len(known) if known else 1.0
-        speeds = {shard: self.speeds.get(shard, usual) for shard in here}
+        """Start the migrations that balance the shards; cancel those that no longer help."""
+        active = [shard for shard in self._active_shards() if not self.is_filling(shard)]
+        measured = [self.bandwidths[shard] for shard in active if shard in self.bandwidths]
+        # A shard without a measurement counts as an average one.
+        average = sum(measured) / len(measured) if measured else 1.0
+        bandwidths = {shard: self.bandwidths.get(shard, average) for shard in active}
         moving = dict(self.placement.moving)
-        bound = [
-            moving[part].target if part in moving else owner
-            for part, owner in enumerate(self.placement.owners)
+        # A migration that has started counts as done, so that it is not started in vain.
+        destinations = [
+            moving[partition].target if partition in moving else owner
+            for partition, owner in enumerate(self.placement.owners)
         ]
-        for part, target in rebalance(self.sizes, bound, speeds).items() if speeds else ():
-            moving.pop(part, None)
-            if self.placement.owners[part] != target:
-                moving[part] = Move(target, self.placement.version + 1)
-        self._replace(moving=moving)
+        changes = rebalance(self.sizes, destinations, bandwidths) if bandwidths else {}
+        for partition, target in changes.items():
+            moving.pop(partition, None)
+            if self.placement.owners[partition] != target:
+                moving[partition] = Move(target, self.placement.version + 1)
+        self._replace_placement(moving=moving)
 
-    def _replace(self, **what: Any) -> None:
-        self.placement = replace(self.placement, version=self.placement.version + 1, **what)
+    def _replace_placement(self, **changes: Any) -> None:
+        self.placement = replace(self.placement, version=self.placement.version + 1, **changes)
 
-    # What the next arbiter must know
+    # State on disk: what the next coordinator must know
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return all state as JSON text."""
         views = [view.to_json() for view in self.views.values()]
         return json.dumps(
             {
                 "views": views,
                 "placement": self.placement.to_json(),
-                "speeds": [*self.speeds.items()],
+                "speeds": [*self.bandwidths.items()],
             }
         )
 
     def from_json(self, text: str, now: float) -> None:
-        """The inverse; everyone has a lease's time to be heard of."""
-        found = json.loads(text)
-        for view in map(View.from_json, found["views"]):
+        """Load the result of `to_json`. Every server has the time of a lease to be heard."""
+        state = json.loads(text)
+        for view in map(View.from_json, state["views"]):
             self.views[view.shard] = view
-            self.heard |= dict.fromkeys(view.members, now)
-        self.placement = Placement.from_json(found["placement"])
-        self.speeds = dict(found["speeds"])
+            self._last_heartbeat |= dict.fromkeys(view.members, now)
+        self.placement = Placement.from_json(state["placement"])
+        self.bandwidths = dict(state["speeds"])
 
-    def _without(self, view: View, silent: set[int]) -> View | None:
+    # Views
+
+    def _remove_silent(self, view: View, silent: set[int]) -> View | None:
+        """Remove silent servers from a view. Return the new view; None if nothing changes."""
         backups = tuple(server for server in view.backups if server not in silent)
         joining = tuple(server for server in view.joining if server not in silent)
         if view.primary not in silent or view.lost:
-            return None if len(backups + joining) == len(view.backups + view.joining) else self._change(
-                view, backups=backups, joining=joining
-            )  # fmt: skip
+            if len(backups + joining) == len(view.backups + view.joining):
+                return None
+            return self._change_view(view, backups=backups, joining=joining)
         if backups:
-            return self._change(view, primary=backups[0], backups=backups[1:], joining=joining)
-        if view.primary not in self.hung_up:
+            return self._change_view(view, primary=backups[0], backups=backups[1:], joining=joining)
+        # Nobody can take over. A primary that is still connected may only be slow: wait for it.
+        if view.primary not in self._disconnected:
             return None
         if view.shard == 0 or self.placement.owned_by(view.shard):
-            return self._change(view, primary=None, backups=(), joining=(), lost=True)
-        changed = self._change(view, primary=None, backups=(), joining=(), retired=True)
-        self._rebalance()  # what was on its way there goes elsewhere
+            return self._change_view(view, primary=None, backups=(), joining=(), lost=True)
+        changed = self._change_view(view, primary=None, backups=(), joining=(), retired=True)
+        self._rebalance()  # partitions that were migrating to it go to another shard
         return changed
 
-    def _change(self, view: View, **what: Any) -> View:
-        changed = replace(view, epoch=view.epoch + 1, **what)
+    def _change_view(self, view: View, **changes: Any) -> View:
+        """Replace a view under the next epoch; forget the servers that it no longer names."""
+        changed = replace(view, epoch=view.epoch + 1, **changes)
         members = changed.members
         addresses = {
             server: address for server, address in changed.addresses.items() if server in members
@@ -282,5 +331,5 @@ class Coordinator:
         changed = replace(changed, addresses=addresses)
         self.views[view.shard] = changed
         for server in set(view.members) - set(members):
-            self.heard.pop(server, None)
+            self._last_heartbeat.pop(server, None)
         return changed

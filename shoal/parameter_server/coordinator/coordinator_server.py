@@ -1,13 +1,13 @@
-"""The arbiter's body: a process that servers and workers are connected to. What it decides is in
-`arbiter.py`.
+"""The coordinator's process, to which all servers and workers are connected. The decisions are made
+in `coordinator.py`.
 
-      server ── JOIN, BEAT ──> arbiter ── VIEW ──> every server and worker
-      worker ── BYE ─────────>    │   ── PLACEMENT ──> likewise
-      user ──── ADD, REMOVE ─>    │
-                                  └ every change is on the disk before anyone is told
+      server ── JOIN, HEARTBEAT ──> coordinator ── VIEW ───────> every server and worker
+      worker ── LEAVE ────────────>     │       ── PLACEMENT ──> every server and worker
+      user ──── ADD, REMOVE, LIST ─>    │
+                                        └ each change is on the disk before anyone learns of it
 
-A killed arbiter is started again on the same port and goes on from its file; nobody else stops for
-it. It ends when every worker has said BYE."""
+If the coordinator is killed, it is started again on the same port and continues from its file;
+nobody else stops for that. It ends when every worker has sent LEAVE."""
 
 from __future__ import annotations
 
@@ -32,179 +32,221 @@ from shoal.parameter_server.transport.settings import Transport
 from shoal.platform.files import atomic_write
 
 ARBITER = "arbiter"
-_OF_SERVERS = (Op.JOIN, Op.HEARTBEAT, Op.TRANSFERRED, Op.IN_SYNC)
-_OF_USERS = (Op.ADD, Op.REMOVE, Op.LIST)
+"""Name of the coordinator as a listener. It is part of every handshake, so it must not change."""
+_SERVER_OPS = (Op.JOIN, Op.HEARTBEAT, Op.TRANSFERRED, Op.IN_SYNC)
+_USER_OPS = (Op.ADD, Op.REMOVE, Op.LIST)
+_TICKS_PER_LEASE = 20
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """All that an arbiter is told when it starts."""
+    """Settings of a coordinator's process.
+
+    Args:
+        file: where it saves its decisions, and reads them after a restart.
+        owners: the shard of each partition at the beginning.
+        shards: number of shards at the beginning.
+        replicas: servers of each shard.
+    """
 
     transport: Transport
-    file: Path  # of what it decides
+    file: Path
     settings: ShardSettings
-    owners: tuple[int, ...]  # of each part
+    owners: tuple[int, ...]
     shards: int
     replicas: int = 1
 
 
 class CoordinatorServer:
-    """Serves one job's arbiter on a listening socket."""
+    """Serves the coordinator of one job on a listening socket.
 
-    def __init__(self, court: CoordinatorConfig, listener: socket.socket) -> None:
-        self.court = court
-        self.door = Acceptor(listener, "the arbiter", court.transport.for_arbiter(), ARBITER)
-        self.sizes = tuple(part.size_bytes for part in court.settings.parts)
-        lease_s = court.settings.lease_s
-        self.arbiter = Coordinator(court.owners, self.sizes, court.shards, lease_s, court.replicas)
-        if court.file.exists():
-            self.arbiter.from_json(court.file.read_text(), time.monotonic())
+    Attributes:
+        peers: connections by peer: a worker's number, or FIRST_SERVER and a server's.
+        departed: workers that have sent LEAVE.
+        statuses: server -> its last status report, for `shoal servers list`.
+    """
+
+    def __init__(self, config: CoordinatorConfig, listener: socket.socket) -> None:
+        settings = config.settings
+        self.config = config
+        self.acceptor = Acceptor(
+            listener, "the arbiter", config.transport.for_coordinator(), ARBITER
+        )
+        self.sizes = tuple(partition.size_bytes for partition in settings.parts)
+        self.coordinator = Coordinator(
+            config.owners, self.sizes, config.shards, settings.lease_s, config.replicas
+        )
+        if config.file.exists():
+            self.coordinator.from_json(config.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
-        self.left = threading.Condition(self.lock)
+        self._worker_left = threading.Condition(self.lock)
         self.peers: dict[int, QueuedConnection] = {}
-        self.gone: set[int] = set()
-        self.facts: dict[int, dict[str, Any]] = {}
-        self.told = self.arbiter.placement.version
+        self.departed: set[int] = set()
+        self.statuses: dict[int, dict[str, Any]] = {}
+        self._published_version = self.coordinator.placement.version
 
     def run(self) -> None:
-        """Until every worker has said that it will not come back."""
-        threading.Thread(
-            target=self.door.accept, args=(self._serve_connection,), daemon=True
-        ).start()
-        with self.left:
-            workers, tick_s = self.court.settings.workers, self.court.settings.lease_s / 20
-            while not self.left.wait_for(lambda: len(self.gone) >= workers, tick_s):
-                self._publish(self.arbiter.tick(time.monotonic()))
+        """Serve until every worker has sent LEAVE."""
+        accepting = threading.Thread(
+            target=self.acceptor.accept, args=(self._serve_connection,), daemon=True
+        )
+        accepting.start()
+        workers = self.config.settings.workers
+        tick_s = self.config.settings.lease_s / _TICKS_PER_LEASE
+        with self._worker_left:
+            while not self._worker_left.wait_for(lambda: len(self.departed) >= workers, tick_s):
+                self._publish(self.coordinator.tick(time.monotonic()))
+        # Outside the lock: a connection that closes waits for its threads, which may need it.
         peers = list(self.peers.values())
         for peer in peers:
             peer.post(Op.LEAVE)
         for peer in peers:
             peer.close(flush=True)
 
+    # One connection
+
     def _serve_connection(self, channel: SecureChannel, number: int) -> None:
         peer = QueuedConnection(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer
-            self._tell_placement(peer)
-            for view in self.arbiter.views.values():
+            self._send_placement(peer)
+            for view in self.coordinator.views.values():
                 self._send_view(peer, view)
         try:
             while True:
                 header, payload = peer.receive(lambda _: None)
                 with self.lock:
-                    self._take(number, peer, header, payload)
+                    self._on_message(number, peer, header, payload)
         except (ProtocolViolation, WireError) as error:
             if not isinstance(error, ConnectionLost):
-                self.door.refuse(error)
+                self.acceptor.refuse(error)
             with self.lock:
+                # The peer may have connected again before its old connection failed.
                 if self.peers.get(number) is peer:
                     del self.peers[number]
-                    self.arbiter.disconnected(number - FIRST_SERVER)
+                    self.coordinator.disconnected(number - FIRST_SERVER)
         finally:
             peer.close()
 
-    def _take(
+    def _on_message(
         self, number: int, peer: QueuedConnection, header: Header, payload: memoryview
     ) -> None:
-        if header.op in _OF_SERVERS:
-            self._take_from_server(number - FIRST_SERVER, peer, header, payload)
-        elif header.op in _OF_USERS:
-            self._take_from_user(peer, header)
+        """Handle a message. The lock is held."""
+        if header.op in _SERVER_OPS:
+            self._on_server_message(number - FIRST_SERVER, peer, header, payload)
+        elif header.op in _USER_OPS:
+            self._on_user_message(peer, header)
         elif header.op == Op.LEAVE:
-            self.gone.add(number)
-            self.left.notify_all()
+            self.departed.add(number)
+            self._worker_left.notify_all()
             peer.post(Op.LEAVE)
         elif header.op == Op.BANDWIDTHS:
-            self.arbiter.set_bandwidths({int(shard): speed for shard, speed in unpack(payload)})
+            bandwidths = {int(shard): bytes_per_s for shard, bytes_per_s in unpack(payload)}
+            self.coordinator.set_bandwidths(bandwidths)
             self._publish([])
 
-    def _take_from_server(
+    def _on_server_message(
         self, server: int, peer: QueuedConnection, header: Header, payload: memoryview
     ) -> None:
         now = time.monotonic()
         match header.op:
             case Op.JOIN:
-                found = unpack(payload)
-                host, port = found["address"]
-                self.facts[server] = found["facts"]
-                self._publish(self.arbiter.join(server, found["shard"], (host, port), now))
+                request = unpack(payload)
+                host, port = request["address"]
+                self.statuses[server] = request["facts"]
+                self._publish(self.coordinator.join(server, request["shard"], (host, port), now))
             case Op.HEARTBEAT:
                 if len(payload):
-                    self.facts[server] = unpack(payload)
-                if self.arbiter.heartbeat(server, now):
+                    self.statuses[server] = unpack(payload)
+                if self.coordinator.heartbeat(server, now):
                     peer.post(Op.HEARTBEAT, step=header.step)
                 else:
                     peer.post(Op.REFUSED)
             case Op.TRANSFERRED:
                 self._publish(
-                    self.arbiter.transfer_done(
+                    self.coordinator.transfer_done(
                         server, header.partition, header.epoch, header.worker
                     )
                 )
             case Op.IN_SYNC:
-                self._publish(self.arbiter.in_sync(header.partition, header.worker, header.epoch))
+                # The field `partition` carries the shard, and `worker` the backup.
+                changed = self.coordinator.in_sync(header.partition, header.worker, header.epoch)
+                self._publish(changed)
 
-    def _take_from_user(self, peer: QueuedConnection, header: Header) -> None:
+    def _on_user_message(self, peer: QueuedConnection, header: Header) -> None:
         match header.op:
             case Op.ADD:
-                view = self.arbiter.add()
+                view = self.coordinator.add()
                 self._publish([view])
-                peer.post(Op.ADD, part=view.shard)
+                peer.post(Op.ADD, partition=view.shard)
             case Op.REMOVE:
-                why_not = self.arbiter.remove(header.partition)
+                obstacle = self.coordinator.remove(header.partition)
                 self._publish([])
-                peer.post(Op.REMOVE, why_not.encode())
+                peer.post(Op.REMOVE, obstacle.encode())
             case Op.LIST:
                 peer.post(Op.LIST, json.dumps(self._status()).encode())
 
+    # Answers to all
+
     def _publish(self, changed: list[View]) -> None:
-        moved = self.arbiter.placement.version != self.told
-        if not changed and not moved:
+        """Save the state, then send the changed views and the placement to every peer."""
+        placement_changed = self.coordinator.placement.version != self._published_version
+        if not changed and not placement_changed:
             return
-        with atomic_write(self.court.file) as file:
-            file.write(self.arbiter.to_json().encode())
-        self.told = self.arbiter.placement.version
+        with atomic_write(self.config.file) as file:
+            file.write(self.coordinator.to_json().encode())
+        self._published_version = self.coordinator.placement.version
         for peer in self.peers.values():
             for view in changed:
                 self._send_view(peer, view)
-            if moved:
-                self._tell_placement(peer)
+            if placement_changed:
+                self._send_placement(peer)
+
+    def _send_placement(self, peer: QueuedConnection) -> None:
+        peer.post(Op.PLACEMENT, json.dumps(self.coordinator.placement.to_json()).encode())
+
+    def _send_view(self, peer: QueuedConnection, view: View) -> None:
+        payload = json.dumps(view.to_json()).encode()
+        peer.post(Op.VIEW, payload, partition=view.shard, epoch=view.epoch)
+
+    # The list for a user
 
     def _status(self) -> list[dict[str, Any]]:
-        """A line for each server."""
-        placement = self.arbiter.placement
+        """Return an entry for each server, for `shoal servers list`."""
         return [
-            {
-                "shard": view.shard,
-                "role": "primary"
-                if server == view.primary
-                else "backup"
-                if server in view.backups
-                else "joining",
-                "server": server,
-                "state": self._state(view.shard),
-                "address": list(view.addresses[server]),
-                **self.facts.get(server, {}),
-                "moving": len(placement.arriving_at(view.shard)),
-                "parts": len(placement.owned_by(view.shard)),
-                "bytes": sum(self.sizes[part] for part in placement.owned_by(view.shard)),
-            }
-            for view in self.arbiter.views.values()
+            self._server_status(view, server)
+            for view in self.coordinator.views.values()
             for server in view.members
         ]
 
-    def _state(self, shard: int) -> str:
-        if shard in self.arbiter.placement.leaving:
+    def _server_status(self, view: View, server: int) -> dict[str, Any]:
+        placement = self.coordinator.placement
+        owned = placement.owned_by(view.shard)
+        return {
+            "shard": view.shard,
+            "role": _role(view, server),
+            "server": server,
+            "state": self._shard_state(view.shard),
+            "address": list(view.addresses[server]),
+            **self.statuses.get(server, {}),
+            # Newer than the server's own figures of the same names, which these replace.
+            "moving": len(placement.arriving_at(view.shard)),
+            "parts": len(owned),
+            "bytes": sum(self.sizes[partition] for partition in owned),
+        }
+
+    def _shard_state(self, shard: int) -> str:
+        if shard in self.coordinator.placement.leaving:
             return "leaving"
-        return "waits" if self.arbiter.is_filling(shard) else "stays"
-
-    def _tell_placement(self, peer: QueuedConnection) -> None:
-        peer.post(Op.PLACEMENT, json.dumps(self.arbiter.placement.to_json()).encode())
-
-    def _send_view(self, peer: QueuedConnection, view: View) -> None:
-        peer.post(Op.VIEW, json.dumps(view.to_json()).encode(), part=view.shard, epoch=view.epoch)
+        return "waits" if self.coordinator.is_filling(shard) else "stays"
 
 
-def arbitrate(listener: socket.socket, court: CoordinatorConfig) -> None:
-    """An arbiter's whole life, in a process of its own."""
-    CoordinatorServer(court, listener).run()
+def _role(view: View, server: int) -> str:
+    if server == view.primary:
+        return "primary"
+    return "backup" if server in view.backups else "joining"
+
+
+def serve_coordinator(listener: socket.socket, config: CoordinatorConfig) -> None:
+    """Run a coordinator in a process of its own, from its start to its end."""
+    CoordinatorServer(config, listener).run()

@@ -1,12 +1,12 @@
-"""Which shard answers for each part, and which parts are on their way to another one.
+"""Placement: the shard that owns each partition, and the partitions that migrate to another shard.
 
-    owner a        moving a -> b              owner b
-    a answers      a has stopped and gives    b answers; a forgets
-                   b takes and replicates
-                   workers keep what they would say
+    shard a is owner       migrating a -> b             shard b is owner
+    a answers              a has stopped, and sends     b answers; a frees its memory
+                           b loads and replicates
+                           workers hold their requests
 
-A move that is called off, and one that is made again, must not be taken for each other: each has
-the version in which it began, and what is given says to which it belongs."""
+A cancelled migration must not be confused with a later one of the same partition. Each migration
+carries the placement version in which it started, and so does every transfer message."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 
 
 class Move(NamedTuple):
-    """Of one part."""
+    """Migration of one partition."""
 
     target: int  # the shard
-    start_version: int  # the version of the placement in which it began
+    start_version: int  # the placement version in which the migration started
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One moment's; a later one has a higher version.
+    """One version of the placement; a later one has a higher number.
 
     Attributes:
-        owners: the shard of each part.
-        moving: part -> move.
-        leaving: shards that end when they own nothing any more.
+        version: from 1.
+        owners: the shard of each partition.
+        moving: partition -> migration.
+        leaving: shards that end as soon as they own nothing.
     """
 
     version: int
@@ -38,21 +39,23 @@ class Placement:
     leaving: tuple[int, ...] = ()
 
     def owned_by(self, shard: int) -> set[int]:
-        """Parts for which it answers, or has until their move began."""
-        return {part for part, owner in enumerate(self.owners) if owner == shard}
+        """Return the partitions of a shard, with those that migrate away from it."""
+        return {partition for partition, owner in enumerate(self.owners) if owner == shard}
 
     def arriving_at(self, shard: int) -> dict[int, int]:
-        """Parts on their way to it, and since when."""
+        """Return the partitions that migrate to a shard -> the version in which each started."""
         return {
-            part: move.start_version for part, move in self.moving.items() if move.target == shard
+            partition: move.start_version
+            for partition, move in self.moving.items()
+            if move.target == shard
         }
 
-    def route(self, part: int) -> int | None:
-        """The shard that answers for a part; None while it is moving."""
-        return None if part in self.moving else self.owners[part]
+    def route(self, partition: int) -> int | None:
+        """Return the shard that answers for a partition; None while it migrates."""
+        return None if partition in self.moving else self.owners[partition]
 
     def to_json(self) -> dict[str, Any]:
-        moving = [[part, *move] for part, move in self.moving.items()]
+        moving = [[partition, *move] for partition, move in self.moving.items()]
         return {
             "version": self.version,
             "owners": self.owners,
@@ -61,6 +64,10 @@ class Placement:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Placement:
-        moving = {part: Move(target, since) for part, target, since in found["moving"]}
-        return cls(found["version"], tuple(found["owners"]), moving, tuple(found["leaving"]))
+    def from_json(cls, fields: Mapping[str, Any]) -> Placement:
+        """Read the result of `to_json`, after a way through JSON."""
+        moving = {
+            partition: Move(target, start_version)
+            for partition, target, start_version in fields["moving"]
+        }
+        return cls(fields["version"], tuple(fields["owners"]), moving, tuple(fields["leaving"]))

@@ -1,5 +1,5 @@
-"""What a worker or a server knows of who holds what: a connection to the arbiter that is made
-again when it breaks.
+"""The newest views and placement, as a worker or a server knows them: a connection to the
+coordinator that is made again when it breaks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ RETRY_S = 0.05
 
 
 class ClusterWatcher:
-    """Follows the arbiter, from `begin` on: whoever is told of something has this object by then.
+    """A subscription to the coordinator, from `begin` on. All callbacks run in its thread.
+
+    The thread starts in `begin` and not before, so that a callback may use the object that holds
+    this watcher.
 
     Args:
-        number: who asks: a worker's number, or FIRST_SERVER and a server's.
-        first: what is said at the beginning of every connection.
-        changed: is called with each view that is new, in the thread that follows.
-        placed: likewise with each placement that is new.
-        answered: is called with any other frame.
+        number: of the subscriber: a worker's number, or FIRST_SERVER and a server's.
+        first: is called with every new connection, before anything is received on it.
+        changed: is called with each view that is newer than the one before.
+        placed: is called with each placement that is newer than the one before.
+        answered: is called with the header of any other frame.
 
     Attributes:
-        over: is set when the arbiter has ended for good: it has said so, or nobody holds its port.
+        over: is set when the coordinator has ended for good: it has sent LEAVE, or nobody listens
+            on its port.
     """
 
     def __init__(
@@ -47,58 +51,65 @@ class ClusterWatcher:
         placed: Callable[[Placement], None] = lambda _: None,
         answered: Callable[[Header], None] = lambda _: None,
     ) -> None:
-        self._number, self._address, self._transport = number, address, transport.for_arbiter()
-        self._first, self._changed, self._placed, self._answered = first, changed, placed, answered
+        self._number = number
+        self._address = address
+        self._transport = transport.for_coordinator()
+        self._first = first
+        self._changed = changed
+        self._placed = placed
+        self._answered = answered
         self._views: dict[int, View] = {}
         self._placement: Placement | None = None
-        self._news = threading.Condition()
+        self._updated = threading.Condition()
         self._peer: QueuedConnection | None = None
         self._closed = False
         self.over = threading.Event()
 
     def begin(self) -> None:
-        """Follow from now on, in a thread of this object's."""
-        threading.Thread(target=self._follow, name="views", daemon=True).start()
+        """Connect to the coordinator, in a thread of this object, and stay connected."""
+        threading.Thread(target=self._run, name="views", daemon=True).start()
 
     def wait_for_view(
         self, shard: int, limit_s: float, wanted: Callable[[View], bool]
     ) -> View | None:
-        """The view of a shard, once it is as wanted; None when that takes too long."""
+        """Return the view of a shard, once `wanted` accepts it; None after `limit_s`."""
 
-        def found() -> bool:
+        def is_accepted() -> bool:
             return shard in self._views and wanted(self._views[shard])
 
-        with self._news:
-            return self._views[shard] if self._news.wait_for(found, limit_s) else None
+        with self._updated:
+            return self._views[shard] if self._updated.wait_for(is_accepted, limit_s) else None
 
     def known(self) -> list[View]:
-        """The newest view of each shard."""
-        with self._news:
+        """Return the newest view of each shard."""
+        with self._updated:
             return list(self._views.values())
 
     def placement(self, limit_s: float) -> Placement | None:
-        """The newest placement; None when there is none for too long."""
-        with self._news:
-            self._news.wait_for(lambda: self._placement is not None, limit_s)
+        """Return the newest placement; None if none has come within `limit_s`."""
+        with self._updated:
+            self._updated.wait_for(lambda: self._placement is not None, limit_s)
             return self._placement
 
     def post(self, op: Op, payload: bytes = b"", **fields: Any) -> None:
-        """Tell the arbiter, if it is there."""
+        """Send a frame to the coordinator. While it cannot be reached, the frame is dropped."""
         peer = self._peer
         if peer is not None:
             peer.post(op, payload, **fields)
 
     def close(self) -> None:
-        """Follow no longer."""
+        """End the subscription."""
         self._closed = True
         if self._peer is not None:
             self._peer.close(flush=True)
 
-    def _follow(self) -> None:
+    def _run(self) -> None:
         def attempt() -> None:
             try:
-                self._listen(self._connect())
+                self._receive_loop(self._connect())
             except ConnectionRefusedError:
+                # A coordinator that is started again keeps its listening socket, so a port on
+                # which nobody listens means the end of the job.
                 self.over.set()
 
         broken = (OSError, WireError)
@@ -107,11 +118,10 @@ class ClusterWatcher:
         )
 
     def _connect(self) -> QueuedConnection:
-        return QueuedConnection(
-            self._transport.connect(self._address, ARBITER, self._number), "arbiter"
-        )
+        channel = self._transport.connect(self._address, ARBITER, self._number)
+        return QueuedConnection(channel, "arbiter")
 
-    def _listen(self, peer: QueuedConnection) -> None:
+    def _receive_loop(self, peer: QueuedConnection) -> None:
         self._peer = peer
         self._first(peer)
         try:
@@ -130,18 +140,18 @@ class ClusterWatcher:
             peer.close()
 
     def _on_view(self, view: View) -> None:
-        with self._news:
+        with self._updated:
             known = self._views.get(view.shard)
             if known is not None and known.epoch >= view.epoch:
                 return
             self._views[view.shard] = view
-            self._news.notify_all()
+            self._updated.notify_all()
         self._changed(view)
 
     def _on_placement(self, placement: Placement) -> None:
-        with self._news:
+        with self._updated:
             if self._placement is not None and self._placement.version >= placement.version:
                 return
             self._placement = placement
-            self._news.notify_all()
+            self._updated.notify_all()
         self._placed(placement)

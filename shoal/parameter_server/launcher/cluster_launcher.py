@@ -1,10 +1,12 @@
-"""Who starts which processes of a run's servers: one rank of each machine its own, rank 0 the
-arbiter as well.
+"""Start of a run's helper processes: one rank of each host starts that host's servers, and rank 0
+the coordinator too.
 
-rank 0   arbiter, servers of machine 0, relay of machine 0 (where several machines have several workers)
+rank 0   coordinator, servers of host 0, aggregator of host 0
 rank 1
-rank 2            servers of machine 1, relay of machine 1
+rank 2                servers of host 1, aggregator of host 1
 rank 3
+
+There are aggregators only if several hosts have several workers.
 """
 
 from __future__ import annotations
@@ -30,144 +32,160 @@ from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
 
-END_S = 30.0
-"""How long other workers may take to hang up once this one has."""
+CLOSE_LIMIT_S = 30.0
+"""Time for the other workers to disconnect after this one has."""
+_LOCALHOST = "127.0.0.1"
 
 
 class ClusterLauncher:
-    """What this rank has started of a run's servers.
+    """Helper processes of a run that this rank has started.
 
     Args:
-        mesh: all ranks, each of which makes one of these and starts it.
-        aggregates: sum on each machine before pushing, where that saves anything.
-        shares: relays lend their memory to servers of the same machine.
+        mesh: of all ranks. Each rank makes one launcher and starts it.
+        aggregates: sum gradients on each host before they are pushed, where that saves bytes.
+        shares: aggregators share their memory with servers of the same host.
 
     Attributes:
-        fleets: of this rank: of servers, and of the relay.
-        relayed: the workers of each machine talk to a relay.
+        pools: started by this rank: of servers, then of its host's aggregator.
+        relayed: workers push to the aggregator of their host.
     """
 
     def __init__(self, mesh: Mesh, aggregates: bool, shares: bool) -> None:
-        self.mesh, self.aggregates, self.shares = mesh, aggregates, shares
-        self.fleets: list[ServerPool] = []
+        self.mesh = mesh
+        self.aggregates = aggregates
+        self.shares = shares
+        self.pools: list[ServerPool] = []
         self.relayed = False
-        self.folder: Path | None = None
-        self.pointer: Path | None = None
+        self._folder: Path | None = None
+        self._link: Path | None = None
 
     @property
     def is_starter(self) -> bool:
-        """Whether this rank is the one of its machine that starts processes."""
+        """Return whether this rank starts the processes of its host."""
         return self.mesh.helper_spawner is not None
 
     @property
     def worker(self) -> int:
-        """This rank's number among those that push to the same servers, or to the same relay."""
+        """This rank's number among the workers of the same servers, or of the same aggregator."""
         return self.mesh.place.local_rank if self.relayed else self.mesh.rank
 
     def start(
         self, make: Callable[[Transport, Path, int], ClusterConfig]
     ) -> tuple[ClusterConfig, Address]:
-        """Start all. Collective.
+        """Start all processes. Collective: every rank must call it.
 
-        Args: make: transport, folder of the key, how many push -> the job.
+        Args:
+            make: returns the job for a transport, the folder of the key, and a number of workers.
 
-        Returns: the job that this rank is a worker of, and its arbiter: that of its machine's
-        relay, or of all servers."""
-        mesh, told = self.mesh, ""
-        if mesh.rank == 0:
-            self.folder = Path(
-                tempfile.mkdtemp(
-                    prefix="shoal-servers-", dir=os.environ.get("SHOAL_SERVER_DIRECTORY")
-                )
-            )
-            told = f"{secrets.token_hex(8)} {new_key_file(self.folder)}"
-        name, file = mesh.broadcast_str(told).split(" ")
-        machines = [
-            rank for rank, starts in enumerate(mesh.all_gather_str("x" * self.is_starter)) if starts
-        ]
-        self.relayed = self.aggregates and 1 < len(machines) < mesh.size
-        transport = Transport(read_key(Path(file)), name)
-        job = make(transport, Path(file).parent, len(machines) if self.relayed else mesh.size)
-        host = self._host()
-        judge = (
-            CoordinatorProcess(mesh.helper_spawner, job, host)
-            if mesh.rank == 0 and mesh.helper_spawner is not None
-            else None
-        )
-        if judge is not None and self.folder is not None:
-            admin_client.write_address_file(self.folder, judge.address, name)
-        arbiter = _address(mesh.broadcast_str(_format_address(judge)))
-        if mesh.helper_spawner is not None:
-            machine = machines.index(mesh.rank)
-            self.fleets.append(
-                ServerPool(mesh.helper_spawner, job, arbiter, host, judge, machine, len(machines))
-            )
-        return self._relay(job, arbiter, machines) if self.relayed else (job, arbiter)
-
-    def announce(self, directory: Path) -> None:
-        """Let a command find the servers by the run's directory."""
-        if self.folder is not None:
-            self.pointer = directory / admin_client.POINTER
-            admin_client.symlink_to(self.pointer, self.folder)
-
-    def close(self) -> None:
-        """End what this rank has started, once its workers, and those of other machines, have
-        hung up.
-        """
-        for fleet in reversed(self.fleets):  # a relay hangs up on the servers when its workers have
-            fleet.close(END_S)
-        if self.mesh.helper_spawner is not None:
-            self.mesh.helper_spawner.close()
-        if self.pointer is not None:
-            self.pointer.unlink(missing_ok=True)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _relay(
-        self, job: ClusterConfig, arbiter: Address, machines: list[int]
-    ) -> tuple[ClusterConfig, Address]:
-        """Have a relay on this machine, which is then all that its workers know of servers.
-        Collective.
+        Returns:
+            The job that this rank is a worker of, and the address of its coordinator: of all
+            servers, or of the aggregator of this host.
         """
         mesh = self.mesh
-        mine = max(number for number, rank in enumerate(machines) if rank <= mesh.rank)
-        workers = (machines[mine + 1] if mine + 1 < len(machines) else mesh.size) - machines[mine]
-        here = ClusterConfig(
-            replace(job.transport, job=f"{job.transport.job}.{mine}"),
+        transport, folder = self._share_key()
+        starters = mesh.all_gather_str("x" if self.is_starter else "")
+        starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
+        hosts = len(starter_ranks)
+        # With one host there are no bytes to save; with one worker a host, nothing to sum.
+        self.relayed = self.aggregates and 1 < hosts < mesh.size
+        job = make(transport, folder, hosts if self.relayed else mesh.size)
+        listen_host = self._listen_host()
+        coordinator = None
+        if mesh.rank == 0 and mesh.helper_spawner is not None:
+            coordinator = CoordinatorProcess(mesh.helper_spawner, job, listen_host)
+            if self._folder is not None:
+                admin_client.write_address_file(self._folder, coordinator.address, transport.job)
+        address = _parse_address(mesh.broadcast_str(_format_address(coordinator)))
+        if mesh.helper_spawner is not None:
+            host_index = starter_ranks.index(mesh.rank)
+            pool = ServerPool(
+                mesh.helper_spawner, job, address, listen_host, coordinator, host_index, hosts
+            )
+            self.pools.append(pool)
+        return (
+            self._start_aggregator(job, address, starter_ranks) if self.relayed else (job, address)
+        )
+
+    def announce(self, directory: Path) -> None:
+        """Let `shoal servers` find the servers by the run directory."""
+        if self._folder is not None:
+            self._link = directory / admin_client.POINTER
+            admin_client.symlink_to(self._link, self._folder)
+
+    def close(self) -> None:
+        """End the processes that this rank has started, once all their workers have left."""
+        # An aggregator leaves the servers when its own workers have left it, so it is first.
+        for pool in reversed(self.pools):
+            pool.close(CLOSE_LIMIT_S)
+        if self.mesh.helper_spawner is not None:
+            self.mesh.helper_spawner.close()
+        if self._link is not None:
+            self._link.unlink(missing_ok=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _share_key(self) -> tuple[Transport, Path]:
+        """Make the job's name and key on rank 0, for all ranks. Collective.
+
+        Returns:
+            The job's transport, and the folder of its key.
+        """
+        text = ""
+        if self.mesh.rank == 0:
+            parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
+            self._folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=parent))
+            text = f"{secrets.token_hex(8)} {new_key_file(self._folder)}"
+        name, file = self.mesh.broadcast_str(text).split(" ")
+        return Transport(read_key(Path(file)), name), Path(file).parent
+
+    def _start_aggregator(
+        self, job: ClusterConfig, coordinator: Address, starter_ranks: list[int]
+    ) -> tuple[ClusterConfig, Address]:
+        """Start this host's aggregator, which its workers see as their only server. Collective.
+
+        Args:
+            job, coordinator: of the servers behind it.
+            starter_ranks: for each host, its first rank.
+
+        Returns:
+            The job of this host's workers, and the address of its coordinator.
+        """
+        mesh = self.mesh
+        host_index = max(i for i, rank in enumerate(starter_ranks) if rank <= mesh.rank)
+        first_rank, end_rank = [*starter_ranks, mesh.size][host_index : host_index + 2]
+        upstream = UpstreamConfig(
+            coordinator, job.transport, host_index, loads=host_index == 0, shares=self.shares
+        )
+        local_job = ClusterConfig(
+            replace(job.transport, job=f"{job.transport.job}.{host_index}"),
             job.folder,
-            replace(job.settings, workers=workers),
+            replace(job.settings, workers=end_rank - first_rank),
             owners=(0,) * len(job.settings.parts),
             shards=1,
-            behind=UpstreamConfig(
-                arbiter, job.transport, mine, loads=mine == 0, shares=self.shares
-            ),
+            behind=upstream,
         )
-        judge = (
-            None
-            if mesh.helper_spawner is None
-            else CoordinatorProcess(mesh.helper_spawner, here, "127.0.0.1")
-        )
-        address = _address(mesh.all_gather_str(_format_address(judge))[machines[mine]])
-        if mesh.helper_spawner is not None:
-            self.fleets.append(ServerPool(mesh.helper_spawner, here, address, "127.0.0.1", judge))
-        return here, address
+        spawner = mesh.helper_spawner
+        process = None if spawner is None else CoordinatorProcess(spawner, local_job, _LOCALHOST)
+        address = _parse_address(mesh.all_gather_str(_format_address(process))[first_rank])
+        if spawner is not None:
+            self.pools.append(ServerPool(spawner, local_job, address, _LOCALHOST, process))
+        return local_job, address
 
-    def _host(self) -> str:
-        """Where this machine's servers listen: at home, or where ranks of other machines can
-        reach them.
-        """
+    def _listen_host(self) -> str:
+        """Return the IP address where this host's servers listen, reachable for all ranks."""
         place = self.mesh.place
         if place.local_world == place.world or place.master_address is None:
-            return "127.0.0.1"
+            return _LOCALHOST
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place.master_address, 9))  # sends nothing; picks the way out
+            # UDP sends nothing here. The system only chooses the interface towards rank 0.
+            probe.connect((place.master_address, 9))
             return str(probe.getsockname()[0])
 
 
-def _format_address(judge: CoordinatorProcess | None) -> str:
-    return "" if judge is None else f"{judge.address[0]} {judge.address[1]}"
+def _format_address(process: CoordinatorProcess | None) -> str:
+    return "" if process is None else f"{process.address[0]} {process.address[1]}"
 
 
-def _address(told: str) -> Address:
-    host, port = told.split(" ")
+def _parse_address(text: str) -> Address:
+    host, port = text.split(" ")
     return host, int(port)

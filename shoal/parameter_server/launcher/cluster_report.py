@@ -1,4 +1,4 @@
-"""What the servers of a run have seen, in words, for its end."""
+"""Report on the servers of a run, for its end."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from shoal.platform.tensors import MIB
 
 
 def report(figures: Iterable[Mapping[str, Any]], together: bool) -> list[str]:
-    """Lines for a user.
+    """Return the lines of the report.
 
     Args:
-        figures: what each shard tells of itself; a relay tells what those behind it do.
-        together: all workers took each step together.
+        figures: of each shard; an aggregator's have those of the shards behind it.
+        together: all workers took each step together, so there is no staleness to report.
     """
-    figures = [behind for figure in figures for behind in figure.get("behind", [figure])]
-    received, sent = (
-        sum(figure[key] for figure in figures) / MIB for key in ("received_bytes", "sent_bytes")
-    )
+    shards = [shard for figure in figures for shard in figure.get("behind", [figure])]
+    received_mib = sum(shard["received_bytes"] for shard in shards) / MIB
+    sent_mib = sum(shard["sent_bytes"] for shard in shards) / MIB
     lines = [
-        f"servers: {len(figures)} shards received {received:,.1f} MiB and sent {sent:,.1f} MiB"
+        f"servers: {len(shards)} shards received {received_mib:,.1f} MiB and sent "
+        f"{sent_mib:,.1f} MiB"
     ]
-    refused = sum(figure["refused"] for figure in figures)
+    refused = sum(shard["refused"] for shard in shards)
     if refused:
         lines.append(f"servers refused {refused} connections or messages: their warnings say why")
-    seen: Counter[int] = Counter()
-    for figure in figures:
-        seen.update({int(gap): count for gap, count in figure["staleness"].items()})
+    reads: Counter[int] = Counter()  # staleness -> number of reads
+    for shard in shards:
+        reads.update({int(staleness): count for staleness, count in shard["staleness"].items()})
     if not together:
-        shares = (f"{gap}: {100 * seen[gap] / seen.total():.1f} %" for gap in sorted(seen))
+        shares = (
+            f"{staleness}: {100 * reads[staleness] / reads.total():.1f} %"
+            for staleness in sorted(reads)
+        )
         lines.append(
             f"steps that a worker was ahead of the slowest when it read: {', '.join(shares)}"
         )

@@ -1,13 +1,14 @@
-"""A machine's servers, and on one machine the arbiter, as processes: started, replaced when they
-die, and ended.
+"""Server processes of one host, and on one host the coordinator's: started, replaced when they die,
+and ended.
 
-      machine of rank 0                        another machine
-      nursery ─┬─ arbiter                      nursery ─┬─ server of shard 1
-               ├─ server of shard 0                     └─ server of shard 0  (replica)
+      host of rank 0                               another host
+      spawner ─┬─ coordinator                      spawner ─┬─ server of shard 1
+               ├─ server of shard 0                         └─ server of shard 0  (replica)
                └─ server of shard 1  (replica)
 
-The arbiter's views say which shards there are; each machine keeps its share of their servers alive.
-The arbiter's listening socket stays here, so that the next arbiter has the same port."""
+The coordinator's views say which shards there are, and each host keeps its part of their servers
+alive. The coordinator's listening socket belongs to the process of the pool, so that a coordinator
+that is started again has the same port."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from pathlib import Path
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.codec import FIRST_HOST_ID, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.coordinator_server import CoordinatorConfig, arbitrate
+from shoal.parameter_server.coordinator.coordinator_server import (
+    CoordinatorConfig,
+    serve_coordinator,
+)
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.node.node_server import ServerConfig, serve
 from shoal.parameter_server.shard_settings import ShardSettings
@@ -30,19 +34,23 @@ from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig, relay
 
+_PROBES_PER_LEASE = 4
+_MAX_SILENT_PROBES = 8
+_BACKLOG = 1024
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What all processes of a job's servers know.
+    """Settings of a job's servers, the same for all their processes.
 
     Args:
-        transport: how they reach each other; no other job has its name.
-        folder: where the arbiter keeps its file.
+        transport: with a name that no other job has.
+        folder: for the coordinator's file.
         settings: of all shards.
-        owners: the shard of each part at the beginning.
-        shards: how many there are at the beginning.
-        replicas: how many servers hold each shard.
-        behind: of a relay, the servers that it sums for.
+        owners: the shard of each partition at the beginning.
+        shards: number of shards at the beginning.
+        replicas: servers of each shard.
+        behind: of an aggregator, the servers to which it pushes its sums.
     """
 
     transport: Transport
@@ -55,178 +63,197 @@ class ClusterConfig:
 
 
 def replicas_on_host(shard: int, replicas: int, machine: int, machines: int) -> int:
-    """How many servers of a shard a machine has: one after the other, replicas on different
-    machines.
-    """
+    """Return how many servers of a shard a host has; replicas go to one host after the other."""
     return sum((shard + replica) % machines == machine for replica in range(replicas))
 
 
 class CoordinatorProcess:
-    """The arbiter's process, started again when it dies."""
+    """The coordinator's process, which may be started again after its death.
 
-    def __init__(self, nursery: HelperSpawner, job: ClusterConfig, host: str) -> None:
-        self.nursery = nursery
-        self.listener = socket.create_server((host, 0), backlog=1024)
+    Args:
+        host: the IP address where it listens.
+
+    Attributes:
+        pid: of the newest process.
+    """
+
+    def __init__(self, spawner: HelperSpawner, job: ClusterConfig, host: str) -> None:
+        self.spawner = spawner
+        self.listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self.address: Address = self.listener.getsockname()[:2]
         file = job.folder / f"views-{job.transport.job}.json"
-        self.court = CoordinatorConfig(
+        self.config = CoordinatorConfig(
             job.transport, file, job.settings, job.owners, job.shards, job.replicas
         )
         self.pid = 0
         self.start()
 
     def start(self) -> None:
-        self.pid = self.nursery.start(arbitrate, self.court, listener=self.listener)
+        """Start a process on the same listening socket."""
+        self.pid = self.spawner.start(serve_coordinator, self.config, listener=self.listener)
 
     @property
     def is_done(self) -> bool:
-        """Every worker has said that it will not come back."""
-        return self.nursery.codes.get(self.pid) == 0
+        """Return whether the process has ended because every worker has left."""
+        return self.spawner.codes.get(self.pid) == 0
 
 
 class ServerPool:
-    """The servers of one machine.
+    """The servers of one host.
 
-    Args: machine, machines: this one's number, and how many have servers.
+    Args:
+        coordinator_address: where the job's coordinator listens.
+        host: the IP address where the servers listen.
+        coordinator: its process, on the host that has it.
+        machine: index of this host.
+        machines: number of hosts with servers.
 
     Attributes:
-        servers: pid -> plan of each that is alive.
+        servers: pid -> settings of each server that is alive.
     """
 
     def __init__(
         self,
-        nursery: HelperSpawner,
+        spawner: HelperSpawner,
         job: ClusterConfig,
-        arbiter: Address,
+        coordinator_address: Address,
         host: str,
-        judge: CoordinatorProcess | None = None,
+        coordinator: CoordinatorProcess | None = None,
         machine: int = 0,
         machines: int = 1,
     ) -> None:
-        self.nursery, self.job, self.arbiter, self.host, self.judge = (
-            nursery,
-            job,
-            arbiter,
-            host,
-            judge,
-        )
-        self.machine, self.machines = machine, machines
+        self.spawner = spawner
+        self.job = job
+        self.coordinator_address = coordinator_address
+        self.host = host
+        self.coordinator = coordinator
+        self.machine = machine
+        self.machines = machines
         self.servers: dict[int, ServerConfig] = {}
-        self.seen: set[int] = set()
-        self.lock = threading.Lock()
-        self.closing = threading.Event()
-        keeper = FIRST_HOST_ID + secrets.randbelow(2**20)
-        self.answers = 0
-        self.views = ClusterWatcher(
-            keeper, arbiter, job.transport, changed=self._start_missing, answered=self._count
+        self._seen: set[int] = set()  # servers that have been members of a view
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._answers = 0
+        self._watcher = ClusterWatcher(
+            FIRST_HOST_ID + secrets.randbelow(2**20),
+            coordinator_address,
+            job.transport,
+            changed=self._start_missing,
+            answered=self._on_answer,
         )
-        self.views.begin()
-        threading.Thread(target=self._watch, name="fleet", daemon=True).start()
-        if judge is not None:
-            threading.Thread(
-                target=self._watch_coordinator, args=(judge,), name="arbiter", daemon=True
-            ).start()
+        self._watcher.begin()
+        threading.Thread(target=self._run, name="fleet", daemon=True).start()
+        if coordinator is not None:
+            probing = threading.Thread(
+                target=self._probe_coordinator, args=(coordinator,), name="arbiter", daemon=True
+            )
+            probing.start()
 
     def start(self, shard: int) -> int:
-        """One more server of a shard; its pid."""
-        number = secrets.randbelow(2**30)  # machines need not agree on who is next
+        """Start one more server of a shard; return its pid."""
+        number = secrets.randbelow(2**30)  # random, so hosts need not agree on the next number
         transport = self.job.transport.for_parts(self.job.settings.parts)
-        plan = ServerConfig(number, shard, self.arbiter, transport, self.job.settings)
-        with socket.create_server((self.host, 0), backlog=1024) as listener:
+        config = ServerConfig(number, shard, self.coordinator_address, transport, self.job.settings)
+        with socket.create_server((self.host, 0), backlog=_BACKLOG) as listener:
             if self.job.behind is None:
-                pid = self.nursery.start(serve, plan, listener=listener)
+                pid = self.spawner.start(serve, config, listener=listener)
             else:
-                pid = self.nursery.start(relay, plan, self.job.behind, listener=listener)
-        self.servers[pid] = plan
+                pid = self.spawner.start(relay, config, self.job.behind, listener=listener)
+        self.servers[pid] = config
         return pid
 
     def close(self, limit_s: float) -> None:
-        """Keep nothing alive any more, once every worker has said that it will not come back or
-        `limit_s` have passed.
+        """Stop to replace processes, once every worker has left or `limit_s` have passed.
 
-        The processes end with the nursery.
+        The processes themselves end with the spawner.
         """
-        self.views.over.wait(limit_s)
-        self.closing.set()
-        self.views.close()
-        with self.nursery.changed:
-            self.nursery.changed.notify_all()
-        if self.judge is not None:
-            self.judge.listener.close()
+        self._watcher.over.wait(limit_s)
+        self._closing.set()
+        self._watcher.close()
+        with self.spawner.changed:
+            self.spawner.changed.notify_all()
+        if self.coordinator is not None:
+            self.coordinator.listener.close()
 
     def pid_of(self, server: int) -> int:
-        """The process of a server that is alive."""
-        return next(pid for pid, plan in self.servers.items() if plan.server == server)
+        """Return the process of a server that is alive."""
+        return next(pid for pid, config in self.servers.items() if config.server == server)
 
-    def _coordinator_exited(self) -> bool:
-        return self.judge is not None and self.judge.pid not in self.nursery.alive
+    # Threads
 
-    def _watch(self) -> None:
-        """Replace what has died."""
+    def _run(self) -> None:
+        """Replace processes that have died, before the end of the job."""
         while True:
-            with self.nursery.changed:
-                self.nursery.changed.wait_for(self._is_over)
-                dead = set(self.servers) - self.nursery.alive
-            if self.judge is not None and self.judge.is_done:
-                self.views.over.set()
-            if self.closing.is_set() or self.views.over.is_set():
+            with self.spawner.changed:
+                self.spawner.changed.wait_for(self._has_work)
+                dead = set(self.servers) - self.spawner.alive
+            if self.coordinator is not None and self.coordinator.is_done:
+                self._watcher.over.set()
+            if self._is_over():
                 return
-            if self.judge is not None and self._coordinator_exited():
-                self.judge.start()
-            with self.lock:
+            if self.coordinator is not None and self._coordinator_exited():
+                self.coordinator.start()
+            with self._lock:
                 for pid in dead:
                     self.servers.pop(pid, None)
-            for view in self.views.known():
+            for view in self._watcher.known():
                 self._start_missing(view)
 
-    def _count(self, _: Header) -> None:
-        self.answers += 1
-
-    def _watch_coordinator(self, judge: CoordinatorProcess) -> None:
-        """End an arbiter that is alive and silent for two leases, as one that was stopped is:
-        the next goes on.
-        """
-        pid, heard, silent = 0, 0, 0
-        while not self.closing.wait(
-            self.job.settings.lease_s / 4
-        ):  # counted, for a machine that slept wakes up all of them
-            is_silent = judge.pid == pid and self.answers == heard
-            pid, heard, silent = judge.pid, self.answers, silent + 1 if is_silent else 0
-            self.views.post(Op.HEARTBEAT)
-            if silent > 8 and pid in self.nursery.alive:
-                os.kill(pid, signal.SIGKILL)
-
-    def _is_over(self) -> bool:
+    def _has_work(self) -> bool:
         return (
-            self.closing.is_set()
+            self._closing.is_set()
             or self._coordinator_exited()
-            or not set(self.servers) <= self.nursery.alive
+            or not set(self.servers) <= self.spawner.alive
         )
 
-    def _start_missing(self, view: View) -> None:
-        """Have this machine's share of a shard's servers, without those that the arbiter has
-        given up.
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self._watcher.over.is_set()
+
+    def _coordinator_exited(self) -> bool:
+        return self.coordinator is not None and self.coordinator.pid not in self.spawner.alive
+
+    def _on_answer(self, _: Header) -> None:
+        self._answers += 1
+
+    def _probe_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        """Kill a coordinator that is alive but silent for two leases, such as a stopped one.
+
+        `_run` then starts it again. Probes are counted instead of seconds: after a host has slept,
+        the clock has moved on, but the coordinator has had no time to answer.
         """
-        with self.lock:
-            mine = {
-                pid: plan.server for pid, plan in self.servers.items() if plan.shard == view.shard
+        pid = 0
+        answers = 0
+        silent_probes = 0
+        while not self._closing.wait(self.job.settings.lease_s / _PROBES_PER_LEASE):
+            is_silent = coordinator.pid == pid and self._answers == answers
+            pid = coordinator.pid
+            answers = self._answers
+            silent_probes = silent_probes + 1 if is_silent else 0
+            self._watcher.post(Op.HEARTBEAT)
+            if silent_probes > _MAX_SILENT_PROBES and pid in self.spawner.alive:
+                os.kill(pid, signal.SIGKILL)
+
+    def _start_missing(self, view: View) -> None:
+        """Start the servers of a shard that this host should have and has not."""
+        with self._lock:
+            local = {
+                pid: config.server
+                for pid, config in self.servers.items()
+                if config.shard == view.shard
             }
-            given_up = [
+            # The coordinator has replaced these: they end by themselves.
+            removed = [
                 pid
-                for pid, server in mine.items()
-                if server in self.seen and server not in view.members
+                for pid, server in local.items()
+                if server in self._seen and server not in view.members
             ]
-            self.seen |= set(view.members)
-            for pid in given_up:
+            self._seen |= set(view.members)
+            for pid in removed:
                 del self.servers[pid]
-            if (
-                view.lost
-                or view.retired
-                or self.views.over.is_set()
-                or self.closing.is_set()
-                or (view.epoch and self.job.replicas == 1)
-            ):
-                return  # what a server alone has held, no other one can have
-            wanted = replicas_on_host(view.shard, self.job.replicas, self.machine, self.machines)
-            for _ in range(wanted - len(mine) + len(given_up)):
+            # With one replica, a new server cannot have what the old one held.
+            is_unreplaceable = view.epoch and self.job.replicas == 1
+            if view.lost or view.retired or is_unreplaceable or self._is_over():
+                return
+            expected = replicas_on_host(view.shard, self.job.replicas, self.machine, self.machines)
+            for _ in range(expected - len(local) + len(removed)):
                 self.start(view.shard)

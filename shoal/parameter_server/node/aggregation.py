@@ -1,4 +1,4 @@
-"""The sum of one part's gradients in one step, and what is asked of it before the step is taken."""
+"""Sum of one partition's gradients in one synchronous step, and queries about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.parameter_server.events import GradNormResponse, GradResponse
 
 
 class Push(NamedTuple):
-    """A worker's gradient of one part."""
+    """A worker's gradient of one partition, flat, with a byte of `present` for each segment."""
 
     step: int
     gradient: Tensor
@@ -23,10 +23,18 @@ class Push(NamedTuple):
 
 @dataclass
 class GradientSum:
-    """Gradients of one step of one part, added up in the order of workers. Pushed ones are read and
-    never changed.
+    """Sum of gradients of one step of one partition, added by worker id, so that the bits do not
+    depend on the order of arrival. The gradients themselves are read and never changed.
 
-    Args: memory: of the part's length, for the sum; used again in the next step.
+    Args:
+        memory: for the sum, of the partition's length; it is used again in the next step.
+
+    Attributes:
+        waiting: worker -> push that has arrived before one of a lower worker id.
+        added: workers whose gradients are in the sum.
+        first: gradient of the first worker. With one worker it is the sum, without a copy.
+        present: for each segment 1 where any of the gradients has one.
+        sparse: all gradients so far are sparse.
     """
 
     memory: Tensor | None = None
@@ -37,21 +45,26 @@ class GradientSum:
     sparse: bool = True
 
     def add(self, worker: int, push: Push, workers: Sequence[int]) -> None:
-        """Take a push; add what is next in order."""
+        """Take a push, and add all gradients whose turn has come. A repeated push is ignored.
+
+        Args:
+            workers: all worker ids, in the order of the sum.
+        """
         if worker in self.added:
             return
         self.waiting[worker] = push
-        for number in workers[len(self.added) :]:
-            if number not in self.waiting:
+        for worker_id in workers[len(self.added) :]:
+            if worker_id not in self.waiting:
                 return
-            found = self.waiting.pop(number)
-            self.sparse = self.sparse and found.sparse
+            next_push = self.waiting.pop(worker_id)
+            self.sparse = self.sparse and next_push.sparse
             if self.first is None:
-                self.first, self.present = found.gradient, found.present
+                self.first = next_push.gradient
+                self.present = next_push.present
             else:
-                self._add(found.gradient)
-                self.present = bytes(map(max, self.present, found.present))
-            self.added.append(number)
+                self._add(next_push.gradient)
+                self.present = bytes(map(max, self.present, next_push.present))
+            self.added.append(worker_id)
 
     def _add(self, gradient: Tensor) -> None:
         assert self.first is not None
@@ -60,23 +73,24 @@ class GradientSum:
         torch.add(self.first if len(self.added) == 1 else self.memory, gradient, out=self.memory)
 
     def total(self) -> Tensor:
-        """The sum of what was added, which is at least one."""
+        """Return the sum of the gradients that were added, at least one."""
         total = self.first if len(self.added) == 1 else self.memory
         assert total is not None
         return total
 
 
 class GradientQuery(NamedTuple):
-    """What a worker asks of the sum of a part's gradients in a step."""
+    """A worker's query about the sum of a partition's gradients in a step."""
 
     worker: int
     step: int
     part: int
-    wants_tensor: bool  # or else the sum of the squares
+    wants_tensor: bool  # else it wants the sum of the squares
 
 
-def respond(question: GradientQuery, sum_: GradientSum) -> GradResponse | GradNormResponse:
+def respond(query: GradientQuery, sum_: GradientSum) -> GradResponse | GradNormResponse:
+    """Return the answer to a query; the sum is complete."""
     total = sum_.total()
-    if question.wants_tensor:
-        return GradResponse(question.worker, question.part, total, sum_.present)
-    return GradNormResponse(question.worker, question.part, float(total.double().square().sum()))
+    if query.wants_tensor:
+        return GradResponse(query.worker, query.part, total, sum_.present)
+    return GradNormResponse(query.worker, query.part, float(total.double().square().sum()))

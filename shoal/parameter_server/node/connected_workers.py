@@ -1,8 +1,9 @@
-"""Who is connected to a server, and what its workers are told.
+"""Connections of a server's peers, and the answers to its workers.
 
-Value ──> VALUE     the numbers, or the blocks of them that have changed, or only that they are to be read in
-                    shared memory; with them, after which step all workers are to stop
-Norm, Gradient, Loaded ──> NORM, GRADIENT, LOAD
+PullResponse ──> PARAMS     the values; or only the blocks that have changed; or nothing, where the
+                            worker reads shared memory. Its field `worker` carries the step after
+                            which all workers stop.
+GradNormResponse, GradResponse, LoadDone ──> NORM, GRADIENT, LOAD
 """
 
 from __future__ import annotations
@@ -20,76 +21,78 @@ from shoal.parameter_server.transport.connection import Payload, QueuedConnectio
 
 
 class ConnectedWorkers:
-    """One server's. Whoever calls it holds the server's lock.
+    """Peers of one server. The caller holds the server's lock.
 
     Attributes:
-        stop_at: how many steps all workers take before they stop; 0 while nobody has asked for it.
-        sent_bytes: of all that workers were told.
+        stop_at: steps after which all workers stop; 0 before anyone has asked for it.
+        sent_bytes: payload bytes of all answers to workers.
     """
 
     def __init__(self) -> None:
         self._peers: dict[int, QueuedConnection] = {}
         self._sharing: set[int] = set()
-        self.stop_at = self.sent_bytes = 0
+        self.stop_at = 0
+        self.sent_bytes = 0
 
     def connect(self, number: int, peer: QueuedConnection) -> QueuedConnection | None:
-        """Someone has connected. Returns its connection before this one, if that is not closed
-        yet.
-        """
-        before, self._peers[number] = self._peers.get(number), peer
+        """Add a peer's connection. Return its previous one if that has not ended yet."""
+        previous = self._peers.get(number)
+        self._peers[number] = peer
         self._sharing.discard(number)
-        return before
+        return previous
 
     def disconnect(self, number: int, peer: QueuedConnection) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended, unless a newer one has replaced it."""
         if self._peers.get(number) is peer:
             del self._peers[number]
             self._sharing.discard(number)
 
     def use_shared_memory(self, worker: int) -> None:
-        """From now on a worker reads values in this server's memory."""
+        """Send this worker no values any more: it reads them in this server's memory."""
         self._sharing.add(worker)
 
     def stop_after(self, steps: int) -> None:
-        """Have all workers stop when they have taken so many steps, unless they are to stop
-        already.
-        """
+        """Let all workers stop after `steps` steps, unless a stop is already decided."""
         self.stop_at = self.stop_at or steps
 
     def send(self, message: Outgoing) -> None:
-        """Answer a worker."""
+        """Send an answer to its worker."""
         match message:
-            case PullResponse(worker, part, clock, oldest):
-                flags, payload = self._packed(message)
-                self._to(
+            case PullResponse(worker, partition, clock, min_clock):
+                flags, payload = self._pack_values(message)
+                self._post(
                     worker,
                     Op.PARAMS,
                     payload,
-                    part=part,
+                    partition=partition,
                     step=clock,
-                    epoch=oldest,
+                    epoch=min_clock,
                     worker=self.stop_at,
                     flags=flags,
                 )
-            case GradNormResponse(worker, part, squared):
-                self._to(worker, Op.NORM, squared.hex().encode(), part=part)
-            case GradResponse(worker, part, numbers, present):
-                self._to(worker, Op.GRADIENT, present + bytes(as_bytes(numbers)), part=part)
-            case LoadDone(worker, part):
-                self._to(worker, Op.LOAD, b"", part=part)
+            case GradNormResponse(worker, partition, squared):
+                # Hexadecimal, so that no bit of the number is lost.
+                self._post(worker, Op.NORM, squared.hex().encode(), partition=partition)
+            case GradResponse(worker, partition, values, grad_mask):
+                gradient = grad_mask + bytes(as_bytes(values))
+                self._post(worker, Op.GRADIENT, gradient, partition=partition)
+            case LoadDone(worker, partition):
+                self._post(worker, Op.LOAD, b"", partition=partition)
 
-    def _packed(self, value: PullResponse) -> tuple[int, Payload]:
-        """Values for a worker that reads them here, for one that lacks a few blocks, or whole."""
-        if value.worker in self._sharing:
+    def _pack_values(self, response: PullResponse) -> tuple[int, Payload]:
+        """Return flags and payload: nothing for shared memory, changed blocks, or all values."""
+        if response.worker in self._sharing:
             return SHARED, b""
-        if value.changed_blocks is not None and sparse_blocks.are_few(value.changed_blocks):
-            return BLOCKS, sparse_blocks.pack(value.values, value.changed_blocks)
-        return 0, value.values
+        blocks = response.changed_blocks
+        if blocks is not None and sparse_blocks.are_few(blocks):
+            return BLOCKS, sparse_blocks.pack(response.values, blocks)
+        return 0, response.values
 
-    def _to(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
+    def _post(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
         peer = self._peers.get(number)
-        if peer is not None:  # one that is gone asks again when it is back
-            self.sent_bytes += (
-                len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
-            )
-            peer.post(op, payload, **fields)
+        if peer is None:
+            return  # a worker that has gone sends its request again when it is back
+        self.sent_bytes += (
+            len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
+        )
+        peer.post(op, payload, **fields)

@@ -1,26 +1,29 @@
-"""What a shard notes while it records: which push made which values, and which values a worker was
-given.
+"""Event log of a shard: which push made which values, and which values a worker read.
 
-      part 3    value 7 ── push of worker 1, step 4 ──> value 8 ── push of worker 0, step 4 ──> value 9
-                                                          └ read by worker 1, for its step 5
+    partition 3    clock 7 ── push of worker 1, step 4 ──> clock 8 ── push of worker 0, step 4 ──> 9
+                                                             └ read by worker 1, for its step 5
 
-A value is known by its part and its clock, so it does not matter in which order notes of several
-shards are read."""
+Values are identified by partition and clock, so the logs of several shards may be merged in any
+order."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 PIECE_EVENTS = 8192
-"""As many as go into one message: about 300 KiB."""
+"""Events of one message: about 300 KiB."""
 
 
 class Event(NamedTuple):
-    """One note.
+    """One event.
 
-    Attributes: kind: applied, read as the answer to a push, or pulled while nobody pushed. clock:
-        updates that the part had taken: before this one, or in the values that were read. step: of
-        the push; or how many of the worker's own steps the values include, which is its next step.
+    Attributes:
+        kind: `a`: an update was applied. `r`: values were read as the answer to a push. `p`: values
+            were pulled while nobody pushed.
+        part: number of the partition.
+        clock: updates that the partition had taken: before this one, or in the values read.
+        step: of the push; of a read, how many of the worker's own steps the values include, which
+            is its next step.
     """
 
     kind: Literal["a", "r", "p"]
@@ -31,7 +34,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Events since a shard was told to record, kept until they are known to have arrived."""
+    """Events since a shard began to record, without those that are known to have arrived."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -41,10 +44,12 @@ class EventLog:
         self._events.append(event)
 
     def chunk(self, first: int) -> tuple[int, list[Event], bool]:
-        """Events from number `first` on, for one message; those before it have arrived, and are
-        forgotten.
+        """Return the events of one message, from number `first` on.
 
-        Returns: the number of the first event, the events, and whether there are more.
+        The request shows that the events before `first` have arrived, so they are deleted.
+
+        Returns:
+            The number of the first event, the events, and whether there are more.
         """
         del self._events[: max(0, first - self._first)]
         self._first = max(self._first, first)

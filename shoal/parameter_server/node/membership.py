@@ -1,10 +1,10 @@
-"""A server's place among the replicas of its shard: what the arbiter says, its lease, and its links
-to backups.
+"""One server's membership of its shard: the coordinator's views, the lease, and the connections to
+backups.
 
-arbiter ── VIEW ──> follow: primary, backup, or out
-   └──── BEAT ──> the lease of a primary, counted from when its beat was sent
-primary ── FILL, APPLY ──> backup;  primary <── ACKNOWLEDGE ── backup
-primary ── GIVE ──> primary of another shard, which tells the arbiter: HELD
+coordinator ── VIEW ───────> this server is primary, backup, or removed
+   └────────── HEARTBEAT ──> the lease of a primary, counted from when it sent its own heartbeat
+primary ── SNAPSHOT, REPLICATE ──> backup;  primary <── ACKNOWLEDGE ── backup
+primary ── TRANSFER ──> primary of another shard ── TRANSFERRED ──> coordinator
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("shoal.server")
 
 
 class MembershipHandler(Protocol):
-    """Receiver of what a membership learns. It is called in threads of the membership's."""
+    """Receiver of a membership's events. They come in threads of the membership."""
 
     def on_view(self, view: View) -> None:
         """Handle a view of this server's shard, once this server is a member."""
@@ -44,65 +44,77 @@ class MembershipHandler(Protocol):
         """Handle a placement."""
 
     def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
-        """Handle a backup's word that it has all updates of a part before `clock`.
+        """Handle a backup's acknowledgement of all updates of a partition before `clock`.
 
-        Args: filled: the backup has answered a whole part, not an update.
+        Args:
+            filled: the backup has acknowledged a snapshot, not an update.
         """
 
     def on_lease_renewed(self) -> None:
-        """Handle the answer to a beat."""
+        """Handle the answer to a heartbeat."""
 
     def on_removed(self) -> None:
-        """Handle the end of the membership: the arbiter counts on this server no more."""
+        """Handle the end of the membership: the coordinator has dropped this server."""
 
     def status(self) -> dict[str, Any]:
-        """Return what a user may want to know of this server. Every beat tells the arbiter."""
+        """Return the status report that goes with each heartbeat, for `shoal servers list`."""
+        ...
 
 
 class Membership:
-    """One server's membership.
+    """One server's membership of its shard.
 
     Args:
-        server, shard: its number, and that of what it holds.
-        here: where it listens.
-        arbiter: where the arbiter does.
+        server: the server's number.
+        shard: the shard's number.
+        address: where the server listens.
+        coordinator: where the coordinator listens.
         transport: settings of the job.
         lease_s: how long this server may be silent before another takes over.
+
+    Attributes:
+        view: the newest view that names this server.
+        backup_connections: backup -> connection to it.
     """
 
     def __init__(
         self,
         server: int,
         shard: int,
-        here: Address,
-        arbiter: Address,
+        address: Address,
+        coordinator: Address,
         transport: Transport,
         lease_s: float,
     ) -> None:
-        self.server, self.shard, self.here = server, shard, here
-        self.transport, self.lease_s = transport, lease_s
+        self.server = server
+        self.shard = shard
+        self.transport = transport
+        self.lease_s = lease_s
         self.view = View(shard)
-        self.links: dict[int, QueuedConnection] = {}
+        self.backup_connections: dict[int, QueuedConnection] = {}
+        self._address = address
+        self._coordinator = coordinator
         self._joined = threading.Event()
-        self._sent: dict[int, float] = {}
-        self._leased_until = 0.0
-        self._arbiter = arbiter
-        self.views: ClusterWatcher
+        self._heartbeats_sent_s: dict[int, float] = {}
+        self._lease_end_s = 0.0
+        self._watcher: ClusterWatcher
 
-    def begin(self, handler: MembershipHandler) -> None:
-        """Connect to the arbiter, and tell `handler` what it says from now on."""
+    def start(self, handler: MembershipHandler) -> None:
+        """Connect to the coordinator, and inform `handler` from now on."""
         self._handler = handler
-        self.views = ClusterWatcher(
+        self._watcher = ClusterWatcher(
             FIRST_SERVER + self.server,
-            self._arbiter,
+            self._coordinator,
             self.transport,
-            first=self._introduce,
+            first=self._send_join,
             changed=self._on_view,
             placed=handler.on_placement,
-            answered=self._answered,
+            answered=self._on_answer,
         )
-        self.views.begin()
+        self._watcher.begin()
         threading.Thread(target=self._heartbeat_loop, daemon=True).start()
+
+    # Role and lease
 
     @property
     def is_primary(self) -> bool:
@@ -110,118 +122,142 @@ class Membership:
 
     @property
     def has_lease(self) -> bool:
-        """Whether no other server can be the primary now."""
-        return time.monotonic() < self._leased_until
+        """Return whether no other server can be the primary now."""
+        return time.monotonic() < self._lease_end_s
+
+    # Other servers
 
     def connect_to(self, server: int, address: Address | None) -> QueuedConnection | None:
-        """A connection to another server, if it is there."""
+        """Connect to another server; None if it cannot be reached now."""
         if address is None:
             return None
         try:
-            own_number = FIRST_SERVER + self.server
-            channel = self.transport.connect(address, server, own_number, self.lease_s / 2)
+            number = FIRST_SERVER + self.server
+            channel = self.transport.connect(address, server, number, self.lease_s / 2)
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None
         return QueuedConnection(channel, f"server {server}")
 
-    def add_backup_link(self, backup: int, peer: QueuedConnection) -> None:
-        """A replica is going to be filled."""
-        self.links[backup] = peer
-        threading.Thread(target=self._listen, args=(backup, peer), daemon=True).start()
+    def add_backup(self, backup: int, peer: QueuedConnection) -> None:
+        """Use a connection to a replica, and receive its acknowledgements."""
+        self.backup_connections[backup] = peer
+        threading.Thread(target=self._receive_acks, args=(backup, peer), daemon=True).start()
 
-    def drop(self, backup: int) -> None:
-        """Hang up on a replica."""
-        self.links.pop(backup).close()
+    def disconnect_backup(self, backup: int) -> None:
+        """Close the connection to a replica."""
+        self.backup_connections.pop(backup).close()
 
     def replicate(self, message: ReplicateUpdate | InstallSnapshot) -> None:
-        """Send an update to a backup, under the epoch that this server believes in."""
-        link = self.links.get(message.backup)
-        if link is None:
+        """Send an update or a snapshot to a backup, under the epoch of this server's view.
+
+        Without a connection the message is dropped: a snapshot follows the next connection.
+        """
+        connection = self.backup_connections.get(message.backup)
+        if connection is None:
             return
         epoch = self.view.epoch
         if isinstance(message, InstallSnapshot):
             payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
-            link.post(Op.SNAPSHOT, payload, part=message.part, step=message.clock, epoch=epoch)
+            connection.post(
+                Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch
+            )
             return
         update = message.update
-        about: dict[str, Any] = {
+        meta: dict[str, Any] = {
             "worker": update.worker,
             "step": update.step,
             "present": update.grad_mask.hex(),
             "settings": message.settings,
         }
-        link.post(Op.UPDATE_META, json.dumps(about).encode(), part=message.part)
-        link.post(Op.REPLICATE, update.gradient, part=message.part, step=message.clock, epoch=epoch)
+        connection.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
+        connection.post(
+            Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch
+        )
 
     def primary_of(self, shard: int) -> tuple[int, Address] | None:
-        """Another shard's primary and where it listens, if it has one."""
-        view = self.views.wait_for_view(shard, 0.0, lambda view: view.primary is not None)
-        return (
-            None
-            if view is None or view.primary is None
-            else (view.primary, view.addresses[view.primary])
+        """Return another shard's primary and its address; None while it has no primary."""
+        view = self._watcher.wait_for_view(shard, 0.0, lambda view: view.primary is not None)
+        if view is None or view.primary is None:
+            return None
+        return view.primary, view.addresses[view.primary]
+
+    def send_transfer(
+        self, transfer: PartitionTransfer, start_version: int, peer: QueuedConnection
+    ) -> None:
+        """Send a partition to the primary of its new shard, over a connection to it."""
+        payload = pack_partition(transfer.values, list(transfer.state), transfer.steps_by_worker)
+        peer.post(
+            Op.TRANSFER,
+            payload,
+            partition=transfer.part,
+            step=transfer.clock,
+            epoch=start_version,
         )
 
-    def give(self, given: PartitionTransfer, since: int, peer: QueuedConnection) -> None:
-        """Send a part to another shard's primary."""
-        payload = pack_partition(given.values, list(given.state), given.steps_by_worker)
-        peer.post(Op.TRANSFER, payload, part=given.part, step=given.clock, epoch=since)
+    # The coordinator
 
-    def report_transfer(self, adopted: TransferDone) -> None:
-        """Tell the arbiter of a part that has come."""
-        self.views.post(
-            Op.TRANSFERRED, part=adopted.part, epoch=adopted.start_version, worker=adopted.source
+    def report_transfer(self, message: TransferDone) -> None:
+        """Report a partition that has arrived here and on every backup."""
+        self._watcher.post(
+            Op.TRANSFERRED,
+            partition=message.part,
+            epoch=message.start_version,
+            worker=message.source,
         )
 
-    def in_sync(self, backup: int) -> None:
-        """Tell the arbiter of a backup that was filled."""
-        self.views.post(Op.IN_SYNC, part=self.shard, worker=backup, epoch=self.view.epoch)
+    def report_in_sync(self, backup: int) -> None:
+        """Report a replica that has all snapshots, so may become a backup."""
+        self._watcher.post(Op.IN_SYNC, partition=self.shard, worker=backup, epoch=self.view.epoch)
 
-    def _introduce(self, peer: QueuedConnection) -> None:
+    def _send_join(self, peer: QueuedConnection) -> None:
         if self._joined.is_set():
-            return  # the next beat tells
-        host, port = self.here
-        joining = {"shard": self.shard, "address": [host, port], "facts": self._handler.status()}
-        peer.post(Op.JOIN, json.dumps(joining).encode())
+            return  # after a reconnection, the next heartbeat is enough
+        host, port = self._address
+        request = {"shard": self.shard, "address": [host, port], "facts": self._handler.status()}
+        peer.post(Op.JOIN, json.dumps(request).encode())
 
     def _on_view(self, view: View) -> None:
         if view.shard != self.shard:
             return
-        member = self.server in view.members
-        if self._joined.is_set() and not member:
+        is_member = self.server in view.members
+        if self._joined.is_set() and not is_member:
             self._handler.on_removed()
-        if member:
+        if is_member:
             self.view = view
             self._joined.set()
             self._handler.on_view(view)
 
     def _heartbeat_loop(self) -> None:
-        number = 0
-        # and no longer: before its first beat is answered, a primary answers nobody
+        # A primary has no lease before its first heartbeat is answered, so begin at once.
         self._joined.wait()
+        number = 0
         while True:
             number += 1
-            self._sent = {
-                n: at for n, at in self._sent.items() if n > number - 4 * HEARTBEATS_PER_LEASE
+            oldest = number - 4 * HEARTBEATS_PER_LEASE
+            self._heartbeats_sent_s = {
+                sent: at_s for sent, at_s in self._heartbeats_sent_s.items() if sent > oldest
             }
-            self._sent[number] = time.monotonic()
-            self.views.post(Op.HEARTBEAT, json.dumps(self._handler.status()).encode(), step=number)
+            self._heartbeats_sent_s[number] = time.monotonic()
+            status = json.dumps(self._handler.status()).encode()
+            self._watcher.post(Op.HEARTBEAT, status, step=number)
             time.sleep(self.lease_s / HEARTBEATS_PER_LEASE)
 
-    def _answered(self, header: Header) -> None:
+    def _on_answer(self, header: Header) -> None:
         if header.op == Op.HEARTBEAT:
-            self._leased_until = max(
-                self._leased_until, self._sent.get(header.step, 0.0) + self.lease_s
-            )
+            # Counted from when the heartbeat was sent: the coordinator counts from when it came.
+            sent_s = self._heartbeats_sent_s.get(header.step, 0.0)
+            self._lease_end_s = max(self._lease_end_s, sent_s + self.lease_s)
             self._handler.on_lease_renewed()
         elif header.op in (Op.REFUSED, Op.LEAVE):
             self._handler.on_removed()
 
-    def _listen(self, backup: int, link: QueuedConnection) -> None:
+    # Backups
+
+    def _receive_acks(self, backup: int, connection: QueuedConnection) -> None:
         try:
             while True:
-                header, _ = link.receive(lambda _: None)
+                header, _ = connection.receive(lambda _: None)
                 if header.op == Op.REFUSED:
                     log.info(
                         "server %d was replaced: its backup %d follows another", self.server, backup
@@ -231,6 +267,6 @@ class Membership:
                     backup, header.partition, header.step, bool(header.flags)
                 )
         except WireError:
-            link.close()
-            if self.links.get(backup) is link:
-                del self.links[backup]  # it is tried again, as long as the arbiter counts on it
+            connection.close()
+            if self.backup_connections.get(backup) is connection:
+                del self.backup_connections[backup]  # with each lease, `Replication` connects again

@@ -1,11 +1,11 @@
-"""Parts that change their shard: the old owner gives them, the new one takes them in.
+"""Migration of partitions between shards: the old owner sends them, the new owner loads them.
 
-      arbiter      placement: part 3 moves a -> b                        placement: part 3 is b's
-      shard a      answers for it no more ── GIVE ─┐                     frees its memory, once every worker has used
-                                                   │                     the values that it read here
-      shard b                                      └─> fills its backups ── HELD ──> arbiter
+  coordinator  placement: partition 3 migrates a -> b        placement: shard b owns partition 3
+  shard a      stops to answer for it ── TRANSFER ─┐         frees its memory, once every worker
+                                                   │         has used the values that it read here
+  shard b                                          └─> fills its backups ── TRANSFERRED ──> coord.
 
-Which part moves where, and in which version of the placement that began, is in `placement.py`.
+`placement.py` says which partition migrates, and since which version of the placement.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from shoal.parameter_server.codec import FIRST_SERVER, unpack_part
-from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.placement import Move, Placement
 from shoal.parameter_server.events import Outgoing, PartitionTransfer
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.shard import Shard
@@ -23,101 +24,129 @@ from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.frame import Header
 
 
+class SentTransfer(NamedTuple):
+    """The newest transfer of a partition that this server has started to send."""
+
+    server: int
+    start_version: int
+    sent_s: float
+
+
 class Migration:
-    """What one server does about it.
+    """One server's side of the migrations from and to its shard.
 
     Args:
-        number: of the server's shard.
-        lock: is held while the shard is used.
-        free: gives the memory of a part back.
-        lease_s: what was given and has not come is given again after twice this time.
+        shard_id: the number of the server's shard.
+        lock: of the server; it is held while the shard is used.
+        free: frees the memory of a partition.
+        lease_s: a transfer without effect is sent again after twice this time.
     """
 
     def __init__(
         self,
-        number: int,
+        shard_id: int,
         shard: Shard,
         membership: Membership,
         lock: threading.Lock,
         free: Callable[[Partition], None],
         lease_s: float,
     ) -> None:
-        self._number, self._shard, self._membership = number, shard, membership
-        self._lock, self._free, self._lease_s = lock, free, lease_s
-        self._news = threading.Condition(lock)
+        self._shard_id = shard_id
+        self._shard = shard
+        self._membership = membership
+        self._lock = lock
+        self._free = free
+        self._lease_s = lease_s
+        self._placement_changed = threading.Condition(lock)
         self._placement: Placement | None = None
-        self._given: dict[int, tuple[int, int, float]] = {}
-        self._gone: dict[int, dict[int, int]] = {}
+        self._sent: dict[int, SentTransfer] = {}
+        self._removed: dict[int, dict[int, int]] = {}
 
     def on_placement(self, placement: Placement) -> None:
-        """Answer for what is this shard's now, and give what is to go."""
+        """Answer for the partitions that this shard owns now, and send those that leave it."""
         with self._lock:
-            self._placement, mine = placement, placement.owned_by(self._number)
-            self._news.notify_all()
-            away, coming = mine & set(placement.moving), placement.arriving_at(self._number)
-            self._gone |= self._shard.set_ownership(mine, away, coming)
-            self.discard()
+            self._placement = placement
+            self._placement_changed.notify_all()
+            owned = placement.owned_by(self._shard_id)
+            leaving = owned & set(placement.moving)
+            arriving = placement.arriving_at(self._shard_id)
+            self._removed |= self._shard.set_ownership(owned, leaving, arriving)
+            self.free_removed()
         self.send_departing()
 
+    # As the new owner
+
     def await_placement(self, version: int) -> None:
-        """Another server may have heard before this one of what is to move."""
-        with self._news:
-            self._news.wait_for(
+        """Wait for a placement, for a lease at most: its sender may have got it first."""
+        with self._placement_changed:
+            self._placement_changed.wait_for(
                 lambda: self._placement is not None and self._placement.version >= version,
                 self._lease_s,
             )
 
-    def receive(self, giver: int, header: Header, payload: memoryview) -> list[Outgoing]:
-        """As the primary, take what another server gives; whether that may, the arbiter
-        decides. Holds the lock.
+    def receive(self, sender: int, header: Header, payload: memoryview) -> list[Outgoing]:
+        """As the primary, load a partition that another server sends. The lock is held.
+
+        The coordinator decides whether that server was still allowed to send it.
         """
         values, state, done = unpack_part(payload)
         if not self._membership.is_primary or header.partition not in self._shard.parts:
             return []
-        given = PartitionTransfer(header.partition, header.step, values, state, done)
-        return self._shard.import_partition(given, header.epoch, giver - FIRST_SERVER)
+        transfer = PartitionTransfer(header.partition, header.step, values, state, done)
+        return self._shard.import_partition(transfer, header.epoch, sender - FIRST_SERVER)
 
-    def discard(self) -> None:
-        """Free the memory of parts that have gone, once nobody can be reading it. Holds the
-        lock.
-        """
-        for number, done in list(self._gone.items()):
-            if number in self._shard.held:  # it has come back
-                del self._gone[number]
+    # As the old owner
+
+    def free_removed(self) -> None:
+        """Free the memory of removed partitions that no worker can be reading. The lock is held."""
+        for partition, done in list(self._removed.items()):
+            if partition in self._shard.held:  # it has migrated back
+                del self._removed[partition]
             elif not self._membership.is_primary or self._shard.all_workers_read(done):
-                del self._gone[number]
-                self._free(self._shard.parts[number])
+                del self._removed[partition]
+                self._free(self._shard.parts[partition])
 
     def send_departing(self) -> None:
-        """As the primary, send every part that is away to where it belongs, again if nothing
-        came of it.
-        """
+        """As the primary, send each leaving partition to its new shard, again if it is overdue."""
         if self._placement is None or not self._membership.is_primary:
             return
-        now, going = time.monotonic(), dict[int, list[int]]()
-        for part, move in self._placement.moving.items() if self._shard.leaving else ():
-            if (
-                part in self._shard.leaving
-                and (target := self._membership.primary_of(move.target)) is not None
-            ):
-                server, since, at = self._given.get(part, (-1, -1, 0.0))
-                if (server, since) != (
-                    target[0],
-                    move.start_version,
-                ) or now - at > 2 * self._lease_s:
-                    self._given[part] = (target[0], move.start_version, now)
-                    going.setdefault(move.target, []).append(part)
-        for shard, parts in going.items():
-            threading.Thread(target=self._give_all, args=(shard, parts), daemon=True).start()
+        if not self._shard.leaving:
+            return
+        due: dict[int, list[int]] = {}
+        for partition, move in self._placement.moving.items():
+            if partition in self._shard.leaving and self._start_transfer(partition, move):
+                due.setdefault(move.target, []).append(partition)
+        for shard, partitions in due.items():
+            sending = threading.Thread(target=self._send_all, args=(shard, partitions), daemon=True)
+            sending.start()
 
-    def _give_all(self, shard: int, parts: list[int]) -> None:
+    def _start_transfer(self, partition: int, move: Move) -> bool:
+        """Register a transfer if one is due: to a new primary, of a new migration, or overdue."""
+        target = self._membership.primary_of(move.target)
+        if target is None:
+            return False
+        now = time.monotonic()
+        server, _ = target
+        sent = self._sent.get(partition, SentTransfer(-1, -1, 0.0))
+        is_current = (sent.server, sent.start_version) == (server, move.start_version)
+        if is_current and now - sent.sent_s <= 2 * self._lease_s:
+            return False
+        self._sent[partition] = SentTransfer(server, move.start_version, now)
+        return True
+
+    def _send_all(self, shard: int, partitions: list[int]) -> None:
+        """Send partitions to the primary of a shard, over a connection of their own."""
         target = self._membership.primary_of(shard)
         peer = None if target is None else self._membership.connect_to(*target)
         if peer is None:
             return
-        for part in parts:
+        for partition in partitions:
             with self._lock:
-                placement, given = self._placement, self._shard.export_partition(part)
-                if given is not None and placement is not None and part in placement.moving:
-                    self._membership.give(given, placement.moving[part].start_version, peer)
+                placement = self._placement
+                transfer = self._shard.export_partition(partition)
+                # The migration may have been cancelled or finished in the meantime.
+                if transfer is None or placement is None or partition not in placement.moving:
+                    continue
+                start_version = placement.moving[partition].start_version
+                self._membership.send_transfer(transfer, start_version, peer)
         peer.close(flush=True)

@@ -1,18 +1,17 @@
-"""A server's body: sockets and threads around a `Shard`.
+"""One server's process: the sockets and threads around a `Shard`.
 
-      worker ──┐ a thread reads a connection, straight into the memory where the gradient is summed: `inbox.py`
-      worker ──┼──> lock ── Shard ──> a thread for each connection sends what is to be said: `audience.py`
-      primary ─┘              └ its values lie where workers of this machine can read them: `slots.py`
+      worker ──┐ one thread reads each connection, gradients straight into `receive_buffers.py`
+      worker ──┼──> lock ── Shard ──> one thread sends on each connection: `connected_workers.py`
+      primary ─┘              └ workers of this host can read its values: `shared_values.py`
 
-      arbiter ──> `membership.py` ──> whom this server tells of its updates, or whose it repeats: `replication.py`
-                                 └──> which parts it gives to another shard, or gets: `moving.py`
+      coordinator ──> `membership.py` ──> updates to backups, or from a primary: `replication.py`
+                                     └──> partitions to and from other shards: `migration.py`
 
-The lock is held while the shard thinks, never while anything is received or sent.
+The lock is held while the shard computes, never while anything is received or sent.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -23,19 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.errors import ConnectionLost, WireError
-from shoal.parameter_server.codec import (
-    BLOCKS,
-    FIRST_SERVER,
-    MAX_CONTROL_BYTES,
-    Op,
-    pack_partition,
-    unpack,
-    unpack_order,
-    unpack_part,
-)
+from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.events import (
@@ -54,6 +43,7 @@ from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.replication import Replication
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.shared_values import SharedValues
+from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
@@ -63,17 +53,23 @@ from shoal.parameter_server.transport.secure_channel import SecureChannel
 from shoal.parameter_server.transport.settings import Transport
 
 log = logging.getLogger("shoal.server")
-_OF_A_STEP = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """All that a server is told when it starts."""
+    """Settings of one server's process.
+
+    Args:
+        server: the server's number, unique in the job.
+        shard: the shard that it holds a replica of.
+        coordinator: the address where the coordinator listens.
+        transport: settings of the job, with a limit that fits the partitions.
+    """
 
     server: int
     shard: int
-    arbiter: Address
-    transport: Transport  # its limit fits the parts
+    coordinator: Address
+    transport: Transport
     settings: ShardSettings
 
 
@@ -81,325 +77,260 @@ OnMessage = Callable[[int, QueuedConnection, Header, memoryview, bytes], Iterabl
 
 
 class ServerNode:
-    """Serves one shard on a listening socket, until it is closed or is a member no longer.
+    """Serves a replica of one shard on a listening socket, as long as it is a member.
 
-    Args: on_message: takes every message of a worker in place of the method of this name. The lock
-        is held.
+    Args:
+        on_message: handles every frame of a worker, in place of `WorkerRequests.handle` and with
+            its arguments. The lock is held.
+
+    Attributes:
+        deferred_replies: answers to workers that wait for a lease.
     """
 
     def __init__(
-        self, plan: ServerConfig, listener: socket.socket, on_message: OnMessage | None = None
+        self, config: ServerConfig, listener: socket.socket, on_message: OnMessage | None = None
     ) -> None:
-        self.plan = plan
-        self._on_message = on_message or self.on_message
-        settings = plan.settings
-        self.slots = SharedValues(settings.parts, settings.workers, settings.staleness)
+        settings = config.settings
+        self.config = config
+        self.shared_values = SharedValues(settings.parts, settings.workers, settings.staleness)
         self.shard = self._new_shard()
-        self.inbox, self.audience = (
-            ReceiveBuffers(self.shard.parts, settings.compression),
-            ConnectedWorkers(),
-        )
+        self.buffers = ReceiveBuffers(self.shard.parts, settings.compression)
+        self.workers = ConnectedWorkers()
         self.lock = threading.Lock()
-        self.roles = threading.Condition(self.lock)
+        self._view_changed = threading.Condition(self.lock)
         self.deferred_replies: list[Outgoing] = []
         self.received_bytes = 0
-        self.door = Acceptor(listener, f"server {plan.server}", plan.transport, plan.server)
+        self.acceptor = Acceptor(
+            listener, f"server {config.server}", config.transport, config.server
+        )
         self.membership = Membership(
-            plan.server,
-            plan.shard,
+            config.server,
+            config.shard,
             listener.getsockname()[:2],
-            plan.arbiter,
-            plan.transport,
+            config.coordinator,
+            config.transport,
             settings.lease_s,
         )
         self.replication = Replication(
-            self.shard, self.membership, self.inbox, self.lock, self.send
+            self.shard, self.membership, self.buffers, self.lock, self.send
         )
-        self.moving = Migration(
-            plan.shard,
+        self.migration = Migration(
+            config.shard,
             self.shard,
             self.membership,
             self.lock,
             self._free_partition,
             settings.lease_s,
         )
+        self.requests = WorkerRequests(
+            config.server,
+            self.shard,
+            self.buffers,
+            self.workers,
+            self.shared_values,
+            self.figures,
+            self.migration.free_removed,
+        )
+        self._on_message = on_message or self.requests.handle
 
     def _new_shard(self) -> Shard:
-        """What thinks here; it is made once, when there are slots and nothing else."""
-        settings = self.plan.settings
+        """Make a shard that owns nothing yet, with its values in shared memory."""
+        settings = self.config.settings
         return Shard(
             settings.parts,
             settings.recipe,
             range(settings.workers),
             settings.staleness,
-            mine=(),
-            memory=self.slots.values,
-            snapshot=self.slots.copy,
+            owned=(),
+            memory=self.shared_values.values,
+            snapshot=self.shared_values.copy,
         )
 
     def run(self) -> None:
         """Accept connections until this server is closed."""
-        self.membership.begin(self)
-        self.door.accept(self._serve_connection)
+        self.membership.start(self)
+        self.acceptor.accept(self._serve_connection)
 
     def close(self) -> None:
-        """Accept nobody any more; `run` returns."""
-        self.door.close()
+        """Accept no more connections; `run` returns."""
+        self.acceptor.close()
 
-    def _free_partition(self, part: Partition) -> None:
-        """What lies here of a part is needed no more."""
-        self.inbox.forget(part.number)
-        self.slots.discard(part)
+    def _free_partition(self, layout: Partition) -> None:
+        """Free the memory of a partition that this server no longer needs."""
+        self.buffers.forget(layout.number)
+        self.shared_values.discard(layout)
 
     # One connection
 
     def _serve_connection(self, channel: SecureChannel, number: int) -> None:
-        """From its handshake to its end."""
+        """Serve a peer from its handshake to the end of its connection.
+
+        Args:
+            number: a worker's number, or FIRST_SERVER and a server's.
+        """
         peer = QueuedConnection(channel, f"peer {number}")
         with self.lock:
-            before = self.audience.connect(number, peer)
-        if before is not None:
-            before.close()
-            before.heard.wait()  # what it had still to read would go to the same memory
+            previous = self.workers.connect(number, peer)
+        if previous is not None:
+            previous.close()
+            # What its reader has still to read would go to the same buffers.
+            previous.reader_done.wait()
         try:
-            self._wait_for_role(number)
+            self._wait_for_primary_role(number)
             self._receive_loop(number, peer)
         except ConnectionLost as error:
-            log.debug("server %d: %s", self.plan.server, error)
+            log.debug("server %d: %s", self.config.server, error)
         except (ProtocolViolation, WireError) as error:
-            self.door.refuse(error)
+            self.acceptor.refuse(error)
             peer.post(Op.REFUSED, str(error).encode()[:MAX_CONTROL_BYTES])
         finally:
-            peer.heard.set()
+            peer.reader_done.set()
             peer.close(flush=True)
             with self.lock:
-                self.audience.disconnect(number, peer)
+                self.workers.disconnect(number, peer)
 
-    def _wait_for_role(self, number: int) -> None:
-        """A worker may have heard before this server that it is the primary now."""
+    def _wait_for_primary_role(self, number: int) -> None:
+        """Wait for the primary's role: a worker may learn of it before this server does."""
         if number >= FIRST_SERVER:
             return
-        with self.roles:
-            if not self.roles.wait_for(
-                lambda: self.membership.is_primary, self.plan.settings.lease_s
-            ):
-                raise ProtocolViolation(
-                    f"server {self.plan.server} is not the primary of shard {self.plan.shard}"
-                )
+        lease_s = self.config.settings.lease_s
+        with self._view_changed:
+            if not self._view_changed.wait_for(lambda: self.membership.is_primary, lease_s):
+                raise self._not_primary()
+
+    def _not_primary(self) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"server {self.config.server} is not the primary of shard {self.config.shard}"
+        )
 
     def _receive_loop(self, number: int, peer: QueuedConnection) -> None:
-        before: dict[int, bytes] = {}  # what was said of a payload that comes next
+        metas: dict[int, bytes] = {}  # partition -> frame that describes the next payload of it
         while True:
-            header, payload = peer.receive(lambda header: self.inbox.place(number, header))
+            header, payload = peer.receive(lambda header: self.buffers.buffer_for(number, header))
             if header.op in (Op.GRAD_MASK, Op.UPDATE_META):
-                before[header.partition] = bytes(payload)
+                metas[header.partition] = bytes(payload)
                 continue
-            about = before.pop(header.partition, b"")
+            meta = metas.pop(header.partition, b"")
             if header.op == Op.TRANSFER:
-                self.moving.await_placement(header.epoch)
+                self.migration.await_placement(header.epoch)
             with self.lock:
                 self.received_bytes += header.length
                 if number < FIRST_SERVER:
-                    try:
-                        self._refuse_strangers(number, header)
-                        self.send(self._on_message(number, peer, header, payload, about))
-                    except NotOwner as where:
-                        peer.post(Op.MOVED, part=where.part, step=header.op)
+                    self._on_worker_frame(number, peer, header, payload, meta)
                 elif header.op == Op.TRANSFER:
-                    self.send(self.moving.receive(number, header, payload))
+                    self.send(self.migration.receive(number, header, payload))
                 else:
-                    self.replication.apply_from_primary(number, peer, header, payload, about)
+                    self.replication.apply_from_primary(number, peer, header, payload, meta)
 
-    def _refuse_strangers(self, worker: int, header: Header) -> None:
+    def _on_worker_frame(
+        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, meta: bytes
+    ) -> None:
+        try:
+            self._check_worker(worker, header)
+            self.send(self._on_message(worker, peer, header, payload, meta))
+        except NotOwner as error:
+            # The worker sends the request again, to the owner that the placement names.
+            peer.post(Op.MOVED, partition=error.part, step=header.op)
+
+    def _check_worker(self, worker: int, header: Header) -> None:
+        """Raise ProtocolViolation for a peer that this server does not answer."""
         if not self.membership.is_primary:
-            raise ProtocolViolation(
-                f"server {self.plan.server} is not the primary of shard {self.plan.shard}"
-            )
+            raise self._not_primary()
+        # Anyone with the key may ask for figures.
         if worker not in self.shard.workers and header.op != Op.STATS:
             raise ProtocolViolation(f"worker {worker} is none of {self.shard.workers}")
 
-    def on_message(
-        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, about: bytes
-    ) -> Iterable[Outgoing]:
-        """Take a worker's message. Holds the lock. Raises Elsewhere, Refused."""
-        if header.op == Op.PUSH:
-            return self._push(worker, header, payload, about)
-        if header.op in _OF_A_STEP:
-            return self._step(worker, header, payload)
-        self._answer(worker, peer, header, payload)
-        return []
-
-    def _push(
-        self, worker: int, header: Header, payload: memoryview, about: bytes
-    ) -> Iterable[Outgoing]:
-        gradient, present = self.pushed(worker, header, payload, about)
-        sparse = bool(header.flags & BLOCKS)
-        return self.shard.push(worker, header.step, header.partition, gradient, present, sparse)
-
-    def _step(self, worker: int, header: Header, payload: memoryview) -> Iterable[Outgoing]:
-        """Handle what belongs to a step; the shard answers it."""
-        shard, step, part = self.shard, header.step, header.partition
-        match header.op:
-            case Op.STEP:
-                ordered = shard.request_step(worker, step, unpack_order(payload))
-                self.moving.discard()
-                return ordered
-            case Op.NORM | Op.GRADIENT:
-                return shard.query_gradient(worker, step, part, whole=header.op == Op.GRADIENT)
-            case Op.PULL:
-                return shard.pull(worker, part)
-            case Op.LOAD:
-                values, state, _ = unpack_part(payload)
-                return shard.load(worker, part, values, list(state), step)
-        raise AssertionError(header.op)
-
-    def _answer(
-        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview
-    ) -> None:
-        """Handle what is answered at once, or not at all."""
-        shard, part = self.shard, header.partition
-        match header.op:
-            case Op.STOP:
-                newest = max((order_step for order_step, _ in shard.orders.values()), default=0)
-                self.audience.stop_after(
-                    newest + 3
-                )  # nobody has got that far, so everyone hears of it in time
-            case Op.USE_SHARED_MEMORY:
-                self._share(worker, peer, payload)
-            case Op.STATE:
-                held = shard.require_partition(part)
-                state_bytes = pack_partition(held.values, list(held.state()), shard.done[part])
-                peer.post(Op.STATE, state_bytes, part=part, step=held.clock)
-            case Op.STATS:
-                peer.post(Op.STATS, json.dumps(self.figures()).encode(), part=part)
-            case Op.RECORD:
-                shard.record()
-            case Op.HISTORY:
-                peer.post(
-                    Op.HISTORY, json.dumps(self._history(unpack(payload))).encode(), part=part
-                )
-            case _:
-                raise ProtocolViolation(f"message {header.op}, which is not known")
-
-    def pushed(
-        self, worker: int, header: Header, payload: memoryview, about: bytes
-    ) -> tuple[Tensor, bytes]:
-        """A worker's gradient, and which of its segments there are. Raises Elsewhere, Refused."""
-        segments = self.shard.require_partition(header.partition).part.segments
-        return self.inbox.pushed(worker, header, payload), about or b"\1" * len(segments)
-
-    def _share(self, worker: int, peer: QueuedConnection, payload: memoryview) -> None:
-        """A worker of this machine lends its gradients, or takes what was lent to it."""
-        description = unpack(payload)
-        if not description:
-            self.audience.use_shared_memory(worker)
-            return
-        can_read = self.inbox.attach_worker_memory(worker, description)
-        peer.post(
-            Op.USE_SHARED_MEMORY,
-            json.dumps(self.slots.memory.description if can_read else {}).encode(),
-        )
-
-    # What is said
-
-    def send(self, out: Iterable[Outgoing]) -> None:
-        """Have everyone told. Holds the lock."""
-        for message in out:
+    def send(self, messages: Iterable[Outgoing]) -> None:
+        """Send each message to its receiver. The caller holds the lock."""
+        for message in messages:
             if isinstance(message, (ReplicateUpdate, InstallSnapshot)):
                 self.membership.replicate(message)
             elif isinstance(message, InSync):
-                self.membership.in_sync(message.backup)
+                self.membership.report_in_sync(message.backup)
             elif isinstance(message, TransferDone):
                 self.membership.report_transfer(message)
             elif self.membership.has_lease:
-                self.audience.send(message)
+                self.workers.send(message)
             else:
+                # Another server may be the primary by now: an answer could contradict its own.
                 self.deferred_replies.append(message)
 
-    # What the arbiter and backups say: a MembershipHandler
+    # Callbacks of the membership: a MembershipHandler
 
     def on_view(self, view: View) -> None:
-        """Be what the view says."""
+        """Take the role that the view gives this server."""
         with self.lock:
-            self.roles.notify_all()
+            self._view_changed.notify_all()
             if not self.membership.is_primary:
                 return
             self.replication.on_view(view)
-        self.replication.link()
-        self.moving.send_departing()
+        self.replication.connect_backups()
+        self.migration.send_departing()
 
     def on_placement(self, placement: Placement) -> None:
-        """Answer for the parts that are this shard's now."""
-        self.moving.on_placement(placement)
+        """Answer for the partitions that this shard owns now."""
+        self.migration.on_placement(placement)
 
     def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
         """Send the answers that have waited for this backup."""
-        self.replication.acknowledged(backup, part, clock, filled)
+        self.replication.on_ack(backup, part, clock, filled)
 
     def on_removed(self) -> None:
         """Serve nobody any more."""
         self.close()
 
     def on_lease_renewed(self) -> None:
-        """Say what could not be said without a lease, and try again what has failed."""
-        self.replication.link()
-        self.moving.send_departing()
+        """Send the answers that have waited for a lease, and retry what has failed."""
+        self.replication.connect_backups()
+        self.migration.send_departing()
         if self.deferred_replies:
             with self.lock:
-                unsaid, self.deferred_replies = self.deferred_replies, []
-                self.send(unsaid)
+                replies, self.deferred_replies = self.deferred_replies, []
+                self.send(replies)
 
     def status(self) -> dict[str, Any]:
-        """Return what `shoal servers list` says of this server."""
+        """Return this server's columns of `shoal servers list`."""
         with self.lock:
-            return {"pid": os.getpid(), "host": socket.gethostname(), **self._held_summary()}
+            return {"pid": os.getpid(), "host": socket.gethostname(), **self._owned_summary()}
 
-    def _held_summary(self) -> dict[str, int]:
-        held = [held for part, held in self.shard.held.items() if part in self.shard.owned]
+    # Figures
+
+    def _owned_summary(self) -> dict[str, int]:
+        owned = [
+            state for partition, state in self.shard.held.items() if partition in self.shard.owned
+        ]
         return {
-            "parts": len(held),
-            "bytes": sum(each.part.size_bytes for each in held),
-            "clock": min((each.clock for each in held), default=0),
+            "parts": len(owned),
+            "bytes": sum(state.part.size_bytes for state in owned),
+            "clock": min((state.clock for state in owned), default=0),
         }
 
     def figures(self) -> dict[str, Any]:
-        """Return what this server tells workers of itself."""
+        """Return this server's figures for the report at the end of a run. The lock is held."""
         return {
-            **self._held_summary(),
-            "shard": self.plan.shard,
-            "server": self.plan.server,
+            **self._owned_summary(),
+            "shard": self.config.shard,
+            "server": self.config.server,
             "received_bytes": self.received_bytes,
-            "sent_bytes": self.audience.sent_bytes,
-            "refused": self.door.refused,
+            "sent_bytes": self.workers.sent_bytes,
+            "refused": self.acceptor.refused,
             "staleness": dict(self.shard.seen),
         }
 
-    def _history(self, known: dict[str, Any]) -> dict[str, Any]:
-        """A piece of what the shard has noted, after what the worker has; all, if that came
-        from another server.
-        """
-        first = int(known["first"]) if known.get("server") == self.plan.server else 0
-        history = self.shard.history
-        number, events, more = (0, [], False) if history is None else history.chunk(first)
-        return {"server": self.plan.server, "first": number, "events": events, "more": more}
 
-
-def serve(listener: socket.socket, plan: ServerConfig) -> None:
-    """A server's whole life, in a process of its own."""
+def serve(listener: socket.socket, config: ServerConfig) -> None:
+    """Run a server in a process of its own, from its start to its end."""
     configure_process()
-    ServerNode(plan, listener).run()
+    ServerNode(config, listener).run()
 
 
 def configure_process() -> None:
-    """Make this process one that serves: a core for each, and no life without all of its
-    threads.
-    """
+    """Let this process use one core, and end it when one of its threads fails."""
     torch.set_num_threads(1)
-    threading.excepthook = (
-        _die_with_traceback  # a server that has lost a thread would be waited for
-    )
+    # A server that has lost a thread would stay silent, and its peers would wait for it.
+    threading.excepthook = _exit_with_traceback
 
 
-def _die_with_traceback(failure: threading.ExceptHookArgs) -> None:
+def _exit_with_traceback(failure: threading.ExceptHookArgs) -> None:
     traceback.print_exception(failure.exc_value)
     os._exit(1)

@@ -1,5 +1,5 @@
-"""Where what is pushed lies until it is summed: received here, or read from the memory of
-whoever has pushed it.
+"""Memory of gradients between their arrival and their sum: received here, or read from the memory
+of a worker on this host.
 """
 
 from __future__ import annotations
@@ -21,82 +21,105 @@ from shoal.shm_backend.segment import AttachedSegment, attach
 
 
 class ReceiveBuffers:
-    """One server's.
+    """Receive buffers of one server: one for each peer and partition.
 
     Args:
-        parts: of the model, by number.
-        compression: of what workers push.
+        parts: number -> partition, of all of the model.
+        compression: of the gradients that workers push.
     """
 
     def __init__(self, parts: Mapping[int, Partition], compression: Compression | None) -> None:
-        self.parts, self.compression = parts, compression
+        self._layouts = parts
+        self._compression = compression
         self._buffers: dict[tuple[int, int], Tensor] = {}
-        self._lent: dict[int, AttachedSegment] = {}
+        self._worker_memory: dict[int, AttachedSegment] = {}
 
-    def place(self, number: int, header: Header) -> memoryview | None:
-        """Where a payload goes: a gradient to the memory that it is summed from."""
+    def buffer_for(self, peer: int, header: Header) -> memoryview | None:
+        """Return the memory to receive a frame's payload into; None for new memory.
+
+        A plain gradient goes to the buffer from which it is summed, so it is never copied.
+        """
         if header.op not in (Op.PUSH, Op.REPLICATE):
             return None
-        part = self.parts.get(header.partition)
-        packed = self.compression if header.op == Op.PUSH else None
-        if part is None or packed is not None or header.flags or header.length != part.size_bytes:
-            # what does not fit is refused when all of it has come, so that the peer hears why
+        layout = self._layouts.get(header.partition)
+        is_compressed = header.op == Op.PUSH and self._compression is not None
+        if layout is None or is_compressed or header.flags or header.length != layout.size_bytes:
+            # A payload of a wrong length is received and then refused, so that the peer gets the
+            # reason.
             return None
-        return as_bytes(self._buffer(number, part))
+        return as_bytes(self._buffer(peer, layout))
 
     def pushed(self, worker: int, header: Header, payload: memoryview) -> Tensor:
-        """A worker's gradient: where it lies, or unpacked. Raises Refused."""
-        part = self.parts[header.partition]
+        """Return the gradient of a PUSH, flat, of the partition's length.
+
+        Raises:
+            ProtocolViolation: the payload does not fit the partition.
+        """
+        layout = self._layouts[header.partition]
         try:
-            if header.flags & SHARED:
-                at_bytes = header.epoch << 32 | header.worker
-                return self._lent[worker].tensor(at_bytes, part.length, part.dtype)
-            if header.flags & BLOCKS:
-                buffer = self._buffer(worker, part)
-                sparse_blocks.unpack(payload, buffer.zero_())
-                return buffer
-            packed = self.compression
-            expected = (
-                part.size_bytes if packed is None else packed.size_bytes(part.length, part.dtype)
-            )
-            if header.length != expected:
-                raise ProtocolViolation(
-                    f"a gradient of {header.length} bytes for part {part.number}, which takes "
-                    f"{expected}"
-                )
-            if packed is None:
-                return self._buffers[worker, part.number]
-            return packed.decode(
-                torch.frombuffer(payload, dtype=torch.uint8), part.length, part.dtype
-            )
+            return self._gradient(worker, header, payload, layout)
         except (UsageError, KeyError, ValueError) as error:
             raise ProtocolViolation(
-                f"the gradient of part {part.number} cannot be read: {error}"
+                f"the gradient of part {layout.number} cannot be read: {error}"
             ) from error
 
-    def update(self, number: int, header: Header) -> Tensor:
-        """What a primary has applied. Raises Refused."""
-        part = self.parts.get(header.partition)
-        if part is None or header.length != part.size_bytes:
+    def _gradient(
+        self, worker: int, header: Header, payload: memoryview, layout: Partition
+    ) -> Tensor:
+        if header.flags & SHARED:
+            # Two fields of 32 bits carry the offset in the worker's memory.
+            offset_bytes = header.epoch << 32 | header.worker
+            memory = self._worker_memory[worker]
+            return memory.tensor(offset_bytes, layout.length, layout.dtype)
+        if header.flags & BLOCKS:
+            buffer = self._buffer(worker, layout)
+            sparse_blocks.unpack(payload, buffer.zero_())
+            return buffer
+        compression = self._compression
+        expected_bytes = (
+            layout.size_bytes
+            if compression is None
+            else compression.size_bytes(layout.length, layout.dtype)
+        )
+        if header.length != expected_bytes:
+            raise ProtocolViolation(
+                f"a gradient of {header.length} bytes for part {layout.number}, which takes "
+                f"{expected_bytes}"
+            )
+        if compression is None:
+            return self._buffers[worker, layout.number]  # `buffer_for` has placed it there
+        packed = torch.frombuffer(payload, dtype=torch.uint8)
+        return compression.decode(packed, layout.length, layout.dtype)
+
+    def update(self, primary: int, header: Header) -> Tensor:
+        """Return the gradient of a REPLICATE, flat, of the partition's length.
+
+        Raises:
+            ProtocolViolation: the payload does not fit the partition.
+        """
+        layout = self._layouts.get(header.partition)
+        if layout is None or header.length != layout.size_bytes:
             raise ProtocolViolation(
                 f"an update of {header.length} bytes for part {header.partition}, which takes "
                 "another number"
             )
-        return self._buffers[number, header.partition]
+        return self._buffers[primary, header.partition]
 
     def attach_worker_memory(self, worker: int, description: Mapping[str, Any]) -> bool:
-        """A worker of this machine lends the memory of its gradients; whether it can be read."""
-        found = attach(description)
-        if found is not None:
-            self._lent[worker] = found
-        return found is not None
+        """Map the memory of a worker's gradients. Return whether it is on this host."""
+        segment = attach(description)
+        if segment is not None:
+            self._worker_memory[worker] = segment
+        return segment is not None
 
-    def forget(self, part: int) -> None:
-        """Free what was received of a part."""
-        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[1] != part}
+    def forget(self, partition: int) -> None:
+        """Free the buffers of a partition."""
+        self._buffers = {
+            key: buffer for key, buffer in self._buffers.items() if key[1] != partition
+        }
 
-    def _buffer(self, number: int, part: Partition) -> Tensor:
-        key = number, part.number
+    def _buffer(self, peer: int, layout: Partition) -> Tensor:
+        key = peer, layout.number
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(part.length, dtype=part.dtype)
+            self._buffers[key] = torch.empty(layout.length, dtype=layout.dtype)
         return self._buffers[key]

@@ -1,12 +1,11 @@
-"""Replicas of a shard do what its primary does: it tells each backup of every update, and backups
-say what they have.
+"""Replication of a shard: the primary sends each update to its backups, and they acknowledge it.
 
-      primary ── FILL: a whole part, for one that has just come ──> backup
-      primary ── ABOUT, APPLY: a gradient, and whose it was ──────> backup
-      primary <────────────────────── ACKNOWLEDGE ─────────────── backup
+      primary ── SNAPSHOT: a whole partition, for a new backup ─────────> backup
+      primary ── UPDATE_META, REPLICATE: a gradient with its settings ──> backup
+      primary <───────────────────────── ACKNOWLEDGE ──────────────────── backup
 
-Who the primary is, the arbiter says; a primary that was replaced and does not know it yet is
-refused."""
+The coordinator's views say which server is the primary. A backup refuses the messages of a primary
+that has been replaced and has not learned of it yet."""
 
 from __future__ import annotations
 
@@ -31,53 +30,58 @@ from shoal.parameter_server.transport.frame import Header
 
 
 class Replication:
-    """One server's share in it, be it the primary or a backup.
+    """One server's side of the replication, as primary or as backup.
 
     Args:
-        inbox: where updates have come in.
-        lock: is held while the shard is used.
-        send: says what the shard has to say.
+        buffers: into which updates are received.
+        lock: of the server; it is held while the shard is used.
+        send: sends the shard's messages. The lock is held.
     """
 
     def __init__(
         self,
         shard: Shard,
         membership: Membership,
-        inbox: ReceiveBuffers,
+        buffers: ReceiveBuffers,
         lock: threading.Lock,
         send: Callable[[Iterable[Outgoing]], None],
     ) -> None:
-        self._shard, self._membership, self._inbox = shard, membership, inbox
-        self._lock, self._send = lock, send
+        self._shard = shard
+        self._membership = membership
+        self._buffers = buffers
+        self._lock = lock
+        self._send = send
 
     # As the primary
 
     def on_view(self, view: View) -> None:
-        """Have the backups that a view names, and wait for no other. Holds the lock."""
-        for backup in set(self._shard.backups.clocks) - set(view.members):
-            if backup in self._membership.links:
-                self._membership.drop(backup)
+        """Wait for the backups that a view names, and for no others. The lock is held."""
+        expected = set(self._shard.backups.clocks)
+        for backup in expected - set(view.members):
+            if backup in self._membership.backup_connections:
+                self._membership.disconnect_backup(backup)
             self._send(self._shard.remove_backup(backup))
         for backup in set(view.backups) - set(self._shard.backups.clocks):
             self._shard.await_backup(backup)
 
-    def link(self) -> None:
-        """Have a link to every replica, if this server is the primary."""
+    def connect_backups(self) -> None:
+        """As the primary, connect to every replica that has no connection yet."""
+        if not self._membership.is_primary:
+            return
         view = self._membership.view
-        for backup in (*view.backups, *view.joining) if self._membership.is_primary else ():
-            known = backup in self._membership.links
-            peer = (
-                None if known else self._membership.connect_to(backup, view.addresses.get(backup))
-            )
+        for backup in (*view.backups, *view.joining):
+            if backup in self._membership.backup_connections:
+                continue
+            peer = self._membership.connect_to(backup, view.addresses.get(backup))
             if peer is not None:
                 with self._lock:
-                    self._membership.add_backup_link(backup, peer)
+                    self._membership.add_backup(backup, peer)
                     self._send(self._shard.add_backup(backup, in_sync=backup in view.backups))
 
-    def acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
-        """A backup has all updates of a part before `clock`."""
+    def on_ack(self, backup: int, partition: int, clock: int, filled: bool) -> None:
+        """Handle a backup's acknowledgement of all updates of a partition before `clock`."""
         with self._lock:
-            self._send(self._shard.on_ack(backup, part, clock, filled))
+            self._send(self._shard.on_ack(backup, partition, clock, filled))
 
     # As a backup
 
@@ -87,33 +91,47 @@ class Replication:
         peer: QueuedConnection,
         header: Header,
         payload: memoryview,
-        about: bytes,
+        meta: bytes,
     ) -> None:
-        """Do what the primary did, and acknowledge it. Holds the lock. Raises Refused."""
-        part, clock, view = header.partition, header.step, self._membership.view
+        """Apply a message of the primary, and acknowledge it. The lock is held.
+
+        Args:
+            primary: FIRST_SERVER and the sender's number.
+            meta: payload of the UPDATE_META frame before a REPLICATE.
+
+        Raises:
+            ProtocolViolation: the sender has been replaced, or the message makes no sense.
+        """
+        view = self._membership.view
+        # A higher epoch than the one known here comes from a primary that has heard of its role
+        # first, so it is trusted.
         if primary - FIRST_SERVER != view.primary and header.epoch <= view.epoch:
             raise ProtocolViolation(
                 f"epoch {header.epoch} is over; in epoch {view.epoch} the primary is server "
                 f"{view.primary}"
             )
-        if header.op == Op.SNAPSHOT:
-            values, state, done = unpack_part(payload)
-            out = self._shard.install_snapshot(InstallSnapshot(0, part, clock, values, state, done))
-        elif header.op == Op.REPLICATE:
-            found = unpack(memoryview(about))
-            gradient = self._inbox.update(primary, header)
-            present = bytes.fromhex(found["present"])
-            update = GradientUpdate(found["worker"], found["step"], gradient, present)
-            out = self._shard.apply_replicated(
-                ReplicateUpdate(0, part, clock, update, found["settings"])
-            )
-        else:
-            raise ProtocolViolation(f"message {header.op} from a server")
-        for message in out:
+        for message in self._apply(primary, header, payload, meta):
             assert isinstance(message, Acknowledged)
             peer.post(
                 Op.ACKNOWLEDGE,
-                part=message.part,
+                partition=message.part,
                 step=message.clock,
                 flags=int(header.op == Op.SNAPSHOT),
             )
+
+    def _apply(
+        self, primary: int, header: Header, payload: memoryview, meta: bytes
+    ) -> list[Outgoing]:
+        partition, clock = header.partition, header.step
+        if header.op == Op.SNAPSHOT:
+            values, state, done = unpack_part(payload)
+            snapshot = InstallSnapshot(0, partition, clock, values, state, done)
+            return self._shard.install_snapshot(snapshot)
+        if header.op == Op.REPLICATE:
+            fields = unpack(memoryview(meta))
+            gradient = self._buffers.update(primary, header)
+            grad_mask = bytes.fromhex(fields["present"])
+            update = GradientUpdate(fields["worker"], fields["step"], gradient, grad_mask)
+            message = ReplicateUpdate(0, partition, clock, update, fields["settings"])
+            return self._shard.apply_replicated(message)
+        raise ProtocolViolation(f"message {header.op} from a server")

@@ -1,11 +1,11 @@
-"""Where the values of a server lie, so that workers of the same machine can read them.
+"""Shared memory of a server's values, which workers of the same host read.
 
-    slot 0   the values, as the shard steps them    synchronous steps: workers read them here, for nobody changes them
-                                                    before everyone has
-    slot 1   worker 0's copy                        stale steps: values change at any time, so each worker has a copy
-    slot 2   worker 1's copy
+    slot 0   the values that the shard steps    read by workers in synchronous steps: the values
+                                                cannot change before every worker has read them
+    slot 1   worker 0's copy                    read in asynchronous steps: values may change at
+    slot 2   worker 1's copy                    any time, so each worker has a copy
 
-Every slot has room for the whole model; only what is held takes any.
+Each slot has addresses for the full model. Only the partitions that this server holds take memory.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from shoal.shm_backend.segment import SharedSegment
 
 
 def slot_of(worker: int, staleness: int | None) -> int:
-    """The slot that a worker reads."""
+    """Return the slot that a worker reads."""
     return 0 if staleness == 0 else 1 + worker
 
 
 def read_offsets(parts: Sequence[Partition], worker: int, staleness: int | None) -> list[int]:
-    """Where in a server's memory a worker reads each part, in bytes."""
-    places, slot_bytes = offsets(parts)
-    begin = slot_of(worker, staleness) * slot_bytes
-    return [begin + places[part.number] for part in parts]
+    """Return where a worker reads each partition in a server's memory, in bytes."""
+    partition_offsets, slot_bytes = offsets(parts)
+    start = slot_of(worker, staleness) * slot_bytes
+    return [start + partition_offsets[part.number] for part in parts]
 
 
 class SharedValues:
-    """One server's.
+    """Values of one server.
 
-    Attributes: memory: which workers are to find.
+    Attributes:
+        memory: its description lets workers of this host map it.
     """
 
     def __init__(self, parts: Sequence[Partition], workers: int, staleness: int | None) -> None:
-        self._parts = {part.number: part for part in parts}
-        self._places, self._slot_bytes = offsets(parts)
-        self._count = 1 if staleness == 0 else 1 + workers
-        self._starts_of_copies = [
+        self._layouts = {part.number: part for part in parts}
+        self._offsets, self._slot_bytes = offsets(parts)
+        self._slots = 1 if staleness == 0 else 1 + workers
+        self._copy_starts = [
             slot_of(worker, staleness) * self._slot_bytes for worker in range(workers)
         ]
-        self.memory = SharedSegment(self._count * self._slot_bytes)
+        self.memory = SharedSegment(self._slots * self._slot_bytes)
 
     def values(self, part: Partition) -> Tensor:
-        """Where the values of a part are stepped."""
-        return self.memory.tensor(self._places[part.number], part.length, part.dtype)
+        """Return the memory in which a partition's values are stepped: flat, of its dtype."""
+        return self.memory.tensor(self._offsets[part.number], part.length, part.dtype)
 
-    def copy(self, worker: int, number: int, values: Tensor) -> Tensor:
-        """A part's values, where this worker reads them until it asks again."""
-        if self._count == 1:
+    def copy(self, worker: int, partition: int, values: Tensor) -> Tensor:
+        """Copy a partition's values to where this worker reads them before its next request."""
+        if self._slots == 1:
             return values
-        part = self._parts[number]
-        at = self._starts_of_copies[worker] + self._places[number]
-        return self.memory.tensor(at, part.length, part.dtype).copy_(values)
+        layout = self._layouts[partition]
+        start = self._copy_starts[worker] + self._offsets[partition]
+        return self.memory.tensor(start, layout.length, layout.dtype).copy_(values)
 
     def discard(self, part: Partition) -> None:
-        """Give the memory of a part back to the machine."""
-        for slot in range(self._count):
-            self.memory.release_pages(
-                slot * self._slot_bytes + self._places[part.number], part.size_bytes
-            )
+        """Return the memory of a partition to the operating system."""
+        for slot in range(self._slots):
+            start = slot * self._slot_bytes + self._offsets[part.number]
+            self.memory.release_pages(start, part.size_bytes)

@@ -1,12 +1,11 @@
-"""Who is let in: a listening socket, and the handshakes under way on it, limited in time and in
-number.
+"""A listening socket and its handshakes, which are limited in time and in number.
 
-    stranger ──> accept ── handshake, 5 s at most ──┬─> attended, in the thread that shook hands
-                           64 at once at most:      └─> refused, and counted
-                           one more ends the oldest
+    connection ──> accept ── handshake, 5 s at most ──┬─> served, in the thread of its handshake
+                             64 at once at most:      └─> refused, and counted
+                             one more ends the oldest
 
-So whoever connects and says nothing keeps a thread and a descriptor for a while, and never keeps
-out a peer of this job, whose handshake takes milliseconds."""
+So a stranger that connects and sends nothing costs a thread and a file descriptor for a while. It
+never keeps out a peer of this job, whose handshake takes milliseconds."""
 
 from __future__ import annotations
 
@@ -22,61 +21,68 @@ from shoal.parameter_server.transport.secure_channel import SecureChannel
 from shoal.parameter_server.transport.settings import Transport
 
 HANDSHAKES = 64
-_FULL_S = 0.05  # how long to wait where the system has no descriptor for one more connection
+"""Handshakes at one time."""
+_RETRY_S = 0.05
+"""Pause after a failed accept, for instance without a free file descriptor."""
 log = logging.getLogger("shoal.server")
 
 
 class Acceptor:
-    """Lets peers of a job in.
+    """Accepts connections from peers of a job.
 
     Args:
-        name: of whoever listens, for the log.
+        name: of the listener, for the log.
         transport: settings of the job.
-        own_name: the name by which peers must ask for this listener.
+        listener_id: the listener's name in the handshake: peers must ask for it.
 
     Attributes:
-        refused: connections and messages so far.
+        refused: number of refused connections and messages.
     """
 
     def __init__(
-        self, listener: socket.socket, name: str, transport: Transport, own_name: int | str
+        self, listener: socket.socket, name: str, transport: Transport, listener_id: int | str
     ) -> None:
-        self._listener, self._name = listener, name
-        self._transport, self._own_name = transport, own_name
+        self._listener = listener
+        self._name = name
+        self._transport = transport
+        self._listener_id = listener_id
         self._lock = threading.Lock()
-        self._waiting: dict[int, socket.socket] = {}
+        self._handshaking: dict[int, socket.socket] = {}
         self._closed = False
         self.refused = 0
 
-    def accept(self, attend: Callable[[SecureChannel, int], None]) -> None:
-        """Until the door is closed, call `attend(channel, number)` for each peer, in a thread
-        of its own.
+    def accept(self, serve: Callable[[SecureChannel, int], None]) -> None:
+        """Accept connections until `close`; call `serve` for each peer, in a thread of its own.
+
+        Args:
+            serve: is called with the channel and the number that the peer has given.
         """
         visit = 0
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:  # one connection has failed, or there is no descriptor for it
+            except OSError as error:  # the peer has gone, or no file descriptor is free
                 if not self._closed:
                     log.debug("%s: %s", self._name, error)
-                    time.sleep(_FULL_S)
+                    time.sleep(_RETRY_S)
                 continue
             visit += 1
-            self._enter(visit, connection)
+            self._register(visit, connection)
             threading.Thread(
-                target=self._handshake, args=(visit, connection, attend), daemon=True
+                target=self._handshake, args=(visit, connection, serve), daemon=True
             ).start()
 
     def close(self) -> None:
-        """Let nobody in any more; `admit` returns."""
+        """Accept no more connections; `accept` returns."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def refuse(self, error: Exception) -> None:
-        """Count a refusal. The 1st, 2nd, 4th, 8th ... is logged: whoever floods the port does
-        not flood the log.
+        """Count a refusal, and log the 1st, 2nd, 4th, 8th ...
+
+        So a stranger that floods the port does not flood the log.
         """
         with self._lock:
             self.refused += 1
@@ -84,27 +90,27 @@ class Acceptor:
         if count & (count - 1) == 0:
             log.warning("%s has refused %d, the last because: %s", self._name, count, error)
 
-    def _enter(self, visit: int, connection: socket.socket) -> None:
+    def _register(self, visit: int, connection: socket.socket) -> None:
+        """Register a handshake; if there are too many, end the oldest one."""
         with contextlib.suppress(OSError), self._lock:
-            # A handle of our own: the descriptor of a connection that is closed may soon be
-            # another's.
-            self._waiting[visit] = connection.dup()
-            if len(self._waiting) > HANDSHAKES:
-                with self._waiting.pop(next(iter(self._waiting))) as oldest:
+            # A duplicate: the descriptor of a closed connection may soon belong to another one.
+            self._handshaking[visit] = connection.dup()
+            if len(self._handshaking) > HANDSHAKES:
+                with self._handshaking.pop(next(iter(self._handshaking))) as oldest:
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _handshake(
-        self, visit: int, connection: socket.socket, attend: Callable[[SecureChannel, int], None]
+        self, visit: int, connection: socket.socket, serve: Callable[[SecureChannel, int], None]
     ) -> None:
         try:
-            channel, number = self._transport.accept(connection, self._own_name)
+            channel, number = self._transport.accept(connection, self._listener_id)
         except WireError as error:
             connection.close()
             self.refuse(error)
             return
         finally:
             with self._lock:
-                handle = self._waiting.pop(visit, None)
+                handle = self._handshaking.pop(visit, None)
             if handle is not None:
                 handle.close()
-        attend(channel, number)
+        serve(channel, number)

@@ -1,11 +1,11 @@
-"""Who stands at the other end of a connection: what is small is said at once, the rest by a thread,
-in a wise order.
+"""A connection whose frames are queued and sent by a thread, in an order of priority.
 
-worker   ORDER, then gradients as they came      A server that knows the order steps a part as soon as it is there,
-                                                 and sends its values back while the next part comes
-                                                 in.
-server   values, the first part's first          The last part that a backward pass is done with is the first that
-                                                 the next forward pass waits for.
+worker   STEP first, then gradients as they came    A server that has the step request steps each
+                                                    partition as soon as its gradient is there, and
+                                                    sends its values while the next gradient comes.
+server   values, the first partition's first        The partition that a backward pass finishes last
+                                                    is the one that the next forward pass needs
+                                                    first.
 """
 
 from __future__ import annotations
@@ -27,66 +27,80 @@ from shoal.parameter_server.transport.secure_channel import SecureChannel
 
 Payload = bytes | Tensor
 INLINE_SEND_BYTES = 4096
-"""What may be sent by whoever has it to say."""
+"""Bound on a frame that the caller's thread may send itself."""
 
 
 class QueuedConnection:
-    """Sends without making the caller wait for the peer; a slow reader holds up nobody else.
+    """A connection with a queue of frames to send: the caller never waits for a slow peer.
 
-    Tensors are sent from their own memory: they must not change until the peer has answered.
+    Tensors are sent from their own memory, so they must not change before the peer has answered.
+
+    Args:
+        channel: of one peer; this object closes it.
+        name: of the peer, for the name of the thread.
 
     Attributes:
-        heard: is set by the one reader when it will read no more.
+        reader_done: is set by the one reader when it will read no more.
     """
 
     def __init__(self, channel: SecureChannel, name: str) -> None:
-        self.channel, self.name = channel, name
+        self.channel = channel
+        self.name = name
         self._queue: queue.PriorityQueue[tuple[float, int, tuple[Header, Payload] | None]] = (
             queue.PriorityQueue()
         )
-        self._number = itertools.count()
-        self._posting, self._unsent = threading.Lock(), 0
-        self.heard = threading.Event()
-        self._thread = threading.Thread(target=self._send_all, name=f"to {name}", daemon=True)
+        self._sequence = itertools.count()
+        self._posting = threading.Lock()
+        self._unsent = 0
+        self.reader_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"to {name}", daemon=True)
         self._thread.start()
 
     def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
-        """Send a frame, now if it is small and nothing waits: to wake the thread takes longer
-        than to send it.
+        """Send a frame: now if it is small and the queue is empty, else by the thread.
+
+        To wake the thread takes longer than to send a small frame.
+
+        Args:
+            payload: of a tensor, its memory is sent; it is flat, contiguous and on the CPU.
+            fields: of the frame's header.
         """
         length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
         header = Header(op, length, **fields)
         with self._posting:
-            turn = _priority(header)
+            priority = _priority(header)
             if not self._unsent and length <= INLINE_SEND_BYTES and isinstance(payload, bytes):
-                if self._is_sent(header, payload):
+                if self._try_send(header, payload):
                     return
-                turn = -math.inf  # of a frame that has begun
+                priority = -math.inf  # some of the frame may be sent: the rest must come next
             self._unsent += 1
-            self._queue.put((turn, next(self._number), (header, payload)))
+            self._queue.put((priority, next(self._sequence), (header, payload)))
 
     def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
-        """The next frame; one reader only. Raises WireError."""
+        """Wait for the next frame, in one thread only; see `SecureChannel.receive`."""
         return self.channel.receive(place)
 
     def close(self, flush: bool = False) -> None:
-        """Hang up; what is queued is sent first if `flush`."""
-        self._queue.put((math.inf, next(self._number), None))
+        """Close the connection.
+
+        Args:
+            flush: send the queued frames first, for 5 s at most.
+        """
+        self._queue.put((math.inf, next(self._sequence), None))
         if flush:
             self._thread.join(timeout=5)
         self.channel.close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
-    def _is_sent(self, header: Header, payload: bytes) -> bool:
+    def _try_send(self, header: Header, payload: bytes) -> bool:
         try:
             return self.channel.try_send(header, payload)
         except WireError:
-            return (
-                True  # nothing can be sent any more, and the reader of this connection learns of it
-            )
+            # Nothing can be sent any more. The reader of this connection gets the error.
+            return True
 
-    def _send_all(self) -> None:
+    def _run(self) -> None:
         while (item := self._queue.get()[2]) is not None:
             header, payload = item
             try:
@@ -95,7 +109,7 @@ class QueuedConnection:
                 )
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    self.channel.close()  # the reader of this connection learns of it
+                    self.channel.close()  # ends the reader of this connection
                 if not isinstance(error, WireError):
                     raise
                 return
@@ -104,9 +118,7 @@ class QueuedConnection:
 
 
 def _priority(header: Header) -> float:
-    """Of those that wait, the frame with the smallest goes first; among equals, the one that
-    came first.
-    """
+    """Return the priority of a frame; the smallest goes first, and of equals the oldest."""
     if header.op == Op.STEP:
         return -1
     return header.partition if header.op == Op.PARAMS else 0

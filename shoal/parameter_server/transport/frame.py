@@ -1,10 +1,10 @@
-"""The header in front of every payload: fixed fields, little-endian, 44 bytes.
+"""The header before every payload: fixed fields, little-endian, 44 bytes.
 
-    0      4         6    7       8       12       16     20     28       36         44
-    │magic │ version │ op │ flags │ epoch │ worker │ part │ step │ length │ sequence │ payload: `length` bytes ...
-    │ 4s   │ u16     │ u8 │ u8    │ u32   │ u32    │ u32  │ u64  │ u64    │ u64      │
+    0      4         6    7       8       12       16          20     28       36         44
+    │magic │ version │ op │ flags │ epoch │ worker │ partition │ step │ length │ sequence │ payload
+    │ 4s   │ u16     │ u8 │ u8    │ u32   │ u32    │ u32       │ u64  │ u64    │ u64      │
 
-What `op` and `flags` mean is the business of those who talk, not of the wire.
+`codec.py` says what `op` and `flags` mean.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class Header(NamedTuple):
-    """What a frame says about itself. A field out of its range is a `struct.error` when it is
-    packed.
+    """Fields of a frame's header. A value out of range is a `struct.error` in `pack`.
+
+    Some operations carry other values in fields that they do not need; `codec.py` says which.
 
     Attributes:
-        op: what is asked or answered, 0 to 255.
-        length: bytes of payload that follow.
-        worker: the number of the worker that it is from or for, below 2**32.
-        step: the step (the clock) that it belongs to, below 2**64.
-        part: the part of the model's parameters, below 2**32.
-        epoch: of the primary that the sender believes in, below 2**32.
+        op: the operation, 0 to 255.
+        length: bytes of payload that follow, below 2**64.
+        worker: number of the worker that sends or receives it, below 2**32.
+        step: the step, or the clock, that it belongs to, below 2**64.
+        partition: number of the partition, below 2**32.
+        epoch: of the primary in the sender's view, below 2**32.
         flags: eight bits.
     """
 
@@ -44,16 +45,16 @@ class Header(NamedTuple):
 
 
 def pack(header: Header, sequence: int) -> bytes:
-    """The header as 44 bytes; `sequence` counts the frames of one direction from 0."""
+    """Pack a header into 44 bytes; `sequence` counts the frames of one direction from 0."""
     op, length, worker, step, part, epoch, flags = header
     return _LAYOUT.pack(MAGIC, VERSION, op, flags, epoch, worker, part, step, length, sequence)
 
 
 def unpack(packed: bytes | bytearray | memoryview) -> tuple[Header, int]:
-    """The header in 44 bytes, and its sequence number.
+    """Return the header in 44 bytes, and its sequence number.
 
     Raises:
-        WireError: not 44 bytes, not a frame of Shoal's, or of another version.
+        WireError: there are not 44 bytes, or they are no frame of this version of Shoal.
     """
     if len(packed) != HEADER_BYTES:
         raise WireError(f"a frame's header has {HEADER_BYTES} bytes; there are {len(packed)}")

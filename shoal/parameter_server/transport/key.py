@@ -1,5 +1,5 @@
-"""The key of a job: 256 random bits in a file that only its owner can read. Whoever holds it may
-push and pull.
+"""The key of a job: 256 random bits in a file that only its owner can read. A process with the key
+may push and pull.
 
     launcher ── new_key_file ──▶ server.key (0600) ── read_key ──▶ servers and workers
 
@@ -22,7 +22,7 @@ KEY_FILE = "server.key"
 
 @dataclass(frozen=True)
 class Key:
-    """What a process of a job proves itself by.
+    """Proof that a process belongs to a job.
 
     Attributes:
         secret: 32 bytes; never printed.
@@ -32,10 +32,10 @@ class Key:
 
 
 def new_key_file(directory: Path) -> Path:
-    """Write a new key to `directory`/server.key, readable by its owner alone.
+    """Write a new key to `directory`/server.key, readable by its owner only.
 
     Raises:
-        ConfigError: there is one already, or it cannot be written.
+        ConfigError: there is a key already, or it cannot be written.
     """
     path = directory / KEY_FILE
     try:
@@ -60,11 +60,12 @@ def new_key_file(directory: Path) -> Path:
 def read_key(path: Path) -> Key:
     """Read the key of 32 bytes in `path`.
 
-    Raises: ConfigError: no such file, one that others can read or own, or one that does not hold 32
-        bytes.
+    Raises:
+        ConfigError: there is no such file, others can read it, another user owns it, or it does
+            not have 32 bytes.
     """
     try:
-        # Without O_NONBLOCK a named pipe in its place would be waited for.
+        # Without O_NONBLOCK, open would wait for the writer of a named pipe.
         with open(
             path, "rb", buffering=0, opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)
         ) as file:
@@ -81,13 +82,23 @@ def read_key(path: Path) -> Key:
 
 
 def _problem(status: os.stat_result) -> str | None:
+    """Describe why a file must not be used as a key; None if it may be."""
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file; a key is a file of 32 bytes"
     if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}, not to you ({os.geteuid()}); use a key that your own job wrote"
+        return (
+            f"belongs to user {status.st_uid}, not to you ({os.geteuid()}); use a key that your "
+            "own job wrote"
+        )
     if mode & 0o077:
-        return f"others can open it (mode {mode:04o}), so the key is no secret; delete it and let the job write a new one"
+        return (
+            f"others can open it (mode {mode:04o}), so the key is no secret; delete it and let the "
+            "job write a new one"
+        )
     if status.st_size != KEY_BYTES:
-        return f"holds {status.st_size} bytes where a key has {KEY_BYTES}; delete it and let the job write a new one"
+        return (
+            f"holds {status.st_size} bytes where a key has {KEY_BYTES}; delete it and let the job "
+            "write a new one"
+        )
     return None

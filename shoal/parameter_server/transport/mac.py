@@ -1,13 +1,12 @@
-"""What shows that a payload is the peer's: one of two codes, and which of them the two ends of a
-connection use.
+"""Message authentication codes of payloads: one of two, and the choice between them.
 
-    worker  ── greeting: I know GMAC, HMAC ──▶  server     So it is HMAC, the best that both know. The proofs of the
-            ◀──── greeting: I know HMAC ──────             handshake hold both greetings: nobody can lower it.
+    worker  ── greeting: I know GMAC, HMAC ──▶  server     So both use HMAC, the best in common.
+            ◀──── greeting: I know HMAC ──────             The handshake's proofs cover both
+                                                           greetings, so nobody can weaken it.
 
-A hash that anyone can compute has to be hard for each byte. A code under a key may be a polynomial,
-for which there are
-instructions: several times as fast, and as hard to forge as long as no number (nonce) is used
-twice.
+HMAC uses a hash that anyone can compute, so the hash must be expensive for each byte. A code under
+a secret key may be a polynomial, for which CPUs have instructions. It is several times as fast, and
+as hard to forge as long as no number (nonce) is used twice.
 
 Sources: HMAC, RFC 2104. GMAC, NIST SP 800-38D: the tag of AES-256-GCM over bytes that are not
 encrypted."""
@@ -24,48 +23,53 @@ if TYPE_CHECKING:
 
 MAC_BYTES = 16
 HMAC, GMAC = 1, 2
-"""Bits of the number in a greeting that says what an end knows; the higher, the better."""
+"""Bits of the list of known MACs in a greeting; the higher bit is the better MAC."""
 
 
 class Mac(Protocol):
-    """Of one payload."""
+    """Authentication code of one payload."""
 
     def update(self, data: ReadableBuffer) -> None:
-        """Add bytes."""
+        """Add bytes of the payload."""
 
     def tag(self) -> bytes:
-        """16 bytes, once, after all of it."""
+        """Return the 16 bytes of the code. Call it once, after all updates."""
 
 
 Macs = Callable[[int], Mac]
-"""A new one, for the frame with this sequence number; never two for the same, which is the
-nonce of a GMAC.
+"""Function that starts the MAC of the frame with a sequence number.
+
+The number is the nonce of a GMAC, so it must never be used for two payloads.
 """
 
 
 def supported_macs() -> int:
-    """What this end knows: HMAC always, GMAC where the package `cryptography` can be used."""
+    """Return the MACs that this end knows: HMAC, and GMAC if `cryptography` is installed."""
     return HMAC if _ciphers() is None else HMAC | GMAC
 
 
-def choose_mac(ours: int, theirs: int) -> int:
-    """The best that both ends know; 0 if there is none."""
-    common = ours & theirs & (HMAC | GMAC)
+def choose_mac(known: int, known_to_peer: int) -> int:
+    """Return the best MAC that both ends know; 0 if there is none."""
+    common = known & known_to_peer & (HMAC | GMAC)
     return 1 << common.bit_length() >> 1
 
 
 def macs(kind: int, key: bytes) -> Macs:
-    """Codes of a kind for the payloads of one connection and direction, which has this key of
-    32 bytes.
+    """Return the MACs of the payloads of one connection and direction.
+
+    Args:
+        kind: HMAC or GMAC.
+        key: of the session and direction, 32 bytes.
     """
-    own_key = hmac.digest(key, b"payload", "sha256")  # headers have the key itself
+    # Headers are authenticated with `key` itself, so payloads must have another one.
+    payload_key = hmac.digest(key, b"payload", "sha256")
     if kind == HMAC:
-        keyed = hmac.new(own_key, digestmod=hashlib.sha256)
+        keyed = hmac.new(payload_key, digestmod=hashlib.sha256)
         return lambda _: _Hmac(keyed.copy())
     ciphers = _ciphers()
     assert kind == GMAC
     assert ciphers is not None
-    block_cipher = ciphers.algorithms.AES256(own_key)
+    block_cipher = ciphers.algorithms.AES256(payload_key)
 
     def gmac(sequence: int) -> Mac:
         nonce = ciphers.modes.GCM(sequence.to_bytes(12, "little"))
@@ -103,4 +107,4 @@ def _ciphers() -> Any:
         from cryptography.hazmat.primitives.ciphers import algorithms, modes  # noqa: F401 - an attribute of `ciphers`
     except ImportError:
         return None
-    return ciphers if hasattr(algorithms, "AES256") else None  # an old one
+    return ciphers if hasattr(algorithms, "AES256") else None  # old versions lack it

@@ -1,4 +1,4 @@
-"""One loop for what fails, or is not there yet, and is tried again."""
+"""One loop for all retries: of operations that fail, or whose result is not there yet."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def retry_until(
     retried: tuple[type[Exception], ...] = (),
     stopped: Callable[[], bool] = lambda: False,
 ) -> T | None:
-    """Call `attempt` until it returns something, and return that.
+    """Call `attempt` until it returns a result, and return the result.
 
     Args:
-        deadline_s: on the clock of `time.monotonic`; no attempt begins after it. math.inf for none.
+        deadline_s: by `time.monotonic()`; no attempt begins after it. math.inf for none.
         attempt: returns None to be called again.
         every_s: the pause between two attempts.
-        retried: exceptions of an attempt that are as good as None; all others are raised.
-        stopped: asked before each attempt; True ends the loop.
+        retried: exceptions of an attempt that count as None; all others are raised.
+        stopped: called before each attempt; True ends the loop.
 
     Returns:
-        What `attempt` returned; None after the deadline, or when stopped.
+        The result of `attempt`; None after the deadline, or when stopped.
     """
     while not stopped() and time.monotonic() < deadline_s:
         try:
-            found = attempt()
+            result = attempt()
         except retried:
-            found = None
-        if found is not None:
-            return found
+            result = None
+        if result is not None:
+            return result
         time.sleep(every_s)
     return None

@@ -1,16 +1,17 @@
-"""Authenticated frames over one connection, straight from and into tensors' memory.
+"""Authenticated frames over one connection, straight from and into the memory of tensors.
 
     │ header, 44 bytes │ MAC, 16 │ payload, `length` bytes │ MAC, 16 │
-                                                            └ with `authenticate_payload`, where there is a payload
+                                                            └ with `authenticate_payload`, if there
+                                                              is a payload
 
     send     [header with the next sequence number][its MAC][payload] ── one system call
     receive  1 header and MAC   2 is the MAC right?   3 the next number?   4 not too long?
-             5 `place` says where the payload goes    6 payload   7 its MAC, if it has one
+             5 `place` returns the memory for the payload   6 payload   7 its MAC, if it has one
 
 A header's MAC is HMAC-SHA256 under the key of this session and direction, cut to 16 bytes. A
-payload's is one of header and payload, by the best code that both ends know (`mac.py`). A frame of
-another session, of the other direction, repeated, left out or out of turn is thus refused before
-anything of it is believed. After any error the connection is closed."""
+payload's MAC is of header and payload, by the best code that both ends know (`mac.py`). So a frame
+of another session or of the other direction, repeated, left out or out of order, is refused before
+anything in it is used. After any error the connection is closed."""
 
 from __future__ import annotations
 
@@ -37,21 +38,23 @@ from shoal.parameter_server.transport.socket_io import (
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_CHUNK_BYTES = (
-    256 * 1024
-)  # of a payload that is hashed: stays in the cache between the hash and the socket
-_NOTHING = memoryview(b"")
+_CHUNK_BYTES = 256 * 1024
+"""Chunk of an authenticated payload: it stays in the cache between the MAC and the socket."""
+_EMPTY = memoryview(b"")
 
 
 class SecureChannel:
-    """Frames to and from one peer: any number of threads send, one receives, any closes.
+    """A channel of frames to and from one peer.
 
-    Args: sock: a connected TCP or Unix stream socket without a timeout; the channel closes it. TCP
-        delays nothing and
-            gives up a peer that has acknowledged, or read, nothing for 30 s.
-        session: what the handshake returned.
-        authenticate_payload: whether payloads have a MAC too. Both ends must say the same. Headers
-        always have one.
+    Any number of threads may send, one may receive, and any may close it.
+
+    Args:
+        sock: a connected TCP or Unix stream socket without a timeout; the channel closes it. With
+            TCP, nothing is delayed, and a peer that has acknowledged or read nothing for 30 s is
+            lost.
+        session: the result of the handshake.
+        authenticate_payload: payloads have a MAC too, as headers always have. Both ends must give
+            the same value.
         limit_bytes: the longest payload that is sent or accepted.
     """
 
@@ -66,43 +69,46 @@ class SecureChannel:
         self._receive_mac = hmac.new(session.receive_key, digestmod=hashlib.sha256)
         self._send_payload_mac = macs(session.mac, session.send_key)
         self._receive_payload_mac = macs(session.mac, session.receive_key)
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._sent = self._received = self._begun = 0
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._sent = 0  # frames, and so the next sequence number
+        self._received = 0
+        self._partly_sent_bytes = 0  # of the next frame
         self._head = memoryview(bytearray(HEADER_BYTES + MAC_BYTES))
 
     def send(self, header: Header, payload: ReadableBuffer = b"") -> None:
-        """Send one frame; returns when the operating system has it.
+        """Send one frame, and return when the operating system has it.
 
         Args:
             header: its `length` is overwritten by the payload's size.
             payload: any C-contiguous buffer; not copied, so it must not change before this returns.
 
         Raises:
-            WireError: a payload above the limit; nothing was sent.
+            WireError: the payload is above the limit; nothing was sent.
             ConnectionLost: the peer has gone, or the channel is closed.
         """
         body = flat(payload)
-        refuse_length(len(body), self._limit_bytes, "to send")
+        check_length(len(body), self._limit_bytes, "to send")
         with self._sending:
             packed = pack(header._replace(length=len(body)), self._sent)
             head = packed + _tag(self._send_mac, packed)
             with self._socket as sock:
-                if self._begun:
-                    send_all(sock, (head + body)[self._begun :])
+                if self._partly_sent_bytes:
+                    send_all(sock, (head + body)[self._partly_sent_bytes :])
                 elif body and self._authenticate_payload:
                     mac = self._send_payload_mac(self._sent)
                     mac.update(packed)
-                    _send_hashed(sock, head, body, mac)
+                    _send_authenticated(sock, head, body, mac)
                 else:
                     send_all(sock, head, body)
-            self._sent, self._begun = self._sent + 1, 0
+            self._count_sent()
 
     def try_send(self, header: Header, payload: bytes = b"") -> bool:
-        """Send one small frame if the operating system takes it at once, without waiting for
-        anyone.
+        """Send one small frame if the operating system takes it at once.
 
-        Returns: whether it is sent. If not, the next frame has to be this one, by `send`: some of
-        it may be gone.
+        Returns:
+            Whether the frame is sent. If not, the next frame must be this one, by `send`: some of
+            it may be sent already.
 
         Raises:
             ConnectionLost: the peer has gone, or the channel is closed.
@@ -113,10 +119,10 @@ class SecureChannel:
             packed = pack(header._replace(length=len(payload)), self._sent)
             frame = packed + _tag(self._send_mac, packed) + payload
             with self._socket as sock:
-                self._begun = send_nonblocking(sock, frame)
-            if self._begun < len(frame):
+                self._partly_sent_bytes = send_nonblocking(sock, frame)
+            if self._partly_sent_bytes < len(frame):
                 return False
-            self._sent, self._begun = self._sent + 1, 0
+            self._count_sent()
             return True
         finally:
             self._sending.release()
@@ -124,19 +130,21 @@ class SecureChannel:
     def receive(
         self, place: Callable[[Header], memoryview | bytearray | None]
     ) -> tuple[Header, memoryview]:
-        """Wait for one frame. One thread at a time.
+        """Wait for one frame, in one thread at a time.
 
-        Args: place: called for a frame with a payload, once its header is authenticated. Returns
-            writable memory of
-                exactly `header.length` bytes, or None for new memory. With `authenticate_payload`,
-                what stands in that memory after a WireError is not to be used.
+        Args:
+            place: is called for a frame with a payload, after its header is authenticated. It
+                returns writable memory of exactly `header.length` bytes, or None for new memory.
+                With `authenticate_payload`, the content of that memory is invalid after a
+                WireError.
 
         Returns:
-            The header, and the payload's flat bytes: those of `place`.
+            The header, and the payload as flat bytes, in the memory of `place`.
 
-        Raises: WireError: a frame that is not the peer's next one, too long, or damaged; the
-            channel is then closed. ConnectionLost: the peer has gone, also between two frames, or
-            the channel is closed.
+        Raises:
+            WireError: the frame is not the peer's next one, too long, or damaged; the channel is
+                then closed.
+            ConnectionLost: the peer has gone, also between two frames, or the channel is closed.
         """
         if not self._receiving.acquire(blocking=False):
             raise AssertionError("two threads receive on one channel")
@@ -147,10 +155,14 @@ class SecureChannel:
             self._receiving.release()
 
     def close(self) -> None:
-        """End the connection, from any thread; a blocked `send` or `receive` of either end
-        returns at once.
+        """Close the connection, from any thread. A blocked `send` or `receive` of either end fails
+        at once.
         """
         self._socket.close()
+
+    def _count_sent(self) -> None:
+        self._sent += 1
+        self._partly_sent_bytes = 0
 
     def _receive(
         self, sock: socket.socket, place: Callable[[Header], memoryview | bytearray | None]
@@ -168,20 +180,20 @@ class SecureChannel:
                 "of turn"
             )
         self._received += 1
-        refuse_length(header.length, self._limit_bytes, "to receive")
+        check_length(header.length, self._limit_bytes, "to receive")
         if header.length == 0:
-            return header, _NOTHING
+            return header, _EMPTY
         body = memory(place(header), header.length)
         if self._authenticate_payload:
             mac = self._receive_payload_mac(sequence)
             mac.update(packed)
-            _receive_hashed(sock, body, mac)
+            _receive_authenticated(sock, body, mac)
         else:
             receive_all(sock, body)
         return header, body
 
 
-def refuse_length(length_bytes: int, limit_bytes: int, what_for: str) -> None:
+def check_length(length_bytes: int, limit_bytes: int, what_for: str) -> None:
     """Raise WireError for a payload above the limit."""
     if length_bytes > limit_bytes:
         raise WireError(
@@ -191,11 +203,10 @@ def refuse_length(length_bytes: int, limit_bytes: int, what_for: str) -> None:
 
 
 def is_loopback(sock: socket.socket) -> bool:
-    """Whether a connected socket stays on this machine: a Unix socket, or TCP to 127.0.0.0/8 or
-    ::1.
+    """Return whether a socket's peer is on this host: Unix, or TCP to 127.0.0.0/8 or ::1.
 
     Raises:
-        ConnectionLost: the peer has gone by now.
+        ConnectionLost: the peer has gone.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return True
@@ -208,14 +219,16 @@ def is_loopback(sock: socket.socket) -> bool:
 
 
 def flat(payload: ReadableBuffer) -> memoryview:
-    """A C-contiguous buffer's bytes."""
+    """Return the bytes of a C-contiguous buffer, without a copy."""
     view = memoryview(payload)
-    return view.cast("B") if view.nbytes else _NOTHING  # a shape with a zero in it cannot be cast
+    return view.cast("B") if view.nbytes else _EMPTY  # a shape with a zero in it cannot be cast
 
 
 def memory(placed: memoryview | bytearray | None, length_bytes: int) -> memoryview:
-    """Where a payload goes: what `place` has said, or new memory. Raises WireError: it has
-    another length.
+    """Return the memory of a payload: the result of `place`, or new memory.
+
+    Raises:
+        WireError: the memory has another length.
     """
     body = flat(bytearray(length_bytes) if placed is None else placed)
     if len(body) != length_bytes:
@@ -232,8 +245,8 @@ def _tag(keyed: hmac.HMAC, packed: ReadableBuffer) -> bytes:
     return mac.digest()[:MAC_BYTES]
 
 
-def _send_hashed(sock: socket.socket, head: bytes, body: memoryview, mac: Mac) -> None:
-    # Chunk by chunk, so that the peer hashes one while this end hashes the next.
+def _send_authenticated(sock: socket.socket, head: bytes, body: memoryview, mac: Mac) -> None:
+    # By chunks, so that the peer authenticates one while this end authenticates the next.
     for start in range(0, len(body), _CHUNK_BYTES):
         chunk = body[start : start + _CHUNK_BYTES]
         mac.update(chunk)
@@ -241,7 +254,7 @@ def _send_hashed(sock: socket.socket, head: bytes, body: memoryview, mac: Mac) -
         send_all(sock, head if start == 0 else b"", chunk, mac.tag() if is_last else b"")
 
 
-def _receive_hashed(sock: socket.socket, body: memoryview, mac: Mac) -> None:
+def _receive_authenticated(sock: socket.socket, body: memoryview, mac: Mac) -> None:
     for start in range(0, len(body), _CHUNK_BYTES):
         chunk = body[start : start + _CHUNK_BYTES]
         receive_all(sock, chunk)

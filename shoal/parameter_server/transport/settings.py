@@ -18,21 +18,21 @@ from shoal.parameter_server.transport.mac import HMAC, supported_macs
 from shoal.parameter_server.transport.secure_channel import SecureChannel, is_loopback
 
 _STATE_FACTOR = 8
-"""Bound on the size of a part's state, as a multiple of its values. Adam has a factor of three."""
-_MOST_TEXT_BYTES = 2**20
+"""Bound on a partition with its optimizer state, as a multiple of its values. Adam needs three."""
+_MAX_METADATA_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Transport:
     """Connections between the processes of one job.
 
-    A listener is one server of the job, named by its number, or the arbiter.
+    A listener is a server of the job, named by its number, or the coordinator.
 
     Args:
         key: proves that a process belongs to the job.
-        job: the job's name. Both ends must say the same.
-        limit_bytes: the longest payload that is sent or accepted. The default is enough for an
-            arbiter's messages.
+        job: the job's name, the same at both ends.
+        limit_bytes: the longest payload that is sent or accepted. The default is enough for the
+            coordinator's messages.
     """
 
     key: Key
@@ -40,11 +40,11 @@ class Transport:
     limit_bytes: int = PLACEMENT_BYTES
 
     def for_parts(self, parts: Sequence[Partition]) -> Transport:
-        """Return these settings with a limit that fits any part with its optimizer state."""
+        """Return these settings with a limit that fits any partition with its optimizer state."""
         largest_bytes = max((part.size_bytes for part in parts), default=0)
-        return replace(self, limit_bytes=_STATE_FACTOR * largest_bytes + _MOST_TEXT_BYTES)
+        return replace(self, limit_bytes=_STATE_FACTOR * largest_bytes + _MAX_METADATA_BYTES)
 
-    def for_arbiter(self) -> Transport:
+    def for_coordinator(self) -> Transport:
         """Return these settings with a limit that fits the placement of any model."""
         return replace(self, limit_bytes=PLACEMENT_BYTES)
 
@@ -58,12 +58,13 @@ class Transport:
         """Connect to a listener of the job.
 
         Args:
-            number: this end's, which the listener is told.
-            limit_s: how long connecting may take, and then how long the handshake may take.
+            listener: number of a server, or the coordinator's name.
+            number: of this end, for the listener.
+            limit_s: for the connection, and again for the handshake.
 
         Raises:
             OSError: nobody listens at `address`.
-            WireError: who listens is not that listener of this job, or has hung up.
+            WireError: the listener is not that of this job, or has closed the connection.
         """
         connection = socket.create_connection(address, timeout=limit_s)
         is_remote = not is_loopback(connection)
@@ -78,14 +79,17 @@ class Transport:
         return self._channel(connection, session, is_remote)
 
     def accept(self, connection: socket.socket, listener: int | str) -> tuple[SecureChannel, int]:
-        """Shake hands on a connection that was just accepted; it is closed if that fails.
+        """Make the handshake of an accepted connection, and close it if that fails.
 
-        Args: listener: the name of this end, which the peer must have asked for.
+        Args:
+            listener: the name of this end, for which the peer must have asked.
 
-        Returns: the channel, and the number that the peer has given.
+        Returns:
+            The channel, and the number that the peer has given.
 
         Raises:
-            WireError: the peer does not hold the key, is of another job or version, silent or gone.
+            WireError: the peer does not have the key, is of another job or version, is silent or
+                gone.
         """
         is_remote = not is_loopback(connection)
         name, macs = self._name_of(listener), self._macs(is_remote)
@@ -96,7 +100,7 @@ class Transport:
         return f"{self.job}/{listener}"
 
     def _macs(self, is_remote: bool) -> int:
-        """Codes for payloads that this end knows; within a machine payloads have none."""
+        """Return the MACs that this end knows. On one host, payloads have none, so any will do."""
         return supported_macs() if is_remote else HMAC
 
     def _channel(

@@ -1,11 +1,11 @@
-"""Whole messages over a stream socket, and a socket that several threads use and any of them may
-close.
+"""Messages of exact length over a stream socket, and a socket that several threads share.
 
 send_all      [header][payload][MAC] ── one sendmsg ──▶ the peer; never joined, so never copied
-receive_all   the peer ── recv_into ──▶ memory of the caller's
+receive_all   the peer ── recv_into ──▶ memory of the caller
 
 SharedSocket  receiver ──┐
-              senders  ──┤ each inside `with`; close() wakes them all, and the last one out gives the descriptor back
+              senders  ──┴ each inside `with`; close() wakes them all, and the last one that
+                           leaves closes the descriptor
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from shoal.errors import ConnectionLost
 
 KEEPALIVE_TIMEOUT_S = 30
 NOT_SENT_BYTES = 256 * 1024
-"""How much the system may take ahead of the link: what it has taken, nothing can overtake."""
-# A peer that has gone must not end this process by a signal, whatever the user's program does with
-# SIGPIPE.
+"""Unsent bytes that the system may hold: no frame of a higher priority can overtake these."""
+# A peer that has gone must not end this process by SIGPIPE, whatever the user's program does with
+# that signal.
 _SEND_FLAGS: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _DONT_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 _RECEIVE_FLAGS = socket.MSG_WAITALL
 
 
 def set_socket_options(sock: socket.socket) -> None:
-    """Set up a TCP socket: nothing is delayed, and a peer that has acknowledged or read nothing for
-    30 s is given up.
+    """Set up a TCP socket: send without delay, and end it if the peer is silent for 30 s.
+
+    Silent is a peer that has acknowledged or read nothing. Other sockets are left as they are.
 
     Raises:
         ConnectionLost: the peer has gone.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # Not every system has these. TCP_USER_TIMEOUT also ends a send to a peer that lives but reads
-    # nothing.
+    # Not every system has these. TCP_USER_TIMEOUT also ends a send to a peer that is alive but
+    # reads nothing.
     options = {
         "TCP_KEEPIDLE": 10,
         "TCP_KEEPINTVL": 5,
         "TCP_KEEPCNT": 4,
         "TCP_USER_TIMEOUT": KEEPALIVE_TIMEOUT_S * 1000,
+        "TCP_NOTSENT_LOWAT": NOT_SENT_BYTES,
     }
-    options["TCP_NOTSENT_LOWAT"] = NOT_SENT_BYTES
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -73,7 +74,7 @@ def send_all(sock: socket.socket, *buffers: bytes | memoryview) -> None:
 
 
 def send_nonblocking(sock: socket.socket, frame: bytes) -> int:
-    """Send as much as the socket takes at once, without waiting; how many bytes.
+    """Send as much as the socket takes at once; return the number of bytes.
 
     Raises:
         ConnectionLost: the peer has gone.
@@ -93,8 +94,8 @@ def receive_all(sock: socket.socket, into: memoryview, deadline_s: float | None 
 
     Args:
         sock: a blocking socket; its timeout is changed where there is a deadline.
-        into: where the bytes go.
-        deadline_s: by `time.monotonic()`; None waits for ever.
+        into: memory for the bytes.
+        deadline_s: by `time.monotonic()`; None for no deadline.
 
     Raises:
         ConnectionLost: the peer has gone, or the deadline has passed.
@@ -123,10 +124,10 @@ def receive_all(sock: socket.socket, into: memoryview, deadline_s: float | None 
 class SharedSocket:
     """A connected socket for several threads; use it inside `with`, once in each thread at a time.
 
-    A descriptor that is closed while another thread is about to read from it may by then be another
-    connection's. So `close` only shuts the connection down, which wakes whoever waits on it; the
-    last user closes the descriptor. An error inside `with` closes the connection too, for part of a
-    message may have gone."""
+    If one thread closed the descriptor while another is about to read from it, the descriptor could
+    by then belong to another connection. So `close` only shuts the connection down, which wakes all
+    waiting threads, and the last user closes the descriptor. An error inside `with` closes the
+    connection too, because part of a message may have been sent."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -155,12 +156,12 @@ class SharedSocket:
                 self._sock.close()
 
     def close(self) -> None:
-        """End the connection for both ends and every thread; does nothing the second time."""
+        """Close the connection for both ends and every thread; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer has closed it before
                 self._sock.shutdown(socket.SHUT_RDWR)
             if self._users == 0:
                 self._sock.close()

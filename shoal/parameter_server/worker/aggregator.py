@@ -142,7 +142,9 @@ class Aggregator:
 
     def _begin_sum(self, partition: int) -> None:
         self.shard.sums[partition].memory = self._sum_memory(partition)
-        self.shard.query_gradient(FORWARD, self.shard.held[partition].clock, partition, whole=True)
+        self.shard.query_gradient(
+            FORWARD, self.shard.held[partition].clock, partition, as_tensor=True
+        )
         self._forwarded.discard(partition)
 
     # What goes on to the servers

@@ -101,7 +101,7 @@ class AggregatorServer:
             behind.loads,
         )
         memory = WorkerMemory(
-            [self.server.slots.values(part) for part in parts],
+            [self.server.shared_values.values(part) for part in parts],
             read_offsets(parts, behind.worker, 0),
             sums,
             sums_at if behind.shares else (),
@@ -129,7 +129,7 @@ class AggregatorServer:
                 raise error
             case QueryAnswered(Op.STATE, part, payload) if payload is not None:
                 for peer in self._state_peers.pop(part):
-                    peer.post(Op.STATE, bytes(payload), part=part)
+                    peer.post(Op.STATE, bytes(payload), partition=part)
             case QueryAnswered(Op.STATS, shard, payload):
                 self._collect_figures(shard, payload)
             case _:
@@ -142,7 +142,7 @@ class AggregatorServer:
         part, step, aggregator = header.partition, header.step, self.aggregator
         match header.op:
             case Op.PUSH:
-                gradient, present = self.server.pushed(worker, header, payload, about)
+                gradient, present = self.server.requests.gradient(worker, header, payload, about)
                 sparse = bool(header.flags & BLOCKS)
                 return self._forward(aggregator.push(worker, step, part, gradient, present, sparse))
             case Op.STEP:
@@ -160,7 +160,7 @@ class AggregatorServer:
                     f"message {header.op} to a relay, which takes synchronous steps only"
                 )
             case _:
-                return self.server.on_message(worker, peer, header, payload, about)
+                return self.server.requests.handle(worker, peer, header, payload, about)
         return []
 
     def _forward(self, actions: Iterable[Outgoing | SessionAction]) -> list[Outgoing]:
@@ -203,7 +203,7 @@ class AggregatorServer:
         behind = [request.found[number] for number in sorted(request.found)]
         figures = json.dumps({**self.server.figures(), "behind": behind}).encode()
         for peer, about in request.peers:
-            peer.post(Op.STATS, figures, part=about)
+            peer.post(Op.STATS, figures, partition=about)
 
 
 def relay(listener: socket.socket, plan: ServerConfig, behind: UpstreamConfig) -> None:

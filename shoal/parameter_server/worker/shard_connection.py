@@ -101,7 +101,7 @@ class ShardConnection:
             case StepMessage(step, payload):
                 self._post(Op.STEP, payload, step=step)
             case QueryMessage(op, about, step, payload):
-                self._post(op, payload, part=about, step=step)
+                self._post(op, payload, partition=about, step=step)
             case NoticeMessage(op):
                 self._post(op)
 
@@ -117,18 +117,20 @@ class ShardConnection:
     def _send_push(self, push: PushMessage) -> None:
         partition, step, gradient = push.partition, push.step, push.gradient
         if 0 in push.present:
-            self._post(Op.GRAD_MASK, push.present, part=partition)
+            self._post(Op.GRAD_MASK, push.present, partition=partition)
         if self._is_lending:
             at_bytes = self._lay(push)
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
-            self._post(Op.PUSH, part=partition, step=step, flags=SHARED, epoch=high, worker=low)
+            self._post(
+                Op.PUSH, partition=partition, step=step, flags=SHARED, epoch=high, worker=low
+            )
             return
         which = sparse_blocks.nonzero_blocks(gradient) if push.sparse else None
         if which is not None and sparse_blocks.are_few(which):
             packed = sparse_blocks.pack(gradient, which)
-            self._post(Op.PUSH, packed, part=partition, step=step, flags=BLOCKS)
+            self._post(Op.PUSH, packed, partition=partition, step=step, flags=BLOCKS)
         else:
-            self._post(Op.PUSH, gradient, part=partition, step=step)
+            self._post(Op.PUSH, gradient, partition=partition, step=step)
 
     def _lay(self, push: PushMessage) -> int:
         """Have a gradient in memory that the server reads; where, in bytes."""

@@ -78,8 +78,7 @@ class AsyncSaver:
         ):
             raise CheckpointError(
                 f"step {step} was not saved: ranks hold different tensors outside of shards, and "
-                "none would write some "
-                "of them. Use --checkpoint.asynchronous false."
+                "none would write some of them. Use --checkpoint.asynchronous false."
             )
         return self._checkpoints.save(step, *what)
 

@@ -81,14 +81,12 @@ def untrusted_reason(path: Path) -> str | None:
     if status.st_uid not in (me, 0):
         return (
             f"{path} belongs to user {status.st_uid}, and you are user {me}: loading it could run "
-            "that user's code as "
-            f"you. If you trust it, make a copy of your own (cp -r)"
+            "that user's code as you. If you trust it, make a copy of your own (cp -r)"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
             f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):03o}), who "
-            "could make you run "
-            f"their code. If you trust its contents: chmod -R go-w {path}"
+            f"could make you run their code. If you trust its contents: chmod -R go-w {path}"
         )
     return None
 

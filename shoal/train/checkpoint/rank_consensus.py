@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.comm.axis import all_gather_bytes
 from shoal.errors import CheckpointError
 
 T = TypeVar("T")
@@ -46,18 +47,9 @@ class RankConsensus:
         """
         if not _has_group():
             return [value]
-        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-        dist.all_gather(sizes, torch.tensor([message.numel()]), group=self.group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: message.numel()] = message
-        messages = [torch.zeros_like(padded) for _ in sizes]
-        dist.all_gather(messages, padded, group=self.group)
-        return [
-            json.loads(m[: int(size)].numpy().tobytes())
-            for m, size in zip(messages, sizes, strict=True)
-        ]
+        message = json.dumps(value).encode()
+        messages = all_gather_bytes(message, world_size(), torch.device("cpu"), self.group)
+        return [json.loads(each) for each in messages]
 
     def on_every_rank(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; its JSON-able results, in the order of ranks. All ranks must

@@ -220,8 +220,7 @@ class Checkpoints:
             if (step_of(name) or 0) > step and not self._problems(name):
                 raise CheckpointError(
                     f"{name} is there, good and newer: a later resume would go on from that one. "
-                    "Move it away, or use "
-                    f"another run directory"
+                    "Move it away, or use another run directory"
                 )
         if os.path.lexists(path) and not manifest.problems(path):
             if exact_json.to_text(manifest.read(path).info) == exact_json.to_text(info):

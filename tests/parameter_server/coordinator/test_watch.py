@@ -6,11 +6,12 @@ import socket
 from contextlib import closing
 
 import pytest
-from connected_channels import KEY
 
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import Transport
+
+KEY = bytes(range(32))
 
 
 def test_the_arbiter_is_asked_when_whoever_is_to_be_told_is_ready():

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from connected_channels import KEY
 
 from shoal.parameter_server.codec import MAX_CONTROL_BYTES, Op
 from shoal.parameter_server.coordinator.coordinator_server import (
@@ -22,6 +21,7 @@ from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import Transport
 
+KEY = bytes(range(32))
 PARTS = 60_000
 
 

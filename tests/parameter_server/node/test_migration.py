@@ -104,7 +104,7 @@ class World:
             self.arbiter.join(shard, shard, HERE, 0.0)
         placement = self.arbiter.placement
         self.shards = [
-            Shard(PARTS, recipe(), range(workers), staleness, mine=placement.owned_by(shard))
+            Shard(PARTS, recipe(), range(workers), staleness, owned=placement.owned_by(shard))
             for shard in (0, 1)
         ]
         for part, owner in enumerate(placement.owners):
@@ -224,7 +224,7 @@ def test_a_new_shard_is_given_parts_when_its_first_server_is_there_and_not_befor
     arbiter.join(12, 2, HERE, 0.0)
     ((part, move),) = arbiter.placement.moving.items()
     assert move.target == 2
-    arbiter.transfer_done(12, part, move.start_version, giver=10 + arbiter.placement.owners[part])
+    arbiter.transfer_done(12, part, move.start_version, source=10 + arbiter.placement.owners[part])
     assert arbiter.placement.owners[part] == 2
 
 
@@ -254,8 +254,8 @@ def test_a_shard_that_leaves_ends_when_its_last_part_is_elsewhere() -> None:
     assert arbiter.remove(1) == "shard 1 is leaving already"
     assert sorted(arbiter.placement.moving) == [1, 2]
     since = arbiter.placement.moving[1].start_version
-    assert arbiter.transfer_done(10, 1, since, giver=11) == []
-    (retired,) = arbiter.transfer_done(10, 2, since, giver=11)
+    assert arbiter.transfer_done(10, 1, since, source=11) == []
+    (retired,) = arbiter.transfer_done(10, 2, since, source=11)
     assert retired.retired
     assert retired.members == ()
     assert arbiter.placement.owners == (0, 0, 0)
@@ -293,9 +293,9 @@ def test_a_part_given_by_a_server_that_was_replaced_is_not_accepted() -> None:
     arbiter.heartbeat(10, 5.0)
     arbiter.heartbeat(12, 5.0)
     arbiter.tick(5.0)  # 11 has been silent, 12 takes over
-    arbiter.transfer_done(10, 1, since, giver=11)
+    arbiter.transfer_done(10, 1, since, source=11)
     assert arbiter.placement.owners == (0, 1)
-    arbiter.transfer_done(10, 1, since, giver=12)
+    arbiter.transfer_done(10, 1, since, source=12)
     assert arbiter.placement.owners == (0, 0)
 
 

@@ -290,8 +290,8 @@ def test_the_values_of_a_part_can_be_sent_before_the_next_part_is_stepped(
 
 def test_questions_are_answered_when_every_worker_has_pushed() -> None:
     to, ones = shard(2), b"\1\1"
-    assert to.query_gradient(1, 0, 0, whole=True) == []
-    assert to.query_gradient(0, 0, 1, whole=False) == []
+    assert to.query_gradient(1, 0, 0, as_tensor=True) == []
+    assert to.query_gradient(0, 0, 1, as_tensor=False) == []
     to.push(0, 0, 0, gradient(0, 0, 0), ones)
     (answer,) = to.push(1, 0, 0, gradient(1, 0, 0), ones)
     total = gradient(0, 0, 0) + gradient(1, 0, 0)

@@ -66,7 +66,7 @@ class Fleet:
     def __init__(self, seed: int, staleness: int | None) -> None:
         self.chance = Random(seed)
         self.shards = [
-            Shard(PARTS, RECIPE, range(WORKERS), staleness, mine=mine) for mine in ({0, 1}, {2})
+            Shard(PARTS, RECIPE, range(WORKERS), staleness, owned=mine) for mine in ({0, 1}, {2})
         ]
         for part, values in zip(PARTS, START, strict=True):
             self.owner(part.number).load(0, part.number, values, [{}], 0)

@@ -16,7 +16,7 @@ def test_values_go_out_in_the_order_of_the_forward_pass():
         peer = QueuedConnection(ours, "worker")
         # Nobody reads yet, and the socket takes less than a part: all but the first wait.
         for part in (0, 3, 1, 2):
-            peer.post(Op.PARAMS, torch.zeros(2**20), part=part)
+            peer.post(Op.PARAMS, torch.zeros(2**20), partition=part)
         heard = [theirs.receive(new_memory)[0].partition for _ in range(4)]
         peer.close()
     assert heard == [0, 1, 2, 3]
@@ -34,9 +34,9 @@ def test_what_is_small_waits_for_whoever_is_sending():
 def test_what_is_small_waits_for_what_is_large_before_it():
     with channels("unix", False) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
-        peer.post(Op.PUSH, torch.zeros(2**20), part=1)
-        peer.post(Op.GRAD_MASK, b"\1", part=2)
-        peer.post(Op.PUSH, b"x", part=2)
+        peer.post(Op.PUSH, torch.zeros(2**20), partition=1)
+        peer.post(Op.GRAD_MASK, b"\1", partition=2)
+        peer.post(Op.PUSH, b"x", partition=2)
         heard = [theirs.receive(new_memory)[0] for _ in range(3)]
         peer.close()
     assert [(header.op, header.partition) for header in heard] == [

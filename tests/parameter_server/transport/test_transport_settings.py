@@ -81,4 +81,4 @@ def test_between_machines_payloads_have_the_best_mac_that_both_ends_know(
 def test_the_limit_fits_the_largest_part_with_its_state() -> None:
     parts = partition({"weight": ParamMeta(10**6, torch.float32, 0)}, 2**20)
     assert TRANSPORT.for_parts(parts).limit_bytes >= 4 * max(part.size_bytes for part in parts)
-    assert TRANSPORT.for_arbiter().limit_bytes >= 2**24
+    assert TRANSPORT.for_coordinator().limit_bytes >= 2**24

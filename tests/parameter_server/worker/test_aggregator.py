@@ -175,7 +175,7 @@ class Machine:
 class World:
     def __init__(self) -> None:
         mine = [{part for part in NUMBERS if OWNERS[part] == shard} for shard in (0, 1)]
-        self.shards = [Shard(PARTS, recipe(), range(len(MACHINES)), mine=owned) for owned in mine]
+        self.shards = [Shard(PARTS, recipe(), range(len(MACHINES)), owned=owned) for owned in mine]
         self.machines = [Machine(number) for number in range(len(MACHINES))]
         for machine in self.machines:
             machine.load()
@@ -208,7 +208,8 @@ class World:
                 self.say(number, shard.load(worker, partition, values, [{}], step))
             case QueryMessage(op, partition, step):
                 self.say(
-                    number, shard.query_gradient(worker, step, partition, whole=op == Op.GRADIENT)
+                    number,
+                    shard.query_gradient(worker, step, partition, as_tensor=op == Op.GRADIENT),
                 )
 
     def say(self, number: int, out: Iterable[Outgoing]) -> None:

@@ -202,7 +202,7 @@ class World:
         self.workers = [self.new_worker(number) for number in range(WORKERS)]
 
     def new_server(self, number: int, shard: int) -> Server:
-        made = Shard(PARTS, recipe(), range(WORKERS), self.staleness, mine=())
+        made = Shard(PARTS, recipe(), range(WORKERS), self.staleness, owned=())
         made.record()
         return Server(number, shard, made, View(shard))
 
@@ -403,7 +403,7 @@ class World:
                 case StepMessage(step):
                     self.say(server, shard.request_step(number, step, order()))
                 case QueryMessage(Op.NORM, partition, step):
-                    self.say(server, shard.query_gradient(number, step, partition, whole=False))
+                    self.say(server, shard.query_gradient(number, step, partition, as_tensor=False))
                 case QueryMessage(Op.STATS, about):
                     wire.to_worker.append(AnswerMessage(Op.STATS, about, memoryview(b"{}")))
                 case _:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.balance import balanced
-from shoal.strategies.pipeline.plan import full_model, trace_for
-from shoal.strategies.pipeline.separations import split_counts
+from shoal.strategies.pipeline.plan import full_model, split_counts, trace_for
 from shoal.strategies.pipeline.steps import cut_points, steps_of
 from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
 from shoal.strategies.wrap_units import innermost, units

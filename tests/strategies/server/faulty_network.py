@@ -62,7 +62,7 @@ class Trouble:
 
     def install(self) -> None:
         """In the rank that starts the servers, before it does."""
-        server_pool.arbitrate = partial(_arbitrate, self)  # type: ignore[assignment]
+        server_pool.serve_coordinator = partial(_arbitrate, self)  # type: ignore[assignment]
         server_pool.serve = partial(_serve, self.folder)  # type: ignore[assignment]
 
 
@@ -173,7 +173,7 @@ class Network(CoordinatorServer):
 
     def _view(self, server: int) -> View:
         return next(
-            (view for view in self.arbiter.views.values() if server in view.members), View(-1)
+            (view for view in self.coordinator.views.values() if server in view.members), View(-1)
         )
 
     def _happen(self, source: socket.socket, sink: socket.socket, server: int) -> None:

@@ -357,8 +357,8 @@ def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool
     engine: Any = run._part.remote_optimizer
     return (
         run.weights(),
-        len(engine.launcher.fleets[0].servers),
-        engine.launcher.fleets[0].judge is not None,
+        len(engine.launcher.pools[0].servers),
+        engine.launcher.pools[0].coordinator is not None,
     )
 
 

@@ -62,7 +62,7 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     return (
         run.weights(),
         moved,
-        [] if remote is None else [len(fleet.servers) for fleet in remote.staff.fleets],
+        [] if remote is None else [len(fleet.servers) for fleet in remote.launcher.pools],
     )
 
 

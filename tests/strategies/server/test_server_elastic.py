@@ -77,7 +77,7 @@ def happen(
     run.remote.publish_address(directory)
     time.sleep(chance.random() * 0.2)
     try:
-        said += happening(directory, run._part.remote_optimizer.staff.fleets[0], chance)
+        said += happening(directory, run._part.remote_optimizer.launcher.pools[0], chance)
     except Exception as error:  # noqa: BLE001 - it is the test that is to hear of it
         said.append(error)
 
@@ -111,7 +111,7 @@ def add_and_kill(directory: Path, fleet: Any, chance: Random) -> list[Any]:
         beside.start()
         time.sleep(chance.random() * 0.5)
         victim = chance.choice([*(s for s in control.servers() if s["role"] != "joining"), None])
-    os.kill(fleet.judge.pid if victim is None else victim["pid"], signal.SIGKILL)
+    os.kill(fleet.coordinator.pid if victim is None else victim["pid"], signal.SIGKILL)
     time.sleep(2.0)
     return [victim]
 

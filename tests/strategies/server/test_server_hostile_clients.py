@@ -31,8 +31,8 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), disturbed.model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     part: Any = run._part
-    fleet = next(iter(part.remote_optimizer.staff.fleets), None)
-    before = [] if fleet is None else [*fleet.servers, fleet.judge.pid]
+    fleet = next(iter(part.remote_optimizer.launcher.pools), None)
+    before = [] if fleet is None else [*fleet.servers, fleet.coordinator.pid]
     with contextlib.ExitStack() as silent, ThreadPoolExecutor(1) as pool:
         visits = pool.submit(visit, fleet, Random(seed), silent) if run.rank == 0 else None
         disturbed.steps(run, net, optimizer)
@@ -46,7 +46,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
         run.weights(),
         [figure["refused"] - expected for figure in client.stats()],
         run.report(),
-        before == ([] if fleet is None else [*fleet.servers, fleet.judge.pid]),
+        before == ([] if fleet is None else [*fleet.servers, fleet.coordinator.pid]),
     )
 
 
@@ -58,7 +58,7 @@ def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     ]
     key, job = fleet.job.transport.key.secret, fleet.job.transport.job
     servers = [Target(v.addresses[v.primary], key, f"{job}/{v.primary}") for v in views]
-    arbiter = Target(fleet.arbiter, key, f"{job}/{ARBITER}")
+    arbiter = Target(fleet.coordinator_address, key, f"{job}/{ARBITER}")
     for target in servers:
         for _ in range(HANDSHAKES + 10):  # half-open, while all others come
             silent.enter_context(target.reach())
