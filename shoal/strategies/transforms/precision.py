@@ -19,7 +19,8 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.errors import TrainingDiverged
 from shoal.platform.torch_private.kernels import foreach_mul_
-from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, Strategy, gradient_norm
+from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, Strategy
+from shoal.strategies.local_step import gradient_norm
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 2.0**-20

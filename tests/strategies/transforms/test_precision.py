@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shoal.errors import TrainingDiverged
-from shoal.strategies.base import single_device
+from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import GROWTH_INTERVAL, LossScale, unscale
 
 
