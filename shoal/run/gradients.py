@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from shoal.comm.assembly import gather_named_tensors
 from shoal.comm.norm import full_tensor
-from shoal.strategies.base import LocalModel, gradient_norm, scale_gradients
+from shoal.strategies.base import LocalModel
+from shoal.strategies.local_step import gradient_norm, scale_gradients
 
 
 def detach_gradients(local_model: LocalModel) -> dict[nn.Parameter, Tensor]:

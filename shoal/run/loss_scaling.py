@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.strategies.base import LocalModel, gradient_norm
+from shoal.strategies.base import LocalModel
+from shoal.strategies.local_step import gradient_norm
 from shoal.strategies.transforms.precision import LossScale, unscale
 
 

@@ -29,6 +29,7 @@ from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
+from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
 
@@ -75,7 +76,7 @@ def make_local_model(
     example = None
     if loader is not None and any(strategy.needs_example_batch for strategy in strategies):
         example = _example_batch(model, loader, mesh, accumulate)
-    local_model = base.apply_strategies(base.single_device(model, example), strategies, mesh)
+    local_model = base.apply_strategies(single_device(model, example), strategies, mesh)
     for line in local_model.summary_lines:
         announce(line)
     return local_model

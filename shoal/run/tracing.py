@@ -32,13 +32,8 @@ from shoal.config.trace_window import Window
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.c10d import process_groups
 from shoal.shm_backend.group import ShoalGroup
-from shoal.strategies.base import (
-    ForwardOutput,
-    LocalBatch,
-    LocalModel,
-    StepResult,
-    forward_backward,
-)
+from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.local_step import forward_backward
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
 from shoal.trace.span import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span

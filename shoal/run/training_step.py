@@ -16,7 +16,7 @@ from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.tracing import Tracing
-from shoal.strategies import base
+from shoal.strategies import base, local_step
 
 
 class TrainingStep:
@@ -66,14 +66,14 @@ class TrainingStep:
             loss_fn, tuple(inputs), target, num_samples, global_batch_size, measure, stop_requested
         )
         result, earlier = self._run_passes(local_batch)
-        base.rescale_by_count(self._local_model, result, global_batch_size)
+        local_step.rescale_by_count(self._local_model, result, global_batch_size)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
         add_gradients(earlier)
         totals = result.step_totals
         if result.is_sum_and_count:
-            return totals[base.LOSS_SUM] / base.count_or_one(totals), totals
-        divisor = base.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
+            return totals[base.LOSS_SUM] / local_step.count_or_one(totals), totals
+        divisor = local_step.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
         return totals[base.LOSS_SUM] / divisor, totals
 
     def _run_passes(
@@ -88,7 +88,7 @@ class TrainingStep:
             stepping = self.optimizer_in_backward.stepping()
         with self.guard, stepping:
             if self._tracing is None:
-                result = base.forward_backward(self._local_model, batch)
+                result = local_step.forward_backward(self._local_model, batch)
             else:
                 result = self._tracing.run_passes(self._local_model, batch)
         return result, earlier

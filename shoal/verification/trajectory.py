@@ -18,7 +18,8 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import init_with_place
-from shoal.strategies.base import LossFunction, check_scalar_loss
+from shoal.strategies.base import LossFunction
+from shoal.strategies.local_step import check_scalar_loss
 from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 from shoal.verification.differences import differences
 

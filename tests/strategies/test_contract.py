@@ -64,7 +64,7 @@ def test_every_strategy_derives_from_the_contract(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
-def test_public_members_of_a_strategy_are_declared_by_the_contract_or_are_options(
+def test_public_members_of_a_strategy_are_declared_or_are_options(
     kind: type,
 ) -> None:
     declared = {name for base in Strategy.__mro__ for name in vars(base)}

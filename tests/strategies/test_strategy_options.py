@@ -1,4 +1,4 @@
-"""Option values that fit no model and no world are errors when the text is parsed, without torch."""
+"""Option values that fit no model and no world are errors when a text is parsed."""
 
 import subprocess
 import sys

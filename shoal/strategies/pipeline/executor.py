@@ -28,8 +28,8 @@ from shoal.strategies.base import (
     ForwardOutput,
     LocalBatch,
     StepResult,
-    weighted_loss,
 )
+from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.constants import Constants
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm

@@ -1,4 +1,4 @@
-"""torch.compile: the model's forward pass as compiled kernels; parameters keep their names."""
+"""torch.compile of the model's forward pass. Parameters keep their names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from shoal.strategies.base import LocalModel, Strategy
 
 @dataclass(frozen=True)
 class Compile(Strategy):
-    """Applied before the data strategy, whose hooks stay outside the compiled graph."""
+    """Compiles the module. Applies before the data strategy, whose hooks then stay uncompiled."""
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
-        """Compiles the module in place, at its first batch. Raises StrategyRefused: in a
-        pipeline.
+        """Mark the module to be compiled in place, at its first batch.
+
+        Raises: StrategyRefused: in a pipeline.
         """
         if not model.pass_traits.module_called:
             raise StrategyRefused(

@@ -26,9 +26,14 @@ def undisturbed() -> dict[str, Tensor]:
 
 
 SIGNALS = [
-    "SIGKILL primary", "SIGKILL backup", "SIGKILL arbiter", "SIGSTOP primary", "SIGSTOP backup", "SIGSTOP arbiter",
+    "SIGKILL primary",
+    "SIGKILL backup",
+    "SIGKILL arbiter",
+    "SIGSTOP primary",
+    "SIGSTOP backup",
+    "SIGSTOP arbiter",
     "SIGSTOP worker",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("seed", trials())
