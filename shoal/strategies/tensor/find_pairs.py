@@ -112,7 +112,7 @@ def find_pairs(graph: fx.Graph, root: str, candidates: Candidates) -> set[Column
 
 
 class GraphUsage:
-    """How a graph uses its modules.
+    """Uses of the modules of a graph.
 
     Attributes:
         stages: node -> pipeline stage; 0 for all nodes without a pipeline.

@@ -32,10 +32,11 @@ def find_vocabulary(
     vocabulary_sizes = {module.out_features for module in linear_heads.values()}
     embeddings = list(_divisible_embeddings(model, vocabulary_sizes, candidates))
     heads = list(_divisible_heads(linear_heads, candidates))
-    untied = _drop_half_tied(model, {*embeddings, *heads})
+    # An embedding and a head with one parameter must be divided both or neither.
+    divisible = _drop_half_tied(model, {*embeddings, *heads})
     return (
-        tuple(name for name in embeddings if name in untied),
-        tuple(name for name in heads if name in untied),
+        tuple(name for name in embeddings if name in divisible),
+        tuple(name for name in heads if name in divisible),
     )
 
 
@@ -62,7 +63,7 @@ def _divisible_embeddings(
         if type(module) is not nn.Embedding or module.num_embeddings not in vocabulary_sizes:
             continue
         if not _is_ordinary_lookup(module):
-            continue
+            continue  # no reason is noted: the plan's reason for embeddings will do
         if module.num_embeddings % candidates.degree:
             candidates.reasons[name] = (
                 f"its {module.num_embeddings} words are no multiple of {candidates.degree}"

@@ -130,40 +130,40 @@ class HeadsRegion(Region):
         """
         leaf_pairs = zip(tree_leaves(output), tree_leaves(expected), strict=False)
         tensor_pairs = [
-            (found, full)
-            for found, full in leaf_pairs
-            if isinstance(found, Tensor) and isinstance(full, Tensor)
+            (actual, full)
+            for actual, full in leaf_pairs
+            if isinstance(actual, Tensor) and isinstance(full, Tensor)
         ]
         if _tensor_mask(output) != _tensor_mask(expected) or not tensor_pairs:
             raise StrategyRefused(
                 f"{self._error_head()}its output has other parts than that of the whole. "
                 f"{self._suggestion()}"
             )
-        return [self._compare_tensor(found.detach(), full) for found, full in tensor_pairs]
+        return [self._compare_tensor(actual.detach(), full) for actual, full in tensor_pairs]
 
-    def _compare_tensor(self, found: Tensor, expected: Tensor) -> int | None:
-        """Return the dim along which `found` is a shard of `expected`; None for equal tensors."""
-        shard_dim = self._find_shard_dim(found, expected)
+    def _compare_tensor(self, actual: Tensor, expected: Tensor) -> int | None:
+        """Return the dim along which `actual` is a shard of `expected`; None for equal tensors."""
+        shard_dim = self._find_shard_dim(actual, expected)
         if shard_dim is not None:
-            found = all_gather_dim(found, self.axis, shard_dim, expected.shape[shard_dim])
-        is_same_shape = found.shape == expected.shape
-        error = _relative_error(found, expected) if is_same_shape else torch.inf
-        if not error <= TOLERANCES.get(found.dtype, 0.1):
+            actual = all_gather_dim(actual, self.axis, shard_dim, expected.shape[shard_dim])
+        is_same_shape = actual.shape == expected.shape
+        error = _relative_error(actual, expected) if is_same_shape else torch.inf
+        if not error <= TOLERANCES.get(actual.dtype, 0.1):
             raise StrategyRefused(
                 f"{self._error_head()}its output is not that of the whole (relative difference "
                 f"{error:.1e}). {self._suggestion()}"
             )
         return shard_dim
 
-    def _find_shard_dim(self, found: Tensor, expected: Tensor) -> int | None:
-        """Return the one dim in which `found` is 1/T of `expected`, if there is exactly one."""
-        if found.dim() != expected.dim():
+    def _find_shard_dim(self, actual: Tensor, expected: Tensor) -> int | None:
+        """Return the one dim in which `actual` is 1/T of `expected`, if there is exactly one."""
+        if actual.dim() != expected.dim():
             return None
-        differing = [dim for dim in range(found.dim()) if found.shape[dim] != expected.shape[dim]]
+        differing = [dim for dim in range(actual.dim()) if actual.shape[dim] != expected.shape[dim]]
         if len(differing) != 1:
             return None
         (dim,) = differing
-        return dim if found.shape[dim] * self.axis.size == expected.shape[dim] else None
+        return dim if actual.shape[dim] * self.axis.size == expected.shape[dim] else None
 
     def _wrap_outputs(self, output: Any) -> Any:
         """Return the output, with each shard in it wrapped as a HeadShardedTensor."""
@@ -210,11 +210,11 @@ def _tensor_mask(output: Any) -> list[bool]:
     return [isinstance(leaf, Tensor) for leaf in tree_leaves(output)]
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     size = expected.abs().max().double()
-    error = (found.double() - expected.double()).abs().max()
+    error = (actual.double() - expected.double()).abs().max()
     return float(error / size if size else error)
 
 

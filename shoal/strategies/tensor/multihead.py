@@ -58,7 +58,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             )
         if query.is_nested:
             raise UsageError(NESTED_TENSOR_MESSAGE)
-        is_batched = query.dim() == 3
+        is_batched = query.dim() == 3  # else (time, width), without samples
         with _inside(self.region):
             inputs = self._batch_first_inputs(query, key, value)
             mask = self._merge_masks(query, key_padding_mask, attn_mask)
@@ -97,6 +97,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """
         axis = self.region.axis
         query, key, value = self._project(inputs)
+        # Three ways, as in torch: its kernel where nothing is drawn and no weights are needed.
         if self.dropout == 0 or not self.training:
             if not need_weights:
                 heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)

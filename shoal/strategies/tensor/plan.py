@@ -135,6 +135,7 @@ def plan(
         names = _replicated(model, made, candidates, kept_modules)
         return replace(made, replicated=dict.fromkeys(names, "it is not in the plan"))
 
+    # torch's layers first: their types say all, and nothing needs to be compared or traced.
     multihead = tuple(
         name for name, m in model.named_modules() if _may_shard_multihead(m, name, candidates)
     )
@@ -150,6 +151,7 @@ def plan(
     embeddings, vocabulary_heads = find_vocabulary(model, candidates)
     candidates.remove_planned((*embeddings, *vocabulary_heads))
 
+    # Attention is planned: a trace need not, and often cannot, look into it.
     attention_names = (*multihead, *(attention.name for attention in heads))
     leaves = {candidates.by_name[name] for name in attention_names}
     pairs = [*feed_forward, *_traced_pairs(model, leaves, candidates)]
@@ -196,6 +198,7 @@ def _may_shard_feed_forward(module: Any, candidates: Candidates) -> bool:
         return False
     activation = module.activation
     activation_name = getattr(activation, "__name__", type(activation).__name__)
+    # An activation of the user's may look at several hidden units at once.
     if activation_name not in ("relu", "gelu", "ReLU", "GELU"):
         return False
     if isinstance(activation, nn.Module) and has_module_hooks(activation):

@@ -39,6 +39,11 @@ def run(func: Any, args: Any, options: Any) -> Any:
 
 
 def _run_gathered(func: Any, args: Any, options: Any) -> Any:
+    """Run an operator on gathered tensors. Collective.
+
+    Raises:
+        StrategyRefused: it writes into a gathered tensor, where the write would be lost.
+    """
     written = tree_leaves(_written_arguments(func, args, options))
     if any(isinstance(leaf, SequenceParallelTensor) for leaf in written):
         raise StrategyRefused(
@@ -70,7 +75,7 @@ def _is_elementwise(func: Any) -> bool:
 
 
 class _TokenLayout(NamedTuple):
-    """How the tokens of an elementwise operator's arguments lie.
+    """Layout of the tokens in the arguments of an elementwise operator.
 
     Tensors are broadcast from their last dims, so the dim of tokens is counted from there.
     """
@@ -99,7 +104,11 @@ class _TokenLayout(NamedTuple):
 
 
 def _elementwise(func: Any, args: Any, options: Any) -> Any:
-    """Compute this rank's tokens of an elementwise operator."""
+    """Compute this rank's tokens of an elementwise operator.
+
+    The result must have the tokens of the longest argument: then each rank has all it needs. An
+    operator in place must write into an argument that has these tokens.
+    """
     tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
     sharded = [x for x in tensors if isinstance(x, SequenceParallelTensor)]
     # One of length 1 may be broadcast over the tokens of another.
@@ -117,7 +126,9 @@ def _elementwise(func: Any, args: Any, options: Any) -> Any:
     local_args, local_options = tree_map_only(Tensor, layout.local, (args, options))
     local = func(*local_args, **local_options)
     if written:
+        # It has written into the local tensor of the first argument.
         return args[0]
+    # Where nothing was transposed, the result is contiguous: no need to ask torch.
     is_contiguous = all(_is_contiguous(tensor) for tensor in tensors)
     memory_order = None if is_contiguous else _result_memory_order(func, args, options)
     shard_dim = len(shape) - layout.dim_from_last
@@ -127,6 +138,7 @@ def _elementwise(func: Any, args: Any, options: Any) -> Any:
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
+    """Return True if the full tensor is contiguous; the local one may be a slice."""
     if isinstance(tensor, SequenceParallelTensor):
         return tensor.memory_order == tuple(range(tensor.dim()))
     return tensor.is_contiguous()
@@ -157,7 +169,7 @@ def _copy_like(func: Any, args: Any, options: Any) -> Any:
 
 
 def _view(func: Any, args: Any, options: Any) -> Any:
-    """Run a view that keeps the shape."""
+    """Run a view that keeps the shape. Others may merge tokens with another dim."""
     x, shape = args
     sizes = [
         old_size if new_size == -1 else new_size
@@ -169,6 +181,7 @@ def _view(func: Any, args: Any, options: Any) -> Any:
 
 
 def _transpose(func: Any, args: Any, options: Any) -> Any:
+    """Swap two dims, in the layout too; no token leaves its rank."""
     x, first, second = args
     new_dims = [*range(x.dim())]
     new_dims[first], new_dims[second] = new_dims[second], new_dims[first]
@@ -181,6 +194,7 @@ def _transpose(func: Any, args: Any, options: Any) -> Any:
 
 
 def _expand(func: Any, args: Any, options: Any) -> Any:
+    """Broadcast to more samples or a wider last dim; new dims come first."""
     x, shape = args
     shard_dim = x.shard_dim + len(shape) - x.dim()
     length = x.shape[x.shard_dim]
@@ -194,6 +208,7 @@ def _expand(func: Any, args: Any, options: Any) -> Any:
 
 
 def _sum(func: Any, args: Any, options: Any) -> Any:
+    """Sum over some dims. A sum over the sequence is replicated. Collective only then."""
     x = args[0]
     local = func(x.local, *args[1:], **options)
     if x.shard_dim in _reduced_dims(args):
@@ -202,7 +217,9 @@ def _sum(func: Any, args: Any, options: Any) -> Any:
 
 
 def _mean(func: Any, args: Any, options: Any) -> Any:
+    """Average over dims other than the sequence."""
     x = args[0]
+    # Ranks may have different numbers of tokens, so a mean of their means would be wrong.
     if x.shard_dim in _reduced_dims(args):
         return NotImplemented
     return _without_reduced_dims(x, func(x.local, *args[1:], **options), args)
@@ -229,10 +246,12 @@ def _without_reduced_dims(
 
 
 def _sum_of_all(func: Any, args: Any, options: Any) -> Any:
+    """Sum over all dims. Collective."""
     return args[0].axis.all_reduce(func(args[0].local, **options))
 
 
 def _layer_norm(func: Any, args: Any, options: Any) -> Any:
+    """Return the normalized tensor, the mean and the reciprocal standard deviation of tokens."""
     x, normalized_shape, *rest = args
     if not _is_tokenwise_norm(x, normalized_shape, rest[:2]):
         return NotImplemented
@@ -244,7 +263,10 @@ def _layer_norm(func: Any, args: Any, options: Any) -> Any:
 
 
 def _layer_norm_backward(func: Any, args: Any, options: Any) -> Any:
-    """Return the gradients of x, weight and bias; None for those that the mask leaves out."""
+    """Return the gradients of x, weight and bias; None for those that the mask excludes.
+
+    Weight and bias are replicated, so each rank has a part of their gradients. Collective.
+    """
     gradient, x, normalized_shape, mean, rstd, weight, bias, output_mask = args
     if not _is_tokenwise_norm(x, normalized_shape, (weight, bias)):
         return NotImplemented
