@@ -72,7 +72,7 @@ class CollectiveDispatch(Base):
     _queue: CallQueue | None
     _board: PhaseBoard
     _inter_host: InterHost | None
-    _native: NativeCalls | None
+    _native_calls: NativeCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False

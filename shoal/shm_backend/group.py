@@ -71,7 +71,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
-        self._native: NativeCalls | None = None
+        self._native_calls: NativeCalls | None = None
         self._timeout_s = timeout.total_seconds()
         self._host_ranks: Sequence[int] = ()
         if shared_memory:
@@ -97,7 +97,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         # With more ranks than cores, spinning would take the core from the rank that is late.
         spin_s = SPIN_S if len(host_ranks) <= len(os.sched_getaffinity(0)) else 0.0
         if topology.compiled and len(host_ranks) <= MAX_NATIVE_RANKS:
-            self._native = NativeCalls(self._board, yields=spin_s == 0)
+            self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:
             self._inter_host = InterHost(store, topology.hosts, self.rank(), timeout)
         waiter = Waiter(self._board, self._peers, timeout.total_seconds(), spin_s)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
-from shoal.platform.torch_private.c10d import backend_for
+from shoal.platform.torch_private.c10d import backend_for, source_rank
 from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.liveness import PeerLiveness
@@ -190,4 +190,4 @@ class MessageWork(Work):
         return self._source_rank()
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return source_rank(self._work)

@@ -68,7 +68,7 @@ class Reductions(CollectiveDispatch):
     def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
         """Return the compiled steps of an all-reduce with this dtype and operation, if any."""
         code = CODES.get((flat.dtype, operation))
-        native = self._native
+        native = self._native_calls
         if code is None or native is None or self._inter_host is not None:
             return None
         return lambda tensor: native.all_reduce(tensor, code)
