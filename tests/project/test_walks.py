@@ -1,0 +1,69 @@
+"""The files that docs/design.md lists for a batch's walk are those that a step really enters."""
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shoal
+from shoal.testing import world
+
+PACKAGE = Path(shoal.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+DECIDING = ("run/", "strategies/", "parameter_server/worker/")
+HELPERS = {
+    *("run/checks.py", "run/gradients.py"),
+    *("strategies/ddp/buffer_sync.py",),
+    *("parameter_server/worker/push_trace.py", "parameter_server/worker/flat_params.py"),
+}
+"""Files that a step calls on its way and leaves at once. They decide nothing about the batch."""
+
+
+def listed(title: str) -> list[str]:
+    """Return the files of a walk, as docs/design.md lists them."""
+    section = PAGE.partition("## A batch's walk\n")[2].partition("\n## ")[0]
+    walk = section.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`: ", walk, flags=re.M)
+
+
+def files_entered(strategy: str) -> list[str]:
+    """Return the files of the package that the third step enters, in the order of first calls."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    model, optimizer, *_ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    entered: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            entered.setdefault(path.relative_to(PACKAGE).as_posix())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run.forward_backward(F.cross_entropy, model, torch.randn(4, 8), torch.arange(4))
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    sys.setprofile(note)
+    step()
+    sys.setprofile(None)
+    return list(entered)
+
+
+@pytest.mark.parametrize(
+    ("title", "strategy"), [("ddp", "ddp"), ("zero3", "zero3"), ("server", "server=1")]
+)
+def test_a_step_enters_the_files_of_the_walk_in_their_order(title: str, strategy: str) -> None:
+    walk = listed(title)
+    assert walk
+    for entered in world.run(2, files_entered, strategy):
+        assert [file for file in entered if file in walk] == walk
+        deciding = {file for file in entered if file.startswith(DECIDING)}
+        assert deciding - set(walk) <= HELPERS
