@@ -1,4 +1,7 @@
-"""`shoal eval`: evaluate a run on every validation sample."""
+"""`shoal eval`: evaluate a run on every validation sample.
+
+It runs on any number of processes, whatever number has trained, and the result is the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal export`: write the full model of a run to one file."""
+"""`shoal export`: write the full model of a run to one file.
+
+It runs in one process and reads the shards of a checkpoint one tensor at a time.
+"""
 
 from __future__ import annotations
 

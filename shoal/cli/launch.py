@@ -1,4 +1,8 @@
-"""`shoal launch`: run a user's script on several processes."""
+"""`shoal launch`: run a user's script on several processes.
+
+The options reach the script as environment variables, which `shoal.init()` reads. A script without
+Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env://`.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             f"{info.reason}. Let that launcher start the ranks, without `shoal launch`: "
             f"python {options.script}"
         )
+    # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
     # shoal.init() reads these variables in the script.
     variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}

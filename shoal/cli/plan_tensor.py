@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, with the options of `tensor` in the experiment's own strategy if it has it."""
+    """Print the plan. The options of `tensor` are those of the experiment, if it has them."""
     settings, line, _ = job_options.settings(options, 1)
     from dataclasses import replace
 

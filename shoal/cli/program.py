@@ -70,6 +70,7 @@ VERBS: dict[str, Verb] = {
     "servers": servers,
     "doctor": doctor,
 }
+# Verbs that accept settings as flags, such as --optimizer.lr 0.1.
 TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")
 
 
@@ -107,10 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> int:
+    """Parse the words, run the verb, and return its exit status."""
     parser, verb_parsers = _parsers()
     settings: list[tuple[str, str]] = []
     if words and words[0] in TAKES_SETTINGS:
         words, settings = job_options.split(words, verb_parsers[words[0]])
+    # Settings are no options of argparse, for their names are known only to the configuration.
     options = parser.parse_args(trace_flag.with_window(words))
     if options.verb is None:
         parser.print_help()

@@ -1,4 +1,8 @@
-"""`shoal scale`: change the number of processes of a run while it trains."""
+"""`shoal scale`: change the number of processes of a run while it trains.
+
+The command sends a request to the launcher of the run and prints its answers as they arrive: first
+that the processes stop and save, then that the new ones have started.
+"""
 
 from __future__ import annotations
 

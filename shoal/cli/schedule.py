@@ -1,4 +1,7 @@
-"""`shoal schedule`: draw the schedule of a pipeline."""
+"""`shoal schedule`: draw the schedule of a pipeline.
+
+The drawing needs only the table of the schedule, so nothing is trained and torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from shoal.strategies.pipeline.draw import legend
     from shoal.strategies.pipeline.schedules import table
 
+    # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
     schedule = table(options.name, options.ranks, microbatches, options.stages)
     print(legend(schedule))

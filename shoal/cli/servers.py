@@ -1,4 +1,8 @@
-"""`shoal servers`: list, add and remove the parameter servers of a running job."""
+"""`shoal servers`: list, add and remove the parameter servers of a running job.
+
+The coordinator of the job executes the command, and training goes on meanwhile. The command returns
+when it is done: for `remove`, when all partitions of the shard have moved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`shoal trace`: print a breakdown of the time of traced steps."""
+"""`shoal trace`: print where the time of traced steps went, and draw it.
+
+It reads the trace.json of a run with --trace. The JSON goes to stdout alone, so that a program can
+parse it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`shoal train`: train an experiment, or resume it."""
+"""`shoal train`: train an experiment, or resume it.
+
+    shoal train -n 4              this process starts 4 ranks and restarts them after a loss
+    torchrun ... shoal train      this process is one of the ranks; torchrun restarts them
+    shoal train                   this process trains alone
+
+All checks that need no data are made before any process starts.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     settings, line, notes = job_options.settings(options, world)
     if settings.job.train.record:
         check_recordable(line)
-    if info.rank == 0:
+    if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     if problems := check_job(settings.job, line, world):

@@ -5,9 +5,9 @@ depends on the element's position in its bucket (seen with Gloo on torch 2.13). 
 its buckets again in its first step, and would differ from the uninterrupted run. Here every element
 is summed in the order of ranks:
 
-      rank 0   a0 b0 c0        [1] all-to-all        a0 a1 a2        [2] sum     A        [3] all-gather   A B C
-      rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
-      rank 2   a2 b2 c2            chunk i to i      c0 c1 c2        in order    C                         A B C
+      rank 0   a0 b0 c0   [1] all-to-all   a0 a1 a2   [2] sum    A   [3] all-gather   A B C
+      rank 1   a1 b1 c1       ─────────>   b0 b1 b2   ──────>    B       ─────────>   A B C
+      rank 2   a2 b2 c2     chunk i to i   c0 c1 c2   in order   C                    A B C
 
 Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" always adds in the order
 of ranks, so there this is a plain all-reduce with the same bits."""

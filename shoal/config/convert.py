@@ -83,6 +83,7 @@ def describe(annotation: Any) -> str:
 
 
 def _choice(located: LocatedValue, choices: tuple[str, ...]) -> str:
+    # The text, because a choice such as `no` or `1e3` may have been parsed to another type.
     if located.text in choices:
         return located.text
     close = get_close_matches(located.text, choices, n=1)

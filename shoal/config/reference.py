@@ -55,6 +55,7 @@ def _values(setting: Setting) -> str:
     return describe(setting.annotation) + limit
 
 
+# The page shows placeholders, because a note contains the values of a command line.
 def _note(row: DistribuuuuKey) -> str:
     return row.note.format(value="VALUE", ours="OURS", ranks="RANKS")
 

@@ -137,7 +137,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _locate(node: yaml.Node, parents: tuple[yaml.Node, ...], problems: list[str]) -> LocatedValue:
-    """Return the value of a node, with `parents` around it. An alias to a parent is a problem."""
+    """Return the value of a node; an alias to one of its `parents` is a problem."""
     line = node.start_mark.line + 1
     if node in parents:
         problems.append(f"{line}: an alias stands inside what it stands for; write the value out")
@@ -154,17 +154,17 @@ def _locate(node: yaml.Node, parents: tuple[yaml.Node, ...], problems: list[str]
 def _items(
     node: yaml.MappingNode, path: tuple[yaml.Node, ...], problems: list[str]
 ) -> Iterator[tuple[str, LocatedValue]]:
-    first_lines: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             problems.append(f"{line}: a key must be a word, not a list or a mapping")
-        elif key.value in first_lines:
+        elif key.value in lines:
             problems.append(
-                f"{line}: '{key.value}' stands twice, on line {first_lines[key.value]} too; remove one"
+                f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove one"
             )
         else:
-            first_lines[key.value] = line
+            lines[key.value] = line
             # A value has the line of its key, where a reader looks for it.
             located = _locate(value, path, problems)
             yield key.value, LocatedValue(located.value, line, located.text)

@@ -95,7 +95,7 @@ def read(environ: Mapping[str, str], parent_pid: int | None = None) -> RankInfo:
 
 
 def _innermost(variables: Variables) -> RankInfo:
-    """Return the place that the innermost launcher defines."""
+    """Return the rank info that the innermost launcher defines."""
     info = launchers.torchrun(variables) or launchers.mpi(variables) or launchers.slurm(variables)
     if info is None:
         return launchers.environment(variables) or launchers.single_process(variables)

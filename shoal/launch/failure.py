@@ -39,7 +39,8 @@ class Failure:
             code.
         is_secondary: the rank has lost a connection, so another rank probably ended first.
         code: exit code of the launcher because of this failure, 1 to 255.
-        is_loss: a process is gone that nobody asked to end. The program may be right.
+        is_loss: a process was killed or stopped without a request, or a server shard is lost. The
+            program may be right, and a restart may help.
     """
 
     rank: int

@@ -222,7 +222,7 @@ class ZeroOptions(StrategyOptions):
 
     @property
     def mesh_dims(self) -> dict[str, int]:
-        return {"shard": self.hybrid}
+        return {"dp_shard": self.hybrid}
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Whether lines can be drawn over on this stream: never so in a Slurm log, a pipe or a dumb
-    terminal.
+    """Return True if text on this stream can be replaced later.
+
+    It cannot in a Slurm log, a pipe or a dumb terminal.
     """
     if not stream.isatty():
         return False

@@ -130,11 +130,11 @@ def open_saver(
     note: Callable[[str], None],
 ) -> RunSaver:
     """Return the saver of a job's run directory. Collective."""
-    # A thread that saves needs a group of its own: its votes must not mix with training.
+    # A thread that saves needs a group of its own: its messages must not mix with training.
     group = mesh.new_group() if job.checkpoint.asynchronous else None
     checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
     if not job.checkpoint.asynchronous:
         return RunSaver(checkpoints, None, pause, note)
-    # All ranks of one stage hold the same full tensors, and each writes a part of them.
+    # All ranks of one stage hold the same full tensors, and each writes some of them.
     ranks_per_stage = mesh.size // mesh.pipeline.size
     return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note)

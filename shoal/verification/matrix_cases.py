@@ -177,6 +177,7 @@ class TwoInputs(nn.Module):
         return mixed
 
 
+# The names are columns of docs/verified.md and keys of verified.json.
 EXPERIMENTS = {
     "mlp": Experiment(mlp, image_loader, F.cross_entropy),
     "cnn": Experiment(cnn, image_loader, F.cross_entropy),

@@ -1,4 +1,4 @@
-"""Parts of which only some blocks are sent: what comes out is what went in, bit for bit."""
+"""Messages of some blocks of a partition: they are unpacked bit for bit."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from shoal.parameter_server.events import ProtocolViolation
     touched=st.sets(st.integers(0, 299)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_what_is_packed_and_unpacked_into_zeros_is_what_it_was(
+def test_blocks_unpacked_into_zeros_restore_the_values(
     length: int, touched: set[int], dtype: torch.dtype
 ) -> None:
     numbers = torch.zeros(length, dtype=dtype)
@@ -29,7 +29,7 @@ def test_what_is_packed_and_unpacked_into_zeros_is_what_it_was(
 
 
 @given(length=st.integers(1, 300), indices=st.sets(st.integers(0, 299)))
-def test_blocks_that_have_changed_make_the_old_numbers_the_new_ones(
+def test_changed_blocks_turn_the_old_values_into_the_new_ones(
     length: int, indices: set[int]
 ) -> None:
     before = torch.arange(float(length))

@@ -1,6 +1,4 @@
-"""The backend "shoal" in processes: what each call comes to is what Gloo says, on any shapes,
-types and groups.
-"""
+"""The backend "shoal" in processes gives the results of Gloo for all shapes, dtypes and groups."""
 
 import subprocess
 import sys
@@ -41,7 +39,8 @@ def test_each_call_comes_to_what_it_comes_to_on_gloo(kind: str) -> None:
 
 @pytest.mark.parametrize("order", ["torch, shoal", "shoal, torch"])
 def test_an_import_of_shoal_is_enough(order: str) -> None:
-    program = f"import {order}; print(torch.distributed.Backend('shoal') in torch.distributed.Backend.backend_list)"
+    known = "torch.distributed.Backend('shoal') in torch.distributed.Backend.backend_list"
+    program = f"import {order}; print({known})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -77,7 +76,7 @@ def _carry_every_type() -> int:
 
 
 def test_a_tensor_that_autograd_keeps_may_be_reduced() -> None:
-    """As on Gloo: what is written into it is not seen by autograd."""
+    """As on Gloo, autograd does not see the result."""
     assert world.run(2, _reduce_a_parameter) == [(3.0, 0), (3.0, 0)]
 
 

@@ -1,4 +1,4 @@
-"""Several hosts, played on one machine: SHOAL_HOST says which one a rank is on."""
+"""Several hosts on one machine: SHOAL_HOST is the host of a rank."""
 
 import os
 import random

@@ -1,6 +1,4 @@
-"""All-reduces whose steps are compiled: in one process in any order of turns, and then in
-processes that die.
-"""
+"""Compiled all-reduces: in one process in any order of turns, then in processes that die."""
 
 import os
 import random
@@ -36,7 +34,7 @@ KINDS = st.tuples(st.sampled_from(sorted(CODES, key=str)), st.integers(0, 3000))
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices so small that slots are used again and again, and sums that are shared soon."""
+    """Make slices small, so that slots are used again and two passes come soon."""
     monkeypatch.setattr(native, "SLICE_BYTES", 1 << 9)
     monkeypatch.setattr(native, "LARGE_BYTES", 1 << 13)
     monkeypatch.setattr(native, "LARGE_SLICE_BYTES", 1 << 11)
@@ -48,7 +46,7 @@ Reduce = Callable[[Tensor, str], Steps]
 
 
 def compiled_of(ranks: Sequence[PhaseBoard]) -> list[Reduce]:
-    """The compiled all-reduce of each rank."""
+    """Return the compiled all-reduce of each rank."""
     return [partial(_compiled_all_reduce, NativeCalls(board)) for board in ranks]
 
 
@@ -96,7 +94,7 @@ def _broadcast(board: PhaseBoard, length: int) -> tuple[CallSignature, Callable[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_no_number_and_what_is_too_small_for_one_is_summed_as_torch_does(
+def test_nan_infinity_and_subnormal_values_are_summed_as_by_torch(
     dtype: torch.dtype,
 ) -> None:
     tiny = torch.finfo(dtype).tiny / 4
@@ -139,7 +137,7 @@ def test_steps_of_another_source_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert native.version() == 0
 
 
-def test_what_no_caller_should_ask_for_is_refused() -> None:
+def test_invalid_arguments_of_compiled_steps_are_refused() -> None:
     steps = NativeCalls(meet(2)[0])._compiled
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 4 and a step 0"):
         steps.advance(64, 8, 4, 0, 1, 0)
@@ -161,7 +159,7 @@ def test_all_do_without_where_one_rank_has_none() -> None:
 
 
 def _reduce(one_has_none: bool) -> tuple[bool, bool]:
-    """Whether steps were compiled, and whether sums are right."""
+    """Return whether steps were compiled, and whether sums are right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if one_has_none and rank == 1:
         os.environ["SHOAL_COMPILED"] = "0"

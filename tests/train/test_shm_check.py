@@ -29,7 +29,7 @@ def images() -> Source:
     )  # 128 KiB each
 
 
-def test_batches_of_workers_that_do_not_fit_are_refused_with_the_room_they_need() -> None:
+def test_batches_that_do_not_fit_are_refused_with_the_room_they_need() -> None:
     with pytest.raises(
         ConfigError,
         match="from 2 workers of each rank need 80 MiB of /dev/shm, which has 64 MiB free",

@@ -1,6 +1,4 @@
-"""Buffers are part of the proof: those that ranks change by design are told apart from those
-that are wrong.
-"""
+"""The proof of buffers: differences by design, and differences that are errors."""
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from shoal.verification.buffer_check import changed_buffers, copy_buffers, train
 
 
 class Counted(nn.Module):
-    """Counts samples, and keeps a running mean that only evaluation reads."""
+    """A model that counts samples, and has a running mean that only evaluation reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +28,7 @@ class Counted(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Divides by a running size, in training too."""
+    """A model that divides by a running size, in training too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class Scaled(nn.Module):
 
 
 class Stepped(nn.Module):
-    """Counts calls, which are the same on every rank."""
+    """A model that counts calls, which are the same on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class Stepped(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Keeps a number that nobody reads."""
+    """A model with a constant that no pass reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def doubled(output: Tensor, target: Tensor) -> Tensor:
-    """Right on one process, wrong on two."""
+    """Return a loss that is right on one process, and wrong on two."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return F.mse_loss(output, target) * ranks
 

@@ -314,7 +314,7 @@ class ServerNode:
             "received_bytes": self.received_bytes,
             "sent_bytes": self.workers.sent_bytes,
             "refused": self.acceptor.refused,
-            "staleness": dict(self.shard.seen),
+            "staleness": dict(self.shard.staleness_counts),
         }
 
 

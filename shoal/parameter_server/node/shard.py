@@ -53,7 +53,7 @@ class Shard(ShardReplica):
 
     Attributes:
         step_requests: worker -> its newest step, and the settings for it.
-        seen: how many reads there were -> of each staleness.
+        staleness_counts: staleness -> number of reads with it.
         history: updates and reads since `record`; None before.
     """
 
@@ -74,7 +74,7 @@ class Shard(ShardReplica):
         self.staleness = staleness
         self._snapshot = snapshot
         self.step_requests: dict[int, tuple[int, StepRequest]] = {}
-        self.seen: Counter[int] = Counter()
+        self.staleness_counts: Counter[int] = Counter()
         self.history: EventLog | None = None
 
     def record(self) -> None:
@@ -279,7 +279,7 @@ class Shard(ShardReplica):
             self.readers[partition][worker] = clock
             return []
         self.readers[partition].pop(worker, None)
-        self.seen[clock - slowest] += 1
+        self.staleness_counts[clock - slowest] += 1
         self._log_event(Event("r", partition, state.clock, worker, clock))
         # In synchronous steps the values cannot change before every worker has read them.
         values = (

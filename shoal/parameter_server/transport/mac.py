@@ -104,7 +104,9 @@ class _Gmac:
 def _ciphers() -> Any:
     try:
         from cryptography.hazmat.primitives import ciphers
-        from cryptography.hazmat.primitives.ciphers import algorithms, modes  # noqa: F401 - an attribute of `ciphers`
+
+        # The second import makes `algorithms` and `modes` attributes of `ciphers`.
+        from cryptography.hazmat.primitives.ciphers import algorithms, modes  # noqa: F401
     except ImportError:
         return None
     return ciphers if hasattr(algorithms, "AES256") else None  # old versions lack it

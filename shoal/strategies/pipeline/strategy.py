@@ -81,7 +81,7 @@ class Pipeline(PipelineOptions, Strategy):
 
     needs_example_batch: ClassVar[bool] = True
 
-    def apply_strategies(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Keep this rank's stages; replace `module`, `forward`, `run` and `trainable_params`.
 
         Collective.

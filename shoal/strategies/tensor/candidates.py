@@ -158,10 +158,8 @@ def has_module_hooks(module: nn.Module) -> bool:
 
 def find_hooks_inside(module: nn.Module) -> str | None:
     """Return the name of a module with hooks below `module`, None if there is none."""
-    for name, inner in module.named_modules():
-        if name and has_module_hooks(inner):
-            return name
-    return None
+    inner_modules = module.named_modules()
+    return next((name for name, m in inner_modules if name and has_module_hooks(m)), None)
 
 
 def find_hooks_around(

@@ -141,7 +141,7 @@ def _trace(
 
 
 def _remove_proxies(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Take proxies that the trace has left in modules, and put back the attributes they replaced."""
+    """Remove proxies that the trace has left in modules; put back the attributes they replaced."""
     for module, attributes in before:
         current = vars(module)
         for key in [key for key, value in current.items() if isinstance(value, fx.Proxy)]:

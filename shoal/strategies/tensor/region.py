@@ -175,7 +175,9 @@ class _AllGather(GatherForward):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shard = reduce_scatter_dim(gradient, ctx.axis, ctx.shard_dim)
         length = gradient.shape[ctx.shard_dim]
-        return SequenceParallelTensor.from_local(shard, ctx.axis, ctx.shard_dim, length, ctx.order)
+        return SequenceParallelTensor.from_local(
+            shard, ctx.axis, ctx.shard_dim, length, ctx.memory_order
+        )
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -44,13 +44,13 @@ class SequenceParallelTensor(Tensor):
     """A tensor of which this rank has `local`, its tokens along `shard_dim`.
 
     Attributes:
-        dim_order: dims as they lie in memory, the outermost first. Dropout draws in this order.
+        memory_order: dims as they lie in memory, the outermost first. Dropout draws in this order.
     """
 
     local: Tensor
     axis: Axis
     shard_dim: int
-    dim_order: tuple[int, ...]
+    memory_order: tuple[int, ...]
     _exposed: tuple[tuple[Tensor, int], ...] = ()  # full tensors with views, and their versions
 
     @staticmethod
@@ -59,16 +59,16 @@ class SequenceParallelTensor(Tensor):
         axis: Axis,
         shard_dim: int,
         length: int,
-        dim_order: Sequence[int] | None = None,
+        memory_order: Sequence[int] | None = None,
     ) -> SequenceParallelTensor:
         """Wrap this rank's tokens.
 
         Args:
             length: of the full tensor along `shard_dim`; T need not divide it.
-            dim_order: None for a contiguous tensor.
+            memory_order: None for a contiguous tensor.
         """
         shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
-        order = tuple(range(local.dim())) if dim_order is None else tuple(dim_order)
+        order = tuple(range(local.dim())) if memory_order is None else tuple(memory_order)
         made = make_wrapper_subclass(
             SequenceParallelTensor,
             shape,
@@ -79,29 +79,29 @@ class SequenceParallelTensor(Tensor):
         made.local = local.detach()
         made.axis = axis
         made.shard_dim = shard_dim
-        made.dim_order = order
+        made.memory_order = order
         wrapper: SequenceParallelTensor = made
         return wrapper
 
     def like(self, local: Tensor) -> SequenceParallelTensor:
         """Wrap another tensor of the same shape, for the same tokens."""
         return SequenceParallelTensor.from_local(
-            local, self.axis, self.shard_dim, self.shape[self.shard_dim], self.dim_order
+            local, self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order
         )
 
     def gathered(self) -> Tensor:
         """Return the full tensor, on every rank, without a gradient. Collective."""
         length = self.shape[self.shard_dim]
-        position = self.dim_order.index(self.shard_dim)
-        in_memory_order = self.local.permute(self.dim_order)
+        position = self.memory_order.index(self.shard_dim)
+        in_memory_order = self.local.permute(self.memory_order)
         full = all_gather_dim(in_memory_order, self.axis, position, length)
-        inverse = [self.dim_order.index(dim) for dim in range(self.dim())]
+        inverse = [self.memory_order.index(dim) for dim in range(self.dim())]
         # Detached: autograd must not take it for a view, for it may be written into.
         return full.permute(inverse).detach()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of inner tensors, and the rest: for code that counts memory."""
-        return ["local"], (self.axis, self.shard_dim, self.shape[self.shard_dim], self.dim_order)
+        return ["local"], (self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -160,11 +160,11 @@ class SequenceParallelTensor(Tensor):
             raise StrategyRefused(_write_message("a view of it"))
 
 
-def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+def _strides(shape: tuple[int, ...], memory_order: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a dense tensor whose dims lie in this order."""
     strides = [0] * len(shape)
     step = 1
-    for dim in reversed(dim_order):
+    for dim in reversed(memory_order):
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
@@ -239,7 +239,7 @@ class GatherForward(torch.autograd.Function):
     def forward(ctx: Any, x: SequenceParallelTensor) -> Tensor:
         ctx.axis = x.axis
         ctx.shard_dim = x.shard_dim
-        ctx.order = x.dim_order
+        ctx.memory_order = x.memory_order
         return x.gathered()
 
 
@@ -250,7 +250,9 @@ class _ToFull(GatherForward):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         local = local_slice(gradient, ctx.axis, ctx.shard_dim)
         length = gradient.shape[ctx.shard_dim]
-        return SequenceParallelTensor.from_local(local, ctx.axis, ctx.shard_dim, length, ctx.order)
+        return SequenceParallelTensor.from_local(
+            local, ctx.axis, ctx.shard_dim, length, ctx.memory_order
+        )
 
 
 class _FullGradient(torch.autograd.Function):

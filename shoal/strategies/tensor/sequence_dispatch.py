@@ -119,20 +119,20 @@ def _elementwise(func: Any, args: Any, options: Any) -> Any:
     if written:
         return args[0]
     is_contiguous = all(_is_contiguous(tensor) for tensor in tensors)
-    dim_order = None if is_contiguous else _result_dim_order(func, args, options)
+    memory_order = None if is_contiguous else _result_memory_order(func, args, options)
     shard_dim = len(shape) - layout.dim_from_last
     return SequenceParallelTensor.from_local(
-        local, layout.axis, shard_dim, layout.length, dim_order
+        local, layout.axis, shard_dim, layout.length, memory_order
     )
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
     if isinstance(tensor, SequenceParallelTensor):
-        return tensor.dim_order == tuple(range(tensor.dim()))
+        return tensor.memory_order == tuple(range(tensor.dim()))
     return tensor.is_contiguous()
 
 
-def _result_dim_order(func: Any, args: Any, options: Any) -> tuple[int, ...]:
+def _result_memory_order(func: Any, args: Any, options: Any) -> tuple[int, ...]:
     """Return how the result would lie in memory on one device.
 
     torch has rules of its own for that, so it is asked with tensors on the meta device.
@@ -172,11 +172,11 @@ def _transpose(func: Any, args: Any, options: Any) -> Any:
     x, first, second = args
     new_dims = [*range(x.dim())]
     new_dims[first], new_dims[second] = new_dims[second], new_dims[first]
-    dim_order = [new_dims[dim] for dim in x.dim_order]
+    memory_order = [new_dims[dim] for dim in x.memory_order]
     local = x.local.transpose(first, second)
     length = x.shape[x.shard_dim]
     return SequenceParallelTensor.from_local(
-        local, x.axis, new_dims[x.shard_dim], length, dim_order
+        local, x.axis, new_dims[x.shard_dim], length, memory_order
     )
 
 
@@ -222,10 +222,10 @@ def _without_reduced_dims(
     keeps_dims = len(args) > 2 and args[2]
     reduced = _reduced_dims(args)
     remaining = [dim for dim in range(x.dim()) if keeps_dims or dim not in reduced]
-    dim_order = [remaining.index(dim) for dim in x.dim_order if dim in remaining]
+    memory_order = [remaining.index(dim) for dim in x.memory_order if dim in remaining]
     shard_dim = remaining.index(x.shard_dim)
     length = x.shape[x.shard_dim]
-    return SequenceParallelTensor.from_local(local, x.axis, shard_dim, length, dim_order)
+    return SequenceParallelTensor.from_local(local, x.axis, shard_dim, length, memory_order)
 
 
 def _sum_of_all(func: Any, args: Any, options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is heard of the arbiter, and when."""
+"""Subscription to the coordinator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.parameter_server.transport.settings import Transport
 KEY = bytes(range(32))
 
 
-def test_the_arbiter_is_asked_when_whoever_is_to_be_told_is_ready():
+def test_a_watcher_connects_in_begin_and_not_before():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
         with closing(
             ClusterWatcher(0, listener.getsockname(), Transport(Key(KEY), "job"))
-        ) as views:
+        ) as watcher:
             with pytest.raises(TimeoutError):
                 listener.accept()
-            views.begin()
+            watcher.begin()
             listener.settimeout(5)
             listener.accept()[0].close()

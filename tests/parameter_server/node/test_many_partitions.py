@@ -1,4 +1,4 @@
-"""A model of more parts than fit into a small message."""
+"""Placement of a model whose partitions do not fit into a small message."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ KEY = bytes(range(32))
 PARTS = 60_000
 
 
-def test_a_worker_hears_who_answers_for_each(tmp_path: Path) -> None:
+def test_a_worker_gets_the_owner_of_each_of_many_partitions(tmp_path: Path) -> None:
     owners = tuple(number % 2 for number in range(PARTS))
     parts = partition({"weight": ParamMeta(PARTS, torch.float32, 0)}, 4)
     recipe = recipe_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     settings = ShardSettings(tuple(parts), recipe, workers=1, staleness=0, lease_s=1.0)
     transport = Transport(Key(KEY), "job")
-    court = CoordinatorConfig(transport, tmp_path / "views.json", settings, owners, shards=2)
+    config = CoordinatorConfig(transport, tmp_path / "views.json", settings, owners, shards=2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        arbiter = threading.Thread(target=CoordinatorServer(court, listener).run, daemon=True)
-        arbiter.start()
-        with closing(ClusterWatcher(0, listener.getsockname(), transport)) as views:
-            views.begin()
-            placement = views.placement(10)
-            views.post(Op.LEAVE)
-        arbiter.join(10)
-    assert not arbiter.is_alive()
+        coordinator = threading.Thread(target=CoordinatorServer(config, listener).run, daemon=True)
+        coordinator.start()
+        with closing(ClusterWatcher(0, listener.getsockname(), transport)) as watcher:
+            watcher.begin()
+            placement = watcher.placement(10)
+            watcher.post(Op.LEAVE)
+        coordinator.join(10)
+    assert not coordinator.is_alive()
     assert placement is not None
     assert placement.owners == owners
     assert len(str(placement.to_json())) > MAX_CONTROL_BYTES

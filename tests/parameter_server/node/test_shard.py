@@ -1,6 +1,4 @@
-"""The shard's mind under thousands of schedules: what arrives in any order, twice, or never
-again.
-"""
+"""The shard under thousands of schedules: messages in any order, repeated, or lost."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -69,12 +67,12 @@ def gradient(worker: int, step: int, part: int) -> Tensor:
     return torch.randn(PARTS[part].length, dtype=torch.float64, generator=generator)
 
 
-def told() -> StepRequest:
+def step_request() -> StepRequest:
     return StepRequest([settings_of(group) for group in optimizer().param_groups])
 
 
-def by_hand(workers: int, steps: int) -> list[Tensor]:
-    """The values after `steps` synchronous steps, by torch alone."""
+def reference_values(workers: int, steps: int) -> list[Tensor]:
+    """Return the values after `steps` synchronous steps, by torch alone."""
     values = []
     for part in PARTS:
         parameter = nn.Parameter(torch.ones(part.length, dtype=part.dtype))
@@ -91,8 +89,9 @@ def by_hand(workers: int, steps: int) -> list[Tensor]:
 
 @dataclass
 class Worker:
-    """Pushes its parts in any order, orders the step, and waits for all values; says everything
-    again if it must.
+    """Pushes its partitions in any order, requests the step, and waits for all values.
+
+    It may resend everything.
     """
 
     number: int
@@ -103,9 +102,7 @@ class Worker:
     ordered: bool = False
 
     def choices(self) -> list[tuple[str, int]]:
-        """What it may do next: something new, or something that it has said before and has no
-        answer to.
-        """
+        """Return the possible next actions: new ones, and resends of what has no answer."""
         waiting = [p for p, clock in self.arrived.items() if clock < self.step]
         if waiting:
             return [("again", p) for p in waiting] + [("order again", 0)]
@@ -125,7 +122,7 @@ class Worker:
                 )
             case "order":
                 self.step, self.pushed = self.step + 1, set()
-                return to.request_step(self.number, self.step - 1, told())
+                return to.request_step(self.number, self.step - 1, step_request())
             case "again":
                 return to.push(
                     self.number,
@@ -134,7 +131,7 @@ class Worker:
                     gradient(self.number, self.step - 1, part),
                     ones,
                 )
-        return to.request_step(self.number, self.step - 1, told())
+        return to.request_step(self.number, self.step - 1, step_request())
 
 
 def deliver(out: Iterable[Outgoing], workers: list[Worker]) -> Iterator[PullResponse]:
@@ -154,7 +151,7 @@ def test_every_schedule_of_synchronous_steps_gives_the_same_bits(seed: int, coun
         what, part = chance.choice(worker.choices())
         for value in deliver(worker.act(what, part, to), workers):
             assert value.clock == value.min_clock
-    for found, expected in zip(to.held.values(), by_hand(count, 2), strict=True):
+    for found, expected in zip(to.held.values(), reference_values(count, 2), strict=True):
         assert torch.equal(found.values, expected)
 
 
@@ -180,22 +177,22 @@ def test_no_read_is_staler_than_allowed_and_each_push_is_applied_once(
 
 
 def _copied(applied: ReplicateUpdate) -> ReplicateUpdate:
-    """The message as it would come over a connection, with a gradient of its own."""
+    """Copy a message, as a connection does: with a gradient of its own."""
     gradient = applied.update.gradient.clone()
     return applied._replace(update=applied.update._replace(gradient=gradient))
 
 
 class Replica:
-    """A backup that is told of everything in order, as a connection would."""
+    """A backup that gets all messages in order, as over a connection."""
 
     def __init__(self, primary: Shard, number: int) -> None:
         self.shard = Shard(PARTS, recipe(), primary.workers, primary.staleness)
         self.number = number
         self.inbox: list[InstallSnapshot | ReplicateUpdate] = []
-        self.take(primary.add_backup(number))
+        self.queue(primary.add_backup(number))
 
-    def take(self, out: list[Outgoing]) -> list[Outgoing]:
-        """Keep what is for this replica; the rest is for others."""
+    def queue(self, out: list[Outgoing]) -> list[Outgoing]:
+        """Queue the messages for this replica; return the others."""
         mine = [
             m
             for m in out
@@ -208,8 +205,8 @@ class Replica:
             if not (isinstance(m, (InstallSnapshot, ReplicateUpdate)) and m.backup == self.number)
         ]
 
-    def hear(self, primary: Shard) -> list[Outgoing]:
-        """One message; what the primary does with its acknowledgement."""
+    def handle_one(self, primary: Shard) -> list[Outgoing]:
+        """Handle one message; return the primary's answers to its acknowledgement."""
         message = self.inbox.pop(0)
         answers = (
             self.shard.install_snapshot(message)
@@ -222,7 +219,7 @@ class Replica:
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), staleness=st.sampled_from([0, 1, None]))
-def test_a_backup_takes_over_at_any_moment_and_nothing_that_was_answered_is_lost(
+def test_a_backup_may_take_over_at_any_moment_without_losing_an_answer(
     seed: int, staleness: int | None
 ) -> None:
     chance = Random(seed)
@@ -237,36 +234,36 @@ def test_a_backup_takes_over_at_any_moment_and_nothing_that_was_answered_is_lost
             and moves > dies_after
             and not any(isinstance(m, InstallSnapshot) for m in replica.inbox)
         ):
-            to, replica = replica.shard, None  # what was under way to it or to workers is lost
-            for worker in workers:  # it knows nothing of pushes that were not applied
+            to, replica = replica.shard, None  # messages to it and to workers are lost
+            for worker in workers:  # the backup has no pushes that were not applied
                 worker.pushed.clear()
         able = [w for w in workers if w.choices()]
         if replica is not None and replica.inbox and (not able or chance.random() < 0.5):
-            for _ in deliver(replica.hear(to), workers):
+            for _ in deliver(replica.handle_one(to), workers):
                 pass
             continue
         worker = chance.choice(able)
         what, part = chance.choice(worker.choices())
         out = worker.act(what, part, to)
-        for value in deliver(out if replica is None else replica.take(out), workers):
+        for value in deliver(out if replica is None else replica.queue(out), workers):
             if replica is not None:
                 assert (
                     replica.shard.held[value.part].clock >= value.clock
-                )  # it is there before a worker hears of it
+                )  # the backup has it before the worker
     if staleness == 0:
-        for found, expected in zip(to.held.values(), by_hand(2, 3), strict=True):
+        for found, expected in zip(to.held.values(), reference_values(2, 3), strict=True):
             assert torch.equal(found.values, expected)
     assert all(steps == 3 for done in to.done.values() for steps in done.values())
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_is_left_unchanged() -> None:
     to = shard(2)
     first, second = gradient(0, 0, 0), gradient(1, 0, 0)
     first[5:], second[5:] = 0, 0
     to.push(0, 0, 0, first.clone(), b"\1\0")
     to.push(1, 0, 0, second.clone(), b"\1\0")
-    assert list(to.request_step(0, 0, told())) == []
-    assert len(list(to.request_step(1, 0, told()))) == 2
+    assert list(to.request_step(0, 0, step_request())) == []
+    assert len(list(to.request_step(1, 0, step_request()))) == 2
     values = to.held[0].values
     assert torch.equal(values[5:], torch.ones(3, dtype=torch.float64))
     assert not torch.equal(values[:5], torch.ones(5, dtype=torch.float64))
@@ -274,13 +271,13 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, None])
-def test_the_values_of_a_part_can_be_sent_before_the_next_part_is_stepped(
+def test_values_can_be_sent_before_the_next_partition_is_stepped(
     staleness: int | None,
 ) -> None:
     to = shard(1, staleness)
     for part in PARTS:
         to.push(0, 0, part.number, gradient(0, 0, part.number), b"\1" * len(part.segments))
-    for number, value in enumerate(to.request_step(0, 0, told())):
+    for number, value in enumerate(to.request_step(0, 0, step_request())):
         assert isinstance(value, PullResponse)
         assert value.part == number
         assert [held.clock for held in to.held.values()] == [1] * (number + 1) + [0] * (
@@ -288,7 +285,7 @@ def test_the_values_of_a_part_can_be_sent_before_the_next_part_is_stepped(
         )
 
 
-def test_questions_are_answered_when_every_worker_has_pushed() -> None:
+def test_queries_are_answered_when_every_worker_has_pushed() -> None:
     to, ones = shard(2), b"\1\1"
     assert to.query_gradient(1, 0, 0, as_tensor=True) == []
     assert to.query_gradient(0, 0, 1, as_tensor=False) == []
@@ -314,19 +311,19 @@ def test_questions_are_answered_when_every_worker_has_pushed() -> None:
         (0, 0, 0, 8, b"\1"),
     ],
 )
-def test_what_contradicts_the_layout_is_refused(
+def test_a_push_that_contradicts_the_layout_is_refused(
     worker: int, step: int, part: int, length: int, present: bytes
 ) -> None:
     with pytest.raises(ProtocolViolation):
         shard(2).push(worker, step, part, torch.zeros(length, dtype=torch.float64), present)
 
 
-def test_an_order_changes_the_learning_rate_and_scales_the_gradient() -> None:
+def test_a_step_request_sets_the_learning_rate_and_scales_the_gradient() -> None:
     to = Shard([Partition(0, 0, torch.float64, PARTS[1].segments)], _plain(), [0])
     to.load(0, 0, torch.zeros(4, dtype=torch.float64), [{}], 0)
     to.push(0, 0, 0, torch.ones(4, dtype=torch.float64), b"\1")
-    told: Settings = {"lr": 0.5}
-    assert len(list(to.request_step(0, 0, StepRequest([told], scale=3.0)))) == 1
+    settings: Settings = {"lr": 0.5}
+    assert len(list(to.request_step(0, 0, StepRequest([settings], scale=3.0)))) == 1
     assert torch.equal(to.held[0].values, torch.full((4,), -1.5, dtype=torch.float64))
 
 

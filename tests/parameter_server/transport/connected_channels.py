@@ -1,4 +1,4 @@
-"""Connected sockets and channels for the tests of the wire."""
+"""Connected sockets and channels for the tests of the transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEERS = Session(send_key=b"b" * 32, receive_key=b"a" * 32)
 
 @contextlib.contextmanager
 def sockets(kind: str = "unix") -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of one connection, both closed afterwards."""
+    """Yield two ends of one connection, and close both."""
     if kind == "unix":
         first, second = socket.socketpair()
     else:
@@ -66,7 +66,7 @@ def channels(
 
 @contextlib.contextmanager
 def beside(function: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Future[Any]]:
-    """`function` in a thread that has ended afterwards."""
+    """Run `function` in a thread, which has ended when this context ends."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(function, *args, **options)
 

@@ -1,6 +1,4 @@
-"""Who comes to a listening socket: strangers that stay silent, a system without descriptors;
-peers get in.
-"""
+"""Connections to a listening socket: silent strangers, no free descriptors, and peers."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from shoal.parameter_server.transport.settings import Transport
 
 
 class Scarce(socket.socket):
-    """A listener on a system that has no descriptor left, twice."""
+    """A listener on a system that has no free descriptor, two times."""
 
     failures = 2
 
@@ -38,20 +36,20 @@ class Scarce(socket.socket):
 
 @contextlib.contextmanager
 def opened(listener: socket.socket) -> Iterator[tuple[Acceptor, queue.SimpleQueue[int]]]:
-    """A door that lets in, and the numbers of those who came."""
+    """Run an acceptor; yield it, and a queue of the numbers of its peers."""
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def attend(channel: SecureChannel, number: int) -> None:
+    def serve(channel: SecureChannel, number: int) -> None:
         came.put(number)
         channel.close()
 
-    door = Acceptor(listener, "a server", Transport(Key(KEY), "digits", limit_bytes=100), 2)
-    thread = threading.Thread(target=door.accept, args=(attend,))
+    acceptor = Acceptor(listener, "a server", Transport(Key(KEY), "digits", limit_bytes=100), 2)
+    thread = threading.Thread(target=acceptor.accept, args=(serve,))
     thread.start()
     try:
-        yield door, came
+        yield acceptor, came
     finally:
-        door.close()
+        acceptor.close()
         thread.join()
 
 
@@ -60,12 +58,12 @@ def visit(address: tuple[str, int], number: int) -> None:
         connect(sock, KEY, "digits/2", number)
 
 
-def test_strangers_that_say_nothing_do_not_keep_out_who_holds_the_key(monkeypatch):
-    # They would keep it for ten minutes.
+def test_silent_strangers_do_not_keep_out_a_peer_with_the_key(monkeypatch):
+    # Without the limit, the strangers would keep the acceptor busy for ten minutes.
     monkeypatch.setattr(settings, "accept", partial(accept, limit_s=600.0))
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address = listener.getsockname()
-    with opened(listener) as (door, came), contextlib.ExitStack() as silent:
+    with opened(listener) as (acceptor, came), contextlib.ExitStack() as silent:
         strangers = [
             silent.enter_context(socket.create_connection(address)) for _ in range(HANDSHAKES + 3)
         ]
@@ -75,39 +73,39 @@ def test_strangers_that_say_nothing_do_not_keep_out_who_holds_the_key(monkeypatc
         assert came.get() == 7
         for stranger in strangers:
             stranger.close()
-        while door.refused < len(strangers):
+        while acceptor.refused < len(strangers):
             threading.Event().wait(0.01)
 
 
-def test_a_system_without_descriptors_closes_no_door():
+def test_a_system_without_free_descriptors_closes_no_listener():
     with Scarce() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with opened(listener) as (door, came):
+        with opened(listener) as (acceptor, came):
             visit(listener.getsockname(), 5)
             assert came.get() == 5
-            assert (door.refused, listener.failures) == (0, 0)
+            assert (acceptor.refused, listener.failures) == (0, 0)
 
 
-def test_a_flood_is_counted_whole_and_logged_in_few_lines(caplog):
+def test_a_flood_is_counted_fully_and_logged_in_few_lines(caplog):
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    with opened(listener) as (door, _), caplog.at_level(logging.WARNING, "shoal.server"):
+    with opened(listener) as (acceptor, _), caplog.at_level(logging.WARNING, "shoal.server"):
         for _ in range(100):
             with socket.create_connection(listener.getsockname()) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 read_to_end(stranger)
-        while door.refused < 100:
+        while acceptor.refused < 100:
             threading.Event().wait(0.01)
     assert len(caplog.records) == 7
     assert "a server has refused 64, the last because: the peer is no Shoal worker" in caplog.text
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_closed_door_admits_nobody(times):
+def test_a_closed_acceptor_accepts_nobody(times):
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    with opened(listener) as (door, _):
+    with opened(listener) as (acceptor, _):
         for _ in range(times):
-            door.close()
+            acceptor.close()
     with pytest.raises(ConnectionRefusedError):
         visit(address, 1)

@@ -1,4 +1,4 @@
-"""What goes out when, and what goes out first of what waits to be sent."""
+"""Time and order in which a connection sends its frames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_values_go_out_in_the_order_of_the_forward_pass():
     assert heard == [0, 1, 2, 3]
 
 
-def test_what_is_small_waits_for_whoever_is_sending():
+def test_a_small_frame_waits_for_a_frame_that_is_being_sent():
     with channels("unix", False) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         with ours._sending:
@@ -31,7 +31,7 @@ def test_what_is_small_waits_for_whoever_is_sending():
         peer.close()
 
 
-def test_what_is_small_waits_for_what_is_large_before_it():
+def test_a_small_frame_waits_for_a_large_one_before_it():
     with channels("unix", False) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         peer.post(Op.PUSH, torch.zeros(2**20), partition=1)
@@ -48,7 +48,7 @@ def test_what_is_small_waits_for_what_is_large_before_it():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size_bytes", [0, 1, 333, INLINE_SEND_BYTES])
-def test_a_peer_that_does_not_read_makes_nobody_wait_and_misses_nothing(kind, size_bytes):
+def test_a_peer_that_does_not_read_blocks_no_caller_and_gets_all_frames(kind, size_bytes):
     count = 4000
     with channels(kind, False) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
@@ -64,7 +64,7 @@ def test_a_peer_that_does_not_read_makes_nobody_wait_and_misses_nothing(kind, si
     )
 
 
-def test_who_posts_to_a_peer_that_has_gone_is_not_disturbed():
+def test_to_post_to_a_peer_that_has_gone_is_no_error():
     with channels("unix", False) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         theirs.close()

@@ -21,7 +21,7 @@ def test_a_header_comes_back_as_it_was_packed(header):
     assert unpack(pack(header, 2**64 - 5)) == (header, 2**64 - 5)
 
 
-def test_the_fields_stand_little_endian_where_the_drawing_has_them():
+def test_the_fields_are_little_endian_and_placed_as_in_the_drawing():
     header = Header(op=1, length=7, worker=4, step=6, partition=5, epoch=3, flags=2)
     fields = [(VERSION, 2), (1, 1), (2, 1), (3, 4), (4, 4), (5, 4), (6, 8), (7, 8), (8, 8)]
     assert pack(header, 8) == b"SHPS" + b"".join(
@@ -29,7 +29,7 @@ def test_the_fields_stand_little_endian_where_the_drawing_has_them():
     )
 
 
-def test_what_is_no_frame_is_refused():
+def test_bytes_that_are_no_frame_are_refused():
     packed = pack(FULL, 0)
     with pytest.raises(WireError, match="begins with b'GET '"):
         unpack(b"GET " + packed[4:])

@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: honest ones, and those of peers that are not what they say."""
+"""Handshakes over real sockets: of honest peers and of attackers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_VERSION = (VERSION + 1).to_bytes(2, "little")
 def shake(
     worker_end, server_end, worker_key=KEY, worker_job="digits", worker=7, known=(HMAC, HMAC)
 ):
-    """What either side ends with: its result, or the error."""
+    """Make a handshake; return the result of each side, or its error."""
     with beside(accept, server_end, KEY, "digits", known=known[1]) as accepting:
         try:
             connected = connect(worker_end, worker_key, worker_job, worker, known=known[0])
@@ -37,7 +37,7 @@ def shake(
 def relayed(
     source: socket.socket, sink: socket.socket, flip_at: int | None = None, flip: int = 1
 ) -> bytes:
-    """Pass on what comes, bits of byte `flip_at` turned; returns what came."""
+    """Forward bytes, with bits of byte `flip_at` turned; return the bytes as they came."""
     passed = b""
     with contextlib.suppress(OSError):  # an end that refuses closes what it has not read
         while piece := source.recv(1 << 12):
@@ -94,7 +94,7 @@ def test_keys_are_not_printed():
         ({"worker_job": "other"}, "serves another job than 'other'. Connect"),
     ],
 )
-def test_a_worker_with_the_wrong_key_or_job_is_told_why_by_its_own_end(kind, wrong, why):
+def test_a_worker_with_a_wrong_key_or_job_gets_the_reason_from_its_own_end(kind, wrong, why):
     with sockets(kind) as (worker_end, server_end):
         connected, accepted = shake(worker_end, server_end, **wrong)
         assert why in str(connected)
@@ -102,7 +102,7 @@ def test_a_worker_with_the_wrong_key_or_job_is_told_why_by_its_own_end(kind, wro
         assert worker_end.fileno() == server_end.fileno() == -1
 
 
-def test_a_stranger_hears_a_greeting_and_two_proofs_and_nothing_more():
+def test_a_stranger_receives_a_greeting_and_two_proofs_and_nothing_more():
     with (
         sockets() as (stranger, server_end),
         beside(accept, server_end, KEY, "digits") as accepting,
@@ -135,7 +135,7 @@ def test_a_stranger_hears_a_greeting_and_two_proofs_and_nothing_more():
         (MAGIC + VERSION.to_bytes(2, "little") + bytes(33), "knows no MAC of this end's"),
     ],
 )
-def test_who_greets_otherwise_is_refused_by_either_side(greeting, why):
+def test_another_greeting_is_refused_by_either_side(greeting, why):
     for side in (
         lambda sock: accept(sock, KEY, "digits"),
         lambda sock: connect(sock, KEY, "digits", 0),
@@ -149,7 +149,7 @@ def test_who_greets_otherwise_is_refused_by_either_side(greeting, why):
             assert len(read_to_end(stranger)) == GREETING_BYTES
 
 
-def test_a_worker_that_hears_itself_says_that_nobody_listens():
+def test_a_worker_connected_to_itself_reports_that_nobody_listens():
     with (
         sockets() as (worker_end, echo),
         beside(relayed, echo, echo),
@@ -158,7 +158,7 @@ def test_a_worker_that_hears_itself_says_that_nobody_listens():
         connect(worker_end, KEY, "digits", 0)
 
 
-def test_a_servers_own_words_sent_back_are_refused():
+def test_a_servers_own_messages_sent_back_are_refused():
     with (
         sockets() as (echo, server_end),
         beside(relayed, echo, echo),
@@ -167,7 +167,7 @@ def test_a_servers_own_words_sent_back_are_refused():
         accept(server_end, KEY, "digits")
 
 
-def test_a_workers_words_of_an_earlier_connection_are_refused():
+def test_a_workers_messages_of_an_earlier_connection_are_refused():
     connected, (_, worker), heard = through_a_third()
     assert not isinstance(connected, WireError)
     assert worker == 7
@@ -196,7 +196,7 @@ def test_both_ends_take_the_best_mac_that_both_know(known, agreed):
 
 
 @pytest.mark.parametrize("direction", ["flip_to_server", "flip_to_worker"])
-def test_nobody_in_between_can_take_a_mac_away_or_add_one(direction):
+def test_an_attacker_in_between_can_neither_remove_nor_add_a_mac(direction):
     for known in ((BOTH, BOTH), (HMAC, BOTH), (BOTH, HMAC)):
         connected, accepted, _ = through_a_third(**{direction: MACS_AT}, flip=GMAC, known=known)
         assert isinstance(connected, WireError)
@@ -230,7 +230,7 @@ def test_random_bytes_are_refused_200_times():
                 assert server_end.fileno() == -1
 
 
-def test_a_silent_peer_is_given_up():
+def test_a_silent_peer_is_refused_after_the_limit():
     with (
         sockets("tcp") as (_silent, server_end),
         pytest.raises(ConnectionLost, match="silent or too slow: 0 of 6 bytes"),
@@ -243,7 +243,7 @@ def test_a_silent_peer_is_given_up():
         connect(worker_end, KEY, "digits", 0, limit_s=0.05)
 
 
-def test_a_peer_that_drips_its_greeting_is_given_up_too():
+def test_a_peer_that_sends_its_greeting_slowly_is_refused_too():
     def drip(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:

@@ -1,4 +1,4 @@
-"""What a peer, or someone on the way, may send instead of the next frame: each ends in an error."""
+"""Frames that a peer or an attacker may send instead of the next one: each ends in an error."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_frame_that_was_left_out_is_noticed():
 
 
 class FailsOnce(socket.socket):
-    """A socket that has no memory for the first message that it is to send."""
+    """A socket without memory for its first message."""
 
     failures = 1
 
@@ -192,7 +192,7 @@ def test_after_a_refused_frame_both_ends_are_closed():
             channel.send(Header(op=1))
 
 
-def test_a_payload_that_does_not_fit_its_place_is_refused_and_touches_nothing():
+def test_a_payload_of_another_length_is_refused_and_writes_nothing():
     place = bytearray(4)
     with pytest.raises(WireError, match="sent 5 bytes for a place of 4"):
         received(frames(PUSH)[0], 1, place=lambda _header: place)
@@ -209,7 +209,10 @@ def test_an_error_of_place_closes_the_channel_and_goes_to_the_caller():
 
 def test_a_peer_killed_in_the_middle_of_a_frame_is_a_lost_connection():
     (frame,) = frames((Header(op=1), bytes(1000)))
-    program = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.sendall(bytes.fromhex(sys.argv[2]))"
+    program = (
+        "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); "
+        "s.sendall(bytes.fromhex(sys.argv[2]))"
+    )
     with sockets("tcp") as (first, second):
         handle = second.fileno()
         peer = subprocess.Popen(

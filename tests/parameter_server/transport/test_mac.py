@@ -1,4 +1,4 @@
-"""The codes that payloads are authenticated by."""
+"""Message authentication codes of payloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_hmac_is_cut_to_16_bytes():
 
 
 @every_mac
-def test_a_tag_depends_on_every_byte_and_on_the_key_and_not_on_the_pieces(mac):
+def test_a_tag_depends_on_all_bytes_and_the_key_not_on_the_chunks(mac):
     whole = tag(mac, 3, b"header", memoryview(b"payload"))
     assert len(whole) == 16
     assert tag(mac, 3, b"headerpay", b"load") == whole
@@ -52,7 +52,7 @@ def test_a_tag_depends_on_every_byte_and_on_the_key_and_not_on_the_pieces(mac):
 
 
 @needs_gmac
-def test_frames_that_say_the_same_have_gmacs_of_their_own():
+def test_frames_with_the_same_content_have_different_gmacs():
     assert tag(GMAC, 3, b"same") != tag(GMAC, 4, b"same")
 
 
@@ -65,11 +65,11 @@ def test_without_the_package_an_end_knows_hmac_alone(monkeypatch):
     ("ours", "theirs", "expected"),
     [(HMAC, HMAC, HMAC), (3, 3, GMAC), (3, HMAC, HMAC), (HMAC, 3, HMAC), (3, 0, 0), (128, 128, 0)],
 )
-def test_the_best_of_what_both_know_is_taken(ours, theirs, expected):
+def test_the_best_mac_that_both_ends_know_is_chosen(ours, theirs, expected):
     assert choose_mac(ours, theirs) == expected
 
 
 @needs_gmac
-def test_an_old_package_is_taken_for_none(monkeypatch):
+def test_an_old_package_counts_as_none(monkeypatch):
     monkeypatch.delattr("cryptography.hazmat.primitives.ciphers.algorithms.AES256")
     assert supported_macs() == HMAC

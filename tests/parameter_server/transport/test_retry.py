@@ -1,4 +1,4 @@
-"""What is tried again, and when that ends."""
+"""Retries, and their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.parameter_server.transport.retry import retry_until
 
 
 class Attempts:
-    """Fails as it is told, one outcome an attempt."""
+    """An attempt with given outcomes, one for each call."""
 
     def __init__(self, *outcomes: object) -> None:
         self.left = list(outcomes)
@@ -23,13 +23,13 @@ class Attempts:
         return outcome
 
 
-def test_attempts_go_on_until_one_gives_something_and_no_further() -> None:
+def test_attempts_continue_to_the_first_result_and_no_further() -> None:
     attempts = Attempts(None, None, "found", "not asked for")
     assert retry_until(math.inf, attempts, every_s=0) == "found"
     assert attempts.left == ["not asked for"]
 
 
-def test_an_error_that_is_retried_is_one_more_attempt() -> None:
+def test_a_retried_error_leads_to_one_more_attempt() -> None:
     attempts = Attempts(ConnectionResetError(), TimeoutError(), 0)
     assert retry_until(math.inf, attempts, every_s=0, retried=(OSError,)) == 0
 
@@ -53,7 +53,7 @@ def test_a_deadline_ends_attempts_that_find_nothing() -> None:
     assert time.monotonic() >= deadline_s
 
 
-def test_who_is_stopped_tries_no_more() -> None:
+def test_a_stopped_loop_makes_no_more_attempts() -> None:
     attempts = Attempts(None, None, "not asked for")
     stopped = lambda: len(attempts.left) == 1  # noqa: E731
     assert retry_until(math.inf, attempts, every_s=0, stopped=stopped) is None

@@ -107,7 +107,7 @@ def test_a_frame_that_the_system_takes_at_once_is_sent_without_waiting():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_system_takes_only_in_part_is_sent_from_there_on(kind):
+def test_a_partly_sent_frame_is_continued_where_it_stopped(kind):
     sent = [np.random.default_rng(number).bytes(3 * MIB) for number in range(3)]
 
     def send_on() -> None:
@@ -127,7 +127,7 @@ def test_what_the_system_takes_only_in_part_is_sent_from_there_on(kind):
     assert [bytes(payload) for _, payload in came] == sent
 
 
-def test_an_offer_to_a_peer_that_has_gone_says_so():
+def test_try_send_to_a_peer_that_has_gone_is_an_error():
     with channels("unix") as (ours, theirs):
         theirs.close()
         with pytest.raises(ConnectionLost):
@@ -150,7 +150,7 @@ def test_a_session_of_a_handshake_carries_frames_both_ways(kind):
         server.close()
 
 
-def test_a_frame_without_a_payload_needs_no_place():
+def test_a_frame_without_a_payload_needs_no_memory():
     def place(_header: Header) -> None:
         raise AssertionError
 
@@ -159,7 +159,7 @@ def test_a_frame_without_a_payload_needs_no_place():
         assert theirs.receive(place) == (Header(op=9), b"")
 
 
-def test_what_cannot_be_sent_leaves_the_channel_as_it_was():
+def test_a_refused_frame_leaves_the_channel_unchanged():
     with channels(limit_bytes=100) as (ours, theirs):
         with pytest.raises(WireError, match="to send has 101 bytes of payload; the limit is 100"):
             ours.send(Header(op=1), bytes(101))
@@ -189,7 +189,7 @@ def test_a_short_frame_is_one_system_call():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_wakes_whoever_waits_on_either_end(kind):
+def test_close_wakes_waiting_threads_of_either_end(kind):
     with channels(kind) as (ours, theirs), ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(ours.receive, new_memory), pool.submit(theirs.receive, new_memory)]
         ours.close()
@@ -229,7 +229,7 @@ def test_two_threads_that_receive_are_a_bug():
         assert theirs.receive(place)[1] == b"x"
 
 
-def test_a_tcp_channel_delays_nothing_and_gives_up_a_peer_that_has_gone():
+def test_a_tcp_channel_delays_nothing_and_detects_a_peer_that_has_gone():
     with sockets("tcp") as (first, _second):
         SecureChannel(first, PEERS, authenticate_payload=False, limit_bytes=1)
         assert first.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -238,7 +238,7 @@ def test_a_tcp_channel_delays_nothing_and_gives_up_a_peer_that_has_gone():
             assert first.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
-def test_loopback_is_a_unix_socket_or_an_address_of_this_machine_alone():
+def test_loopback_is_a_unix_socket_or_an_address_of_this_host_only():
     for kind in KINDS:
         with sockets(kind) as ends:
             assert all(is_loopback(end) for end in ends)

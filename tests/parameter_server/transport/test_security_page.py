@@ -12,11 +12,11 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text()))
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)
-def test_each_test_that_shows_a_claim_is_there(file: str, name: str) -> None:
+def test_each_test_that_proves_a_claim_exists(file: str, name: str) -> None:
     tree = ast.parse((ROOT / file).read_text())
     assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", PAGE.read_text()))))
-def test_what_the_page_points_to_is_there(target: str) -> None:
+def test_each_file_that_the_page_links_to_exists(target: str) -> None:
     assert (PAGE.parent / target).exists()

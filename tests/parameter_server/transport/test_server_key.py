@@ -21,7 +21,7 @@ def test_a_new_key_is_256_random_bits_that_only_its_owner_can_read(tmp_path):
     assert read_key(path) != read_key(other)
 
 
-def test_a_key_is_never_overwritten_and_a_link_in_its_place_is_not_followed(tmp_path):
+def test_a_key_is_never_overwritten_and_a_symlink_is_not_followed(tmp_path):
     path = new_key_file(tmp_path)
     key = read_key(path)
     with pytest.raises(ConfigError, match="there is a key already"):
@@ -34,7 +34,7 @@ def test_a_key_is_never_overwritten_and_a_link_in_its_place_is_not_followed(tmp_
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_directory_that_is_not_there_is_a_setting_to_mend(tmp_path):
+def test_a_missing_directory_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         new_key_file(tmp_path / "nowhere")
 
@@ -64,7 +64,7 @@ def test_a_key_of_another_length_is_refused_and_not_shown(tmp_path, size):
     assert "sss" not in str(caught.value)
 
 
-def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path):
+def test_a_named_pipe_is_refused_without_waiting_for_it(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, why in {
         "pipe": "not a regular file",

@@ -23,7 +23,7 @@ TRANSPORT = Transport(Key(KEY), "digits", limit_bytes=1000)
 
 
 def connected(listener: int | str, asked: int | str) -> tuple[SecureChannel, SecureChannel, int]:
-    """Both ends of a connection to a listener, and the number that it was told."""
+    """Return both ends of a connection to a listener, and the number that it got."""
     with (
         socket.create_server(("127.0.0.1", 0)) as port,
         beside(TRANSPORT.connect, port.getsockname(), asked, 5) as connecting,
@@ -32,7 +32,7 @@ def connected(listener: int | str, asked: int | str) -> tuple[SecureChannel, Sec
         return connecting.result(), accepted, number
 
 
-def test_both_ends_can_send_and_the_listener_knows_who_has_connected() -> None:
+def test_both_ends_can_send_and_the_listener_knows_the_peers_number() -> None:
     ours, theirs, number = connected(2, 2)
     assert number == 5
     with contextlib.closing(ours), contextlib.closing(theirs):
@@ -43,7 +43,7 @@ def test_both_ends_can_send_and_the_listener_knows_who_has_connected() -> None:
             ours.send(Header(op=1), bytes(1001))
 
 
-def test_who_asks_for_another_listener_of_the_job_is_told() -> None:
+def test_a_peer_that_asks_for_another_listener_gets_the_reason() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as port,
         beside(TRANSPORT.connect, port.getsockname(), 3, 5) as connecting,
@@ -78,7 +78,7 @@ def test_between_machines_payloads_have_the_best_mac_that_both_ends_know(
     assert made == [mac] * 4
 
 
-def test_the_limit_fits_the_largest_part_with_its_state() -> None:
+def test_the_limit_fits_the_largest_partition_with_its_state() -> None:
     parts = partition({"weight": ParamMeta(10**6, torch.float32, 0)}, 2**20)
     assert TRANSPORT.for_parts(parts).limit_bytes >= 4 * max(part.size_bytes for part in parts)
     assert TRANSPORT.for_coordinator().limit_bytes >= 2**24

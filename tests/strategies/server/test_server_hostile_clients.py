@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
-import disturbed
+import fault_injection
 import pytest
 import torch
 from hostile_clients import WITH_KEY, WITHOUT_KEY, Target, cut_a_frame_short, send
@@ -22,20 +22,20 @@ from shoal.testing import world
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Tensor]:
-    return world.run(2, disturbed.trained, "server=2,part_mb=0.01")[0][0]
+    return world.run(2, fault_injection.trained, "server=2,part_mb=0.01")[0][0]
 
 
 def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     """Weights, refusals by shard, the report, and whether all servers are those that began."""
     torch.manual_seed(0)
-    run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), disturbed.model()
+    run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     part: Any = run._part
     fleet = next(iter(part.remote_optimizer.launcher.pools), None)
     before = [] if fleet is None else [*fleet.servers, fleet.coordinator.pid]
     with contextlib.ExitStack() as silent, ThreadPoolExecutor(1) as pool:
         visits = pool.submit(visit, fleet, Random(seed), silent) if run.rank == 0 else None
-        disturbed.steps(run, net, optimizer)
+        fault_injection.steps(run, net, optimizer)
         if visits is not None:
             visits.result()
     run.mesh.barrier()
@@ -70,7 +70,7 @@ def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
         cut_a_frame_short(chance.choice(servers))
 
 
-@pytest.mark.parametrize("seed", disturbed.trials())
+@pytest.mark.parametrize("seed", fault_injection.trials())
 def test_strangers_are_refused_and_counted_and_change_nothing(
     seed: int, undisturbed: dict[str, Tensor]
 ) -> None:

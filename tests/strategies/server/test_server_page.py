@@ -11,7 +11,7 @@ import pytest
 from shoal.strategies.server.strategy import Server
 
 KEPT_FOR_OLD_CONFIGURATIONS = {"connections", "tls"}
-PAGE = Path(__file__).parents[2] / "docs/strategies/server.md"
+PAGE = Path(__file__).parents[3] / "docs/strategies/server.md"
 
 
 def test_every_option_is_on_the_page_with_its_default() -> None:
