@@ -50,8 +50,7 @@ class Recompute(RecomputeOptions, Strategy):
         if not chosen and not model.is_partial:  # a pipeline stage may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in "
-                "it. Name the class of "
-                "its blocks: recompute,unit=CLASS."
+                "it. Name the class of its blocks: recompute,unit=CLASS."
             )
         budget = _MemoryBudget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         for index, module in enumerate(chosen):
