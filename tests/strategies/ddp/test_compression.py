@@ -1,4 +1,4 @@
-"""ddp with compressed gradients: exact where nothing is left out, said where something is."""
+"""ddp with compressed gradients: exact if nothing is left out; otherwise the run says so."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def net() -> nn.Module:
 
 
 def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
-    """Weights, what was said, losses."""
+    """Return weights, announced lines and losses."""
     said: list[str] = []
     run, model = shoal.init(strategy, announce=said.append), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,5 +1,5 @@
 """Parameter servers beyond the conformance table: optimizers, clipping, staleness, memory,
-saving, what is refused.
+saving, refusals.
 """
 
 import os
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Scaled(nn.Module):
-    """Two groups' worth of layers, a scalar, a frozen one, and one that is channels-last."""
+    """Layers for two parameter groups, a scalar, a frozen one, and a channels-last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Scaled(nn.Module):
 def trained(
     strategy: str, optimizer_name: str = "SGD", max_norm: float | None = None
 ) -> dict[str, Tensor]:
-    """The model's weights and the optimizer's state after an epoch with a schedule."""
+    """Return the model's weights and the optimizer's state after an epoch with a schedule."""
     torch.manual_seed(0)
     run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
     groups = [
@@ -101,8 +101,9 @@ def test_two_runs_of_three_workers_give_the_same_bits() -> None:
 
 
 def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
-    """Workers train at their own pace, then all hold the same. Weights, the last loss, whether
-    they had differed.
+    """Train asynchronously, then synchronize.
+
+    Return weights, the last loss, and if weights were different.
     """
     torch.manual_seed(0)
     run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
@@ -207,7 +208,7 @@ def test_unknown_options_are_named() -> None:
 
 
 def children() -> set[int]:
-    """Pids of live processes below this one's session."""
+    """Return the pids of live processes of this one's session."""
     session, found = os.getsid(0), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -297,7 +298,7 @@ def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
 def with_many_words(
     strategy: str, sparse: bool, momentum: float
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Weights, and bytes that the servers have received and sent."""
+    """Return weights, and the bytes that the servers have received and sent."""
     torch.manual_seed(0)
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(
@@ -341,8 +342,9 @@ def test_values_are_sent_whole_where_a_step_changes_all_of_them() -> None:
 
 
 def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
-    """As `trained`, where each rank is told that it is alone on its machine; the servers there,
-    whether it judges.
+    """Train as `trained`, with each rank as if it were alone on its machine.
+
+    Return weights, the number of servers there, and if the coordinator is there.
     """
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     torch.manual_seed(0)
@@ -371,7 +373,7 @@ def test_each_machine_starts_its_share_of_the_servers() -> None:
 
 
 def goes_on_at_once() -> list[Tensor]:
-    """All agree, and save; rank 0 goes on with its next step while the others are still at it."""
+    """Save on all ranks. Rank 0 takes its next step while the others still read the state."""
     run = shoal.init("server=2,staleness=async,part_mb=0.0005", announce=lambda _: None)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     model, optimizer, _ = run.prepare(
