@@ -118,7 +118,7 @@ def _contexts(
     module: nn.Module, modes: list[TorchFunctionMode]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
-    buffers = _SavedBuffers(module)
+    buffers = _RecomputeBuffers(module)
     return buffers.saved(), _RecomputeContext([buffers, *modes])
 
 
@@ -145,7 +145,7 @@ class BufferSlot(NamedTuple):
     key: str
 
 
-class _SavedBuffers:
+class _RecomputeBuffers:
     """Buffers as one forward pass of a unit found them, such as running statistics.
 
       forward       copy all buffers, run, keep the copies of changed ones

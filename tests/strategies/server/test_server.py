@@ -179,7 +179,8 @@ def test_a_second_backward_pass_before_the_step_is_refused() -> None:
 
 
 def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
-    run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    kind: Any = precision
+    run = shoal.init(strategy, precision=kind, announce=lambda _: None)
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.requires_grad_(kind != "frozen")
@@ -250,7 +251,8 @@ def test_compressed_gradients_keep_workers_equal_and_are_not_exact(
     exact = trained("single")
     assert not all(torch.equal(first[name], exact[name]) for name in exact)
     (made,) = build_strategies(parse_line(strategy))
-    assert made.deviations == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
+    expected = [f"compress={compress}: gradients arrive rounded, or late."]
+    assert made.deviations == expected  # type: ignore[attr-defined]
 
 
 def test_several_connections_are_accepted_and_have_no_effect() -> None:
@@ -281,7 +283,8 @@ def with_words(strategy: str) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     draws = torch.Generator().manual_seed(1)
     data = [(torch.randint(50, (4,), generator=draws), index % 3) for index in range(12)]
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    batches = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(F.cross_entropy, model, x, y)
@@ -307,7 +310,8 @@ def with_many_words(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
     draws = torch.Generator().manual_seed(1)
     data = [(torch.randint(5000, (4,), generator=draws), index % 3) for index in range(24)]
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    batches = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(F.cross_entropy, model, x, y)

@@ -41,7 +41,8 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     )
     model = model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data(), batch_size=10))  # type: ignore[arg-type]
+    batches = DataLoader(data(), batch_size=10)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
