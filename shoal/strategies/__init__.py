@@ -73,8 +73,7 @@ SYNCHRONOUS = (
 
 NO_SERVERS = (
     "train.record: there are no parameter servers whose order of pushes could be recorded. Without "
-    "them every run of "
-    "the same job takes the same steps; to look at one again, run it again"
+    "them every run of the same job takes the same steps; to look at one again, run it again"
 )
 
 

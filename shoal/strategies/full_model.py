@@ -88,12 +88,12 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
 
-def free_other_params(model: nn.Module, kept: nn.Module) -> None:
+def free_other_params(model: nn.Module, local_modules: nn.Module) -> None:
     """Replace all tensors of `model` that are not in `kept` by tensors on the meta device.
 
-    Args: kept: the modules of this rank's stages.
+    Args: local_modules: the modules of this rank's stages.
     """
-    alive = {id(tensor) for tensor in (*kept.parameters(), *kept.buffers())}
+    alive = {id(tensor) for tensor in (*local_modules.parameters(), *local_modules.buffers())}
     empty: dict[int, Tensor] = {}  # one for each tensor, so that tied parameters stay tied
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))

@@ -45,8 +45,7 @@ def check_scalar_loss(loss: Tensor) -> None:
     if loss.dim() != 0:
         raise UsageError(
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return the mean over "
-            "its batch "
-            "(a scalar), or a (sum, count) pair of scalars."
+            "its batch (a scalar), or a (sum, count) pair of scalars."
         )
 
 

@@ -45,13 +45,11 @@ def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
     if optimizer.in_backward and any(spec.name == "ddp" for spec in line.specs):
         yield (
             "optimizer.in_backward: ddp on several ranks keeps all gradients anyway. Use strategy "
-            "zero1, zero2 or "
-            "zero3, or optimizer.in_backward=false."
+            "zero1, zero2 or zero3, or optimizer.in_backward=false."
         )
     sharding = [spec.name for spec in line.specs if isinstance(spec.options, ZeroOptions)]
     if optimizer.name in OPTIMIZERS_OF_FULL_PARAMETERS and sharding:
         yield (
             f"optimizer.name: {optimizer.name} needs whole parameters, and {sharding[0]} shards "
-            "them. Use ddp, or "
-            "another optimizer such as AdamW."
+            "them. Use ddp, or another optimizer such as AdamW."
         )

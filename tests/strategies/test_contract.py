@@ -1,4 +1,4 @@
-"""Every strategy is a `Strategy`, every state a `StrategyState`, and offers what these declare."""
+"""Every strategy is a `Strategy` and every state a `StrategyState`, with the declared members."""
 
 import inspect
 import subprocess
@@ -48,7 +48,7 @@ def notes_of(strategy: Strategy) -> list[str]:
 
 
 def own_members(kind: type, root: type) -> Iterator[tuple[str, Any, Any]]:
-    """Overridden public members of `root`: name, the class's own, and the declared one."""
+    """Yield each overridden public member of `root`: name, override, declared member."""
     for base in kind.__mro__:
         if base is root:
             return

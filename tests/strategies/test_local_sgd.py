@@ -1,4 +1,4 @@
-"""Local steps and meetings: exact at H = 1, DiLoCo by its formula, nothing sent in between."""
+"""Local SGD and DiLoCo: exact at H = 1, DiLoCo by its formula, no messages between sync rounds."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def net(norm: bool = False) -> nn.Module:
 
 
 def trained(strategy: str, norm: bool = False) -> dict[str, Tensor]:
-    """Weights after 10 batches of 9 samples."""
+    """Return the weights after 10 batches of 9 samples."""
     run, model = shoal.init(strategy, **QUIET), net(norm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.utils.data.Subset(images(), range(27))
@@ -63,8 +63,9 @@ def trained(strategy: str, norm: bool = False) -> dict[str, Tensor]:
 
 
 def by_hand(ranks: int, every: int, rate: float, momentum: float) -> dict[str, Tensor]:
-    """DiLoCo in one process: as many models as ranks, and torch's own SGD outside. The end is a
-    meeting.
+    """Compute DiLoCo in one process, with a model for each rank and torch's SGD outside.
+
+    The run ends with a sync round.
     """
     x, y = (tensor[:27] for tensor in images().tensors)
     models, outer = [net() for _ in range(ranks)], net()
@@ -124,9 +125,7 @@ def test_running_statistics_are_means_as_well() -> None:
 
 
 def observed(strategy: str) -> tuple[list[int], list[bool], list[bool]]:
-    """For each step: how many collectives were called, whether ranks asked to stop are heard,
-    whether weights agree.
-    """
+    """Return for each step the number of collectives, and if stops and weights are equal."""
     run, model = shoal.init(strategy, **QUIET), net()
     model, optimizer, loader = run.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=10)
@@ -171,9 +170,7 @@ def test_between_rounds_nothing_is_sent_and_a_stop_comes_at_the_next() -> None:
 
 
 def looked(strategy: str) -> list[bool]:
-    """For each step whether weights agree after it. In the third one they are asked for before
-    it is taken.
-    """
+    """Return for each step if weights are equal. `weights()` is called before the third."""
     run, model = shoal.init(strategy, **QUIET), net()
     model, optimizer, loader = run.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=4)

@@ -1,4 +1,4 @@
-"""The batch is shared out along the data axis alone, whatever other axes the world has."""
+"""The batch is split along the data axis alone, whatever other axes there are."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A prepared model may be copied: the copy is a plain model of its own, as an average of
-weights wants it.
-"""
+"""A copy of a prepared model is a plain model, as an average of weights needs it."""
 
 import copy
 import io
@@ -31,7 +29,7 @@ def prepared(
 
 
 def averaged(strategy: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The average that torch keeps, and the same by hand."""
+    """Return torch's average of the weights, and the same computed by hand."""
     run, model, optimizer, loader = prepared(strategy)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     by_hand = [p.detach().clone() for p in model.parameters()]

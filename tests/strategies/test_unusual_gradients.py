@@ -1,4 +1,4 @@
-"""Gradients that come in pieces, of rows or of complex numbers: right, or refused."""
+"""Gradients in pieces, of embedding rows, or of complex parameters: exact, or refused."""
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from shoal.testing import world
 
 
 class Twice(nn.Module):
-    """One layer, recomputed twice: each time in a backward pass of its own, inside the backward
-    pass.
-    """
+    """One layer, recomputed twice, each time in a backward pass inside the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class Complex(nn.Module):
 
 
 class Rows(nn.Module):
-    """Only the rows of an embedding that were looked up have a gradient."""
+    """An embedding with sparse gradients: only the rows that were looked up have one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class Rows(nn.Module):
 
 
 def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Tensor]:
-    """Weights after 8 steps, and the last loss."""
+    """Return the weights after 8 steps, and the last loss."""
     torch.manual_seed(0)
     run, model = shoal.init(strategy, announce=lambda _: None), kind().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -69,7 +67,7 @@ def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Te
 
 
 def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
-    """Weights and loss are those of one process."""
+    """Assert that weights and loss are those of one process."""
     ((expected, loss),) = world.run(1, trained, "single", kind)
     for weights, their_loss in world.run(ranks, trained, strategy, kind):
         assert their_loss.dtype == loss.dtype

@@ -1,4 +1,4 @@
-"""Which modules are gathered, or recomputed, at once."""
+"""Wrap units: the modules that are gathered or recomputed together."""
 
 import pytest
 from torch import Tensor, nn

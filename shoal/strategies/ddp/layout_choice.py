@@ -45,7 +45,7 @@ class LayoutName(Enum):
 def choose_layout(options: DdpOptions, model: LocalModel, axis: Axis) -> LayoutName:
     """Return the layout of a run. The first rule that holds decides."""
     if parse(options.compress) is not None:
-        # Error feedback is kept by parameter name, which the engine's hook does not know.
+        # Residuals are stored by parameter name, which the engine's hook does not know.
         return LayoutName.BUCKETS
     if is_partial_model(model):
         # The engine takes no DTensors, and only one backward pass for each micro-batch.

@@ -65,8 +65,7 @@ class Server(ServerOptions, Strategy):
         if double:
             raise StrategyRefused(
                 f"strategy server sends complex numbers as complex64, and {', '.join(double)} is "
-                "complex128. Use "
-                "complex64, or ddp."
+                "complex128. Use complex64, or ddp."
             )
         mesh.broadcast_module(model.module)
         engine = WorkerEngine(self, model, mesh)

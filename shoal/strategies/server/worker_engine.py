@@ -56,8 +56,7 @@ another strategy.
 """
 RESIDUALS_LOST_MESSAGE = (
     "compress: the checkpoint has nothing that this number of workers had left out of what they "
-    "pushed: the memories "
-    "begin at zero"
+    "pushed: the memories begin at zero"
 )
 
 
@@ -124,8 +123,7 @@ class WorkerEngine(StrategyState):
         if self.has_pushed:
             raise UsageError(
                 "forward_backward was called twice before optimizer.step(): the first gradients "
-                "are with the servers. "
-                "To add up several batches use accumulate."
+                "are with the servers. To add up several batches use accumulate."
             )
         # An asynchronous push is a step of its own, by the mean over this worker's samples.
         num_ranks = 1 if self.is_synchronous else self.mesh.size

@@ -50,8 +50,7 @@ class Recompute(RecomputeOptions, Strategy):
         if not chosen and not model.is_partial:  # a pipeline stage may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in "
-                "it. Name the class of "
-                "its blocks: recompute,unit=CLASS."
+                "it. Name the class of its blocks: recompute,unit=CLASS."
             )
         budget = _MemoryBudget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         for index, module in enumerate(chosen):
@@ -119,7 +118,7 @@ def _contexts(
     module: nn.Module, modes: list[TorchFunctionMode]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
-    buffers = _SavedBuffers(module)
+    buffers = _RecomputeBuffers(module)
     return buffers.saved(), _RecomputeContext([buffers, *modes])
 
 
@@ -146,7 +145,7 @@ class BufferSlot(NamedTuple):
     key: str
 
 
-class _SavedBuffers:
+class _RecomputeBuffers:
     """Buffers as one forward pass of a unit found them, such as running statistics.
 
       forward       copy all buffers, run, keep the copies of changed ones

@@ -239,8 +239,7 @@ class _UnitHooks:
         elif step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
-                "modules that hold "
-                "both, unit=CLASS, or use --strategy ddp."
+                "modules that hold both, unit=CLASS, or use --strategy ddp."
             )
         if torch.is_grad_enabled():
             self.has_token = self.trains or bool(differentiable((inputs, options))[0])

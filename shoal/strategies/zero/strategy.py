@@ -95,8 +95,7 @@ class Zero1(ZeroOptions, Strategy):
         if self.hybrid or self.offload:
             raise StrategyRefused(
                 f"zero{self.stage} in a pipeline shards over all data ranks and keeps shards on "
-                "the device. Leave out "
-                "hybrid and offload."
+                "the device. Leave out hybrid and offload."
             )
         mesh.data.broadcast_module(model.module)
         if mesh.data.size == 1:
@@ -250,8 +249,7 @@ class ShardedStep:
                 f"zero{self.stage}: a weight of one unit is used outside of that unit, and "
                 f"{freed}. Cures:{later} "
                 "unit=CLASS with a class that holds both; assign the weight to the module that "
-                "uses it as well, "
-                "self.name = unit.weight, so that it counts as tied; ddp."
+                "uses it as well, self.name = unit.weight, so that it counts as tied; ddp."
             ) from error
 
     def reduce(self) -> None:

@@ -1,6 +1,4 @@
-"""Buffers that a forward pass changes are the first rank's at the beginning of every step,
-however it changes them.
-"""
+"""Every step begins with the first rank's buffers, if a forward pass changes buffers."""
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from shoal.testing import world
 
 
 class Moving(nn.Module):
-    """A moving average that is another tensor after every pass, and a buffer that is not there
-    before the first.
-    """
+    """A moving average in a new tensor after every pass, and a buffer that the first pass adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +28,9 @@ class Moving(nn.Module):
 
 
 def trained(strategy: str) -> dict[str, Tensor]:
-    """Weights after batches of 12 and 5 samples, twice; of 5 ranks have different numbers of
-    micro-batches.
+    """Return weights after batches of 12 and 5 samples, twice.
+
+    Of the 5, ranks have different numbers of micro-batches.
     """
     torch.manual_seed(0)
     run, model = shoal.init(strategy, accumulate=3, announce=lambda _: None), Moving().double()

@@ -1,4 +1,6 @@
-"""ddp with compressed gradients: exact where nothing is left out, said where something is."""
+"""ddp with compressed gradients: exact if nothing is left out; otherwise the run says so."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def net() -> nn.Module:
 
 
 def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
-    """Weights, what was said, losses."""
+    """Return weights, announced lines and losses."""
     said: list[str] = []
     run, model = shoal.init(strategy, announce=said.append), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +98,8 @@ def test_a_step_that_is_broken_off_leaves_nothing_to_the_next() -> None:
 
 
 def refused(strategy: str, precision: str) -> None:
-    run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    kind: Any = precision
+    run = shoal.init(strategy, precision=kind, announce=lambda _: None)
     model = nn.Sequential(
         nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)
     )

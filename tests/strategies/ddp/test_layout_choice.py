@@ -1,4 +1,4 @@
-"""Each kind of run gets the layout of gradients that suits it."""
+"""Each kind of run gets the right layout of gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""ddp with an algorithm of its own for the all-reduce trains as one process does, and says
-which one it uses.
-"""
+"""ddp with a named all-reduce trains as one process does, and prints the algorithm."""
 
 import pytest
 import torch

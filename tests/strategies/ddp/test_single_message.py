@@ -1,6 +1,4 @@
-"""A small model's gradients go in one message after the backward pass; smaller buckets go
-beside that pass.
-"""
+"""A small model's gradients go in one message after the backward pass."""
 
 import gc
 
@@ -27,7 +25,7 @@ SMALL_BUCKETS = "ddp,bucket_mb=0.001"
 
 
 class Picky(nn.Module):
-    """Each rank uses a layer of its own, and nobody the last one."""
+    """A model in which each rank uses a layer of its own, and no rank the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +37,7 @@ class Picky(nn.Module):
 
 
 def _model(kind: str) -> tuple[nn.Module, Tensor]:
-    """In float32, where an order of summing shows; and this rank's batch."""
+    """Return a model in float32, where the order of a sum shows, and this rank's batch."""
     torch.manual_seed(0)
     made = torch.Generator().manual_seed(1 + dist.get_rank())
     if kind == "picky":
@@ -51,7 +49,7 @@ def _model(kind: str) -> tuple[nn.Module, Tensor]:
 
 
 def _steps_by_hand(kind: str) -> None:
-    """The second step, in the buffers of the first."""
+    """Compute two steps. The second one uses the buffers of the first."""
     model, x = _model(kind)
     y, ranks = torch.arange(6) % 2, dist.get_world_size()
     loss = F.cross_entropy(model(x), y)

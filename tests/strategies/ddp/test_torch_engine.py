@@ -1,6 +1,4 @@
-"""DistributedDataParallel inside a run: parameters that stop being used, and nothing left when
-the run is over.
-"""
+"""DistributedDataParallel inside a run: unused parameters, and release at the end."""
 
 import gc
 import weakref
@@ -20,7 +18,7 @@ BUCKETS = "ddp,bucket_mb=0.0001"  # smaller than a small model, which goes in on
 
 
 class Fickle(nn.Module):
-    """Uses one layer in the first step and the other afterwards."""
+    """A model that uses one layer in the first step and the other afterwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A short training of two or three workers with servers, in which something may happen; for the
-tests of faults.
-"""
+"""A short training of two or three workers with servers, for the tests of faults."""
 
 import os
 import threading
@@ -22,7 +20,7 @@ QUICK = 1
 
 
 def trials(quick: int = QUICK) -> list[Any]:
-    """Seeds; the first few are quick enough for every day."""
+    """Return seeds. The first few are quick enough for `make test`."""
     return [
         pytest.param(seed, marks=[pytest.mark.slow] if seed >= quick else [])
         for seed in range(TRIALS)
@@ -38,7 +36,7 @@ def model() -> nn.Module:
 def trained(
     strategy: str, trouble: Trouble | None = None, wakes_s: float | None = None
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Weights after some steps with one trouble on the way, and what the servers have seen."""
+    """Return weights after steps with one fault, and the statistics of the servers."""
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
     if trouble is not None and run.rank == 0:
@@ -54,7 +52,7 @@ def trained(
 
 
 def steps(run: shoal.Run, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All steps of this worker, on data that only its rank decides."""
+    """Take all steps of this worker, on data that depends on its rank only."""
     for step in range(STEPS):
         draws = torch.Generator().manual_seed(100 * step + run.rank)
         x, y = (
@@ -69,7 +67,7 @@ def steps(run: shoal.Run, net: nn.Module, optimizer: torch.optim.Optimizer) -> N
 def check(
     found: list[tuple[dict[str, Tensor], list[dict[str, Any]]]], undisturbed: dict[str, Tensor]
 ) -> None:
-    """Every worker ends at the same bits, and every part has taken every step once."""
+    """Assert that all workers have the same bits, and every partition took every step once."""
     for weights, figures in found:
         assert [figure["clock"] for figure in figures] == [STEPS, STEPS]
         for name, value in undisturbed.items():

@@ -61,7 +61,7 @@ class Trouble:
         return self.folder / "happened"
 
     def install(self) -> None:
-        """In the rank that starts the servers, before it does."""
+        """Install the proxies. Called in the rank that starts servers, before it does."""
         server_pool.serve_coordinator = partial(_arbitrate, self)  # type: ignore[assignment]
         server_pool.serve = partial(_serve, self.folder)  # type: ignore[assignment]
 
@@ -77,9 +77,7 @@ def _arbitrate(trouble: Trouble, listener: socket.socket, court: CoordinatorConf
 
 
 class Network(CoordinatorServer):
-    """An arbiter that says of each server where its proxy is: another for workers than for
-    other servers.
-    """
+    """A coordinator that gives the addresses of proxies, different ones to workers and servers."""
 
     def __init__(self, trouble: Trouble, court: CoordinatorConfig, listener: socket.socket) -> None:
         super().__init__(court, listener)
@@ -220,7 +218,7 @@ class Network(CoordinatorServer):
 
 
 def wake(trouble: Trouble, after_s: float) -> None:
-    """Let whoever was stopped go on, some time after it was."""
+    """Continue a stopped process some time after it was stopped."""
     for said in _waits_for(trouble.mark):
         name, _, pid = said.partition(" ")
         if name == "SIGSTOP":

@@ -24,7 +24,7 @@ it.
 
 @dataclass(frozen=True)
 class Target:
-    """A server or an arbiter of a job that runs, as one who holds its key knows it."""
+    """A server or the coordinator of a running job, for a client that has its key."""
 
     address: tuple[str, int]
     key: bytes
@@ -128,7 +128,7 @@ WITH_KEY: list[Stranger] = [
 
 
 def send(stranger: Stranger, target: Target, chance: Random) -> None:
-    """One visit, until the other end has closed the connection."""
+    """Make one connection and send, until the peer has closed it."""
     with target.reach() as sock, contextlib.suppress(ConnectionError):
         stranger(target, sock, chance)
         while sock.fileno() >= 0 and sock.recv(1 << 16):

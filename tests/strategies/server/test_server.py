@@ -1,5 +1,5 @@
 """Parameter servers beyond the conformance table: optimizers, clipping, staleness, memory,
-saving, what is refused.
+saving, refusals.
 """
 
 import os
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Scaled(nn.Module):
-    """Two groups' worth of layers, a scalar, a frozen one, and one that is channels-last."""
+    """Layers for two parameter groups, a scalar, a frozen one, and a channels-last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Scaled(nn.Module):
 def trained(
     strategy: str, optimizer_name: str = "SGD", max_norm: float | None = None
 ) -> dict[str, Tensor]:
-    """The model's weights and the optimizer's state after an epoch with a schedule."""
+    """Return the model's weights and the optimizer's state after an epoch with a schedule."""
     torch.manual_seed(0)
     run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
     groups = [
@@ -101,8 +101,9 @@ def test_two_runs_of_three_workers_give_the_same_bits() -> None:
 
 
 def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
-    """Workers train at their own pace, then all hold the same. Weights, the last loss, whether
-    they had differed.
+    """Train asynchronously, then synchronize.
+
+    Return weights, the last loss, and if weights were different.
     """
     torch.manual_seed(0)
     run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
@@ -178,7 +179,8 @@ def test_a_second_backward_pass_before_the_step_is_refused() -> None:
 
 
 def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
-    run = shoal.init(strategy, precision=precision, announce=lambda _: None)  # type: ignore[arg-type]
+    kind: Any = precision
+    run = shoal.init(strategy, precision=kind, announce=lambda _: None)
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.requires_grad_(kind != "frozen")
@@ -207,7 +209,7 @@ def test_unknown_options_are_named() -> None:
 
 
 def children() -> set[int]:
-    """Pids of live processes below this one's session."""
+    """Return the pids of live processes of this one's session."""
     session, found = os.getsid(0), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -249,7 +251,8 @@ def test_compressed_gradients_keep_workers_equal_and_are_not_exact(
     exact = trained("single")
     assert not all(torch.equal(first[name], exact[name]) for name in exact)
     (made,) = build_strategies(parse_line(strategy))
-    assert made.deviations == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
+    expected = [f"compress={compress}: gradients arrive rounded, or late."]
+    assert made.deviations == expected  # type: ignore[attr-defined]
 
 
 def test_several_connections_are_accepted_and_have_no_effect() -> None:
@@ -280,7 +283,8 @@ def with_words(strategy: str) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     draws = torch.Generator().manual_seed(1)
     data = [(torch.randint(50, (4,), generator=draws), index % 3) for index in range(12)]
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    batches = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(F.cross_entropy, model, x, y)
@@ -297,7 +301,7 @@ def test_sparse_gradients_of_an_embedding_are_stepped_as_torch_does() -> None:
 def with_many_words(
     strategy: str, sparse: bool, momentum: float
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Weights, and bytes that the servers have received and sent."""
+    """Return weights, and the bytes that the servers have received and sent."""
     torch.manual_seed(0)
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(
@@ -306,7 +310,8 @@ def with_many_words(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
     draws = torch.Generator().manual_seed(1)
     data = [(torch.randint(5000, (4,), generator=draws), index % 3) for index in range(24)]
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    batches = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(F.cross_entropy, model, x, y)
@@ -341,8 +346,9 @@ def test_values_are_sent_whole_where_a_step_changes_all_of_them() -> None:
 
 
 def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
-    """As `trained`, where each rank is told that it is alone on its machine; the servers there,
-    whether it judges.
+    """Train as `trained`, with each rank as if it were alone on its machine.
+
+    Return weights, the number of servers there, and if the coordinator is there.
     """
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     torch.manual_seed(0)
@@ -371,7 +377,7 @@ def test_each_machine_starts_its_share_of_the_servers() -> None:
 
 
 def goes_on_at_once() -> list[Tensor]:
-    """All agree, and save; rank 0 goes on with its next step while the others are still at it."""
+    """Save on all ranks. Rank 0 takes its next step while the others still read the state."""
     run = shoal.init("server=2,staleness=async,part_mb=0.0005", announce=lambda _: None)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     model, optimizer, _ = run.prepare(

@@ -1,6 +1,4 @@
-"""Several workers on each of several machines: a relay sums for each machine, and nothing else
-changes.
-"""
+"""With several workers on each of several machines, an aggregator sums for each machine."""
 
 import os
 from typing import Any
@@ -29,9 +27,7 @@ def data() -> list[tuple[Tensor, int]]:
 
 
 def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
-    """Weights after two epochs, bytes that the servers have received and sent, and processes
-    that this rank started.
-    """
+    """Return weights after two epochs, bytes of the servers, and processes of this rank."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks > 2:
         os.environ |= {
@@ -45,7 +41,8 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     )
     model = model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data(), batch_size=10))  # type: ignore[arg-type]
+    batches = DataLoader(data(), batch_size=10)  # type: ignore[arg-type]
+    model, optimizer, loader = run.prepare(model, optimizer, batches)
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
@@ -81,7 +78,7 @@ def test_aggregation_is_exact_and_halves_the_bytes_between_machines() -> None:
 
 
 def test_a_worker_that_is_alone_on_its_machine_is_summed_too() -> None:
-    """Its relay sums nothing, and servers of its machine read its gradient all the same."""
+    """Its aggregator sums nothing. Servers of its machine read its gradient all the same."""
     expected = world.run(1, on_machines_of_two, "single")[0][0]
     for weights, *_ in world.run(3, on_machines_of_two, "server=2,part_mb=0.01"):
         agree(weights, expected)

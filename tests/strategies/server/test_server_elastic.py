@@ -1,6 +1,4 @@
-"""Shards that come and go while training goes on: real processes, and someone killed in the
-middle of it.
-"""
+"""Shards are added and removed during training: real processes, some of which are killed."""
 
 import json
 import os
@@ -42,7 +40,7 @@ Happening = Callable[[Path, Any, Random], list[Any]]
 def trained(
     strategy: str, directory: Path, happening: Happening | None = None, seed: int = 0
 ) -> Any:
-    """Weights after steps beside which something happens, and what that said."""
+    """Return weights after steps during which an action runs, and the result of the action."""
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
     net, optimizer, _ = run.prepare(
@@ -96,7 +94,7 @@ def grow(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
 
 
 def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
-    """As a worker does that has found one server's link three times as fast as the other's."""
+    """Report as a worker that one server's link is three times as fast as the other's."""
     fleet.views.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
     with closing(AdminClient(directory)) as control:
         time.sleep(0.1)
@@ -105,7 +103,7 @@ def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
 
 
 def add_and_kill(directory: Path, fleet: Any, chance: Random) -> list[Any]:
-    """While parts go to a new shard, kill a primary, a backup or the arbiter."""
+    """Kill a primary, a backup or the coordinator while partitions go to a new shard."""
     with closing(AdminClient(directory)) as control:
         beside = threading.Thread(target=send_command, args=(directory, "add", []), daemon=True)
         beside.start()
@@ -190,7 +188,7 @@ def test_nothing_is_lost_when_someone_dies_while_parts_move(
 
 
 def add_and_kill_it(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
-    """As soon as a new shard has parts, kill its primary."""
+    """Kill the primary of a new shard as soon as it has partitions."""
     with closing(AdminClient(directory)) as control:
         beside = threading.Thread(target=send_command, args=(directory, "add", []), daemon=True)
         beside.start()

@@ -1,6 +1,4 @@
-"""Servers that are killed or stopped in every phase of a step: real processes and signals,
-seeded; nothing is lost.
-"""
+"""Servers killed or stopped in every phase of a step, with real signals: no loss of state."""
 
 import os
 import signal

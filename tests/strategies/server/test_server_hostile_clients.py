@@ -1,6 +1,4 @@
-"""Strangers at the ports of a job that trains: each is refused and counted, and the weights are
-as without them.
-"""
+"""Strangers that connect to a training job are refused and counted, and change no weight."""
 
 import contextlib
 import time
@@ -26,7 +24,7 @@ def undisturbed() -> dict[str, Tensor]:
 
 
 def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
-    """Weights, refusals by shard, the report, and whether all servers are those that began."""
+    """Return weights, refusals by shard, the report, and if all servers are the first ones."""
     torch.manual_seed(0)
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -51,7 +49,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
 
 
 def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
-    """Everyone comes to every server, and whoever has no key to the arbiter."""
+    """Connect each hostile client to every server, and those without a key to the coordinator."""
     views = [
         fleet.views.wait_for_view(shard, 5, lambda view: view.primary is not None)
         for shard in range(2)

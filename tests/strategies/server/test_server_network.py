@@ -1,6 +1,4 @@
-"""A network that cuts connections in the middle of a frame, repeats frames, is slow or late:
-nothing is lost.
-"""
+"""A network that cuts connections inside a frame, repeats or delays frames loses no step."""
 
 from pathlib import Path
 from random import Random

@@ -1,6 +1,4 @@
-"""docs/strategies/server.md: its options are those of the code, and the files that it names are
-there.
-"""
+"""docs/strategies/server.md names the options of the code, and files that exist."""
 
 import re
 from dataclasses import fields

@@ -1,6 +1,4 @@
-"""A shard that loses its primary again and again: each loss is made good before the next, and
-nothing is lost.
-"""
+"""A shard that loses its primary again and again, each time after the last loss was repaired."""
 
 import os
 import signal
@@ -17,7 +15,7 @@ LOSSES_AFTER = (8, 16, 24)  # steps
 
 
 def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[int]]:
-    """As `disturbed.trained`; and the servers that were killed, each as primary of shard 1."""
+    """Train as `fault_injection.trained`, and return the killed primaries of shard 1 too."""
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))

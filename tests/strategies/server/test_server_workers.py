@@ -1,6 +1,4 @@
-"""A worker that is killed, in every phase: the job ends, says who was killed, and leaves no
-process behind.
-"""
+"""A worker killed in any phase ends the job, which names it and leaves no process."""
 
 import os
 import signal
@@ -26,8 +24,9 @@ def alive(folder: Path) -> list[str]:
 
 
 def ends(folder: Path, signal_name: str, seed: int) -> tuple[int, int]:
-    """The exit code of a job in which one worker was sent a signal, and its pid; afterwards
-    nobody of it lives.
+    """Return the exit code of a job with a worker that got a signal, and its pid.
+
+    Assert that no process of the job lives.
     """
     chance = Random(f"worker {seed}")
     phase = list(PHASES)[seed % len(PHASES)]

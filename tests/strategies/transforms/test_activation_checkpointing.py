@@ -1,4 +1,4 @@
-"""Recomputing changes memory, and nothing else."""
+"""Recomputing changes memory and no number."""
 
 import copy
 from itertools import pairwise
@@ -17,9 +17,7 @@ class Block(nn.Sequential):
 
 
 class Model(nn.Module):
-    """Four blocks of different width, with all that must not happen twice: masks and running
-    statistics.
-    """
+    """Four blocks of different width, with random masks and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class Model(nn.Module):
 
 
 def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
-    """The model after some steps, and how often each block was computed in each."""
+    """Return the model after some steps, and how often each block ran in each step."""
     torch.manual_seed(0)
     model = Model().double()
     run = shoal.init(strategy, announce=lambda _: None)
@@ -71,7 +69,7 @@ def test_weights_masks_and_running_statistics_are_the_same(strategy: str) -> Non
 
 
 class Normed(nn.Module):
-    """Blocks that read in training what their last call has left in a buffer."""
+    """Blocks that read a buffer which their last call has changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +84,7 @@ class Normed(nn.Module):
 
 
 class Rolled(nn.Module):
-    """A block that puts another tensor in the place of its buffer, and is called twice."""
+    """A block that replaces its buffer by another tensor, and runs twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Ranks whose rows take different ways through the model: the gradients of one process all the
-same.
-"""
+"""Ranks whose samples take different branches get the gradients of one process."""
 
 import random
 import threading
@@ -25,7 +23,7 @@ ROWS = 24
 
 
 class Experts(nn.Module):
-    """A block in which each row needs one expert only, and a scalar of that expert."""
+    """A block in which each sample uses one expert only, and a scalar of that expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +42,9 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Rows take different blocks, in different orders and differently often; their number of
-    columns differs.
+    """A model whose samples use different blocks, in different orders, once or several times.
+
+    Samples have different numbers of columns.
     """
 
     ways = ((0, 1), (1, 0), (2, 2, 2), (0, 2, 0), (4,), ())
@@ -148,7 +147,7 @@ def test_they_are_stepped_and_evaluated_as_on_one_rank(strategy: str, early: boo
 
 
 class Again(nn.Module):
-    """Blocks under checkpoints of the model's own; the last one is for some rows only."""
+    """Blocks under checkpoints of the model's own. Only some samples use the last one."""
 
     def __init__(self, reentrant: bool, branch: bool) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""ZeRO beyond the conformance table: what is held, clipping, evaluation, scalars, saving, and
-what is refused.
-"""
+"""ZeRO beyond the conformance table: memory, clipping, evaluation, scalars, saving, refusals."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +20,7 @@ from shoal.verification.matrix_cases import image_loader, images
 
 
 class Scaled(nn.Module):
-    """With scalar parameters, which cannot be cut, and one that is frozen."""
+    """A model with scalar parameters, which are not sharded, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +203,7 @@ def test_modules_may_be_shared(strategy: str) -> None:
 
 
 class Outside(nn.Module):
-    """Uses a block's weight outside of the block, before and after it has run."""
+    """A model that uses a block's weight outside of the block, before and after it has run."""
 
     def __init__(self, before: bool, tied: bool = False) -> None:
         super().__init__()
