@@ -51,7 +51,9 @@ def test_no_pair_lies_in_two_stages() -> None:
 
 def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None:
     model = gpt()
-    assert cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).parallel_styles()
+    assert (
+        cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).parallel_styles()
+    )
 
 
 def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], FullModel]:
@@ -213,4 +215,6 @@ class TwoHeads(nn.Module):
 
 
 def test_an_embedding_that_is_tied_to_a_whole_head_stays_whole() -> None:
-    assert set(tensor_plan(TwoHeads(), TensorParallel(2, whole="head")).parallel_styles()) == {"lm_head"}
+    assert set(tensor_plan(TwoHeads(), TensorParallel(2, whole="head")).parallel_styles()) == {
+        "lm_head"
+    }
