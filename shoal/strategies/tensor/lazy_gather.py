@@ -163,7 +163,9 @@ class LazyGatherTensor(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Below __torch_function__ a write into the full tensor would not be noticed.
         if schema_of(func).is_mutable:
             raise StrategyRefused(WRITE_MESSAGE.format(what=func))

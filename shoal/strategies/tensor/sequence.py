@@ -144,7 +144,9 @@ class SequenceParallelTensor(Tensor):
             return func(*args, **options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Imported here: the dispatch module makes tensors of this class.
         from shoal.strategies.tensor.sequence_dispatch import run
 

@@ -1,4 +1,4 @@
-"""Models whose stream lies in slices of the sequence, with their losses; ranks import them."""
+"""Models with sequence parallel activations, with their losses; ranks import them."""
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,7 @@ class TimeFirst(nn.Module):
 
 
 class Between(nn.Module):
-    """What may stand between blocks: some of it takes each token by itself, some looks at
-    several at once.
-    """
+    """Operations between blocks: some compute each token by itself, others use several tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ def norm_first() -> nn.Module:
 
 
 class Short(nn.Module):
-    """A layer of one token, of which some ranks have none; what it gives is added to all."""
+    """A layer of one token, of which some ranks have none; its output is added to all tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism cuts, with their losses; ranks import them."""
+"""Models that tensor parallelism divides, with their losses; ranks import them."""
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +78,7 @@ class Decoder(nn.Module):
 
 
 class Gated(nn.Module):
-    """SwiGLU, and channels by themselves between two convolutions: as in Llama, and in
-    MobileNet.
-    """
+    """SwiGLU as in Llama, and a depthwise convolution in a pair as in MobileNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +100,12 @@ class Gated(nn.Module):
 
 
 class Apart(nn.Module):
-    """What looks like pairs and is none: each stays whole for a reason of its own."""
+    """Layers that look like pairs and are none, each for another reason; and one pair."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.taken = (
-            nn.Linear(64, 12),
-            nn.Linear(12, 12),
-        )  # the slice would be seen from outside
+        # The output of `seen` is used outside of the pair.
+        self.seen, self.taken = nn.Linear(64, 12), nn.Linear(12, 12)
         self.normed, self.norm, self.after = nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 12)
         self.twice, self.read, self.last = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 10)
         self.one, self.two = nn.Linear(10, 8), nn.Linear(8, 10)  # a pair
@@ -125,7 +121,7 @@ class Apart(nn.Module):
 
 
 class Core(nn.Module):
-    """The part of attention that is worth computing again: no parameters, many activations."""
+    """The part of attention that is worth recomputing: no parameters, many activations."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         weights = F.dropout((query @ key.transpose(-2, -1)).softmax(-1), 0.3, self.training)
@@ -133,7 +129,7 @@ class Core(nn.Module):
 
 
 class Selective(nn.Module):
-    """Attention with dropout inside a module of its own."""
+    """Attention with its dropout in a module inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +145,7 @@ class Selective(nn.Module):
 
 
 class Rows(nn.Module):
-    """Attention between the rows of an image, then layers in a list, which nobody calls itself."""
+    """Attention between the rows of an image, then layers in a ModuleList."""
 
     def __init__(self) -> None:
         super().__init__()

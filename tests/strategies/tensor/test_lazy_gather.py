@@ -1,5 +1,5 @@
-"""What the user's own code would see of a slice: it stays whole, becomes whole where it is
-seen, or is refused.
+"""Code of the user never sees a shard: the layer stays replicated, the shard is gathered, or
+the use is refused.
 """
 
 import operator
@@ -25,11 +25,11 @@ from shoal.verification.matrix_cases import WORDS, gpt_untied, image_loader, tok
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 
 
-def nothing(*_: object) -> None:
+def no_op(*_: object) -> None:
     pass
 
 
-def cuts(model: nn.Module, **options: str) -> dict[str, str]:
+def styles(model: nn.Module, **options: str) -> dict[str, str]:
     return tensor_plan(model, TensorParallel(2, **options)).parallel_styles()
 
 
@@ -39,7 +39,7 @@ class Act(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Three pairs; between the layers of each something else."""
+    """Three pairs, each in another structure of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,15 +58,16 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_pair_stays_whole_where_a_slice_comes_by_a_hook(hook: str) -> None:
-    assert set(cuts(Pairs())) == {"one.0", "two", "three", "four", "five.0", "five.2"}
+    assert set(styles(Pairs())) == {"one.0", "two", "three", "four", "five.0", "five.2"}
     model = Pairs()
-    for seen in (model.one, model.act, model.five, model):  # the last two see what is whole
-        getattr(seen, hook)(nothing)
-    assert set(cuts(model)) == {"five.0", "five.2"}
+    # The last two see full tensors only.
+    for seen in (model.one, model.act, model.five, model):
+        getattr(seen, hook)(no_op)
+    assert set(styles(model)) == {"five.0", "five.2"}
 
 
-class Keeping(nn.Module):
-    """Keeps an activation for a penalty, on itself, in a list, and nowhere."""
+class KeepsActivations(nn.Module):
+    """Keeps one activation as an attribute, one in a list, and one not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,14 +84,14 @@ class Keeping(nn.Module):
 
 
 def test_a_pair_stays_whole_where_somebody_keeps_what_lies_between() -> None:
-    model = Keeping()
-    assert set(cuts(model)) == {"layers.4", "layers.5"}
+    model = KeepsActivations()
+    assert set(styles(model)) == {"layers.4", "layers.5"}
     assert "hidden" not in vars(model)
 
 
 def test_attention_stays_whole_where_hooks_lie_inside() -> None:
     model = bert()
-    model.get_submodule("h.0.attention.self").register_forward_hook(nothing)
+    model.get_submodule("h.0.attention.self").register_forward_hook(no_op)
     made = tensor_plan(model, TensorParallel(2))
     assert "h.0.attention.self.query" not in made.parallel_styles()
     assert (
@@ -102,7 +103,7 @@ def test_attention_stays_whole_where_hooks_lie_inside() -> None:
 def test_what_has_hooks_on_a_parameter_or_on_words_stays_whole() -> None:
     model = gpt_untied()
     model.blocks[0].mlp.up.weight.register_hook(lambda gradient: gradient * 0.1)
-    model.head.register_full_backward_hook(nothing)
+    model.head.register_full_backward_hook(no_op)
     made = tensor_plan(model, TensorParallel(2))
     assert (
         made.replicated["blocks.0.mlp.up"]
@@ -112,8 +113,8 @@ def test_what_has_hooks_on_a_parameter_or_on_words_stays_whole() -> None:
     assert "blocks.1.mlp.up" in made.parallel_styles()
 
 
-class Spread(nn.Module):
-    """A gate of one number for all units."""
+class BroadcastGate(nn.Module):
+    """A gate of one value, which is broadcast over all hidden units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Spread(nn.Module):
 
 
 def test_a_gate_that_is_spread_over_the_units_leaves_its_pair_whole() -> None:
-    made = tensor_plan(Spread(), TensorParallel(2))
+    made = tensor_plan(BroadcastGate(), TensorParallel(2))
     assert set(made.parallel_styles()) == {"after.1", "after.2"}
     assert made.replicated["gate"] == "its 1 outputs meet 12 of another layer"
 
@@ -135,13 +136,13 @@ def test_a_plan_that_does_not_say_which_layers_are_a_pair_is_refused() -> None:
     with pytest.raises(
         StrategyRefused, match=r"one.0 may belong to two or to four, all in one module"
     ):
-        cuts(Pairs(), cut_by="one.0:column+three:column+two:row+four:row")
+        styles(Pairs(), cut_by="one.0:column+three:column+two:row+four:row")
     model = Pairs()
-    model.one.register_forward_hook(nothing)
+    model.one.register_forward_hook(no_op)
     with pytest.raises(
         StrategyRefused, match="hooks of one would see a slice between two and its columns"
     ):
-        cuts(model, cut_by="one.0:column+two:row")
+        styles(model, cut_by="one.0:column+two:row")
 
 
 def test_a_token_that_sees_no_other_is_given_zeros_as_on_one_device() -> None:
@@ -154,7 +155,7 @@ def test_a_token_that_sees_no_other_is_given_zeros_as_on_one_device() -> None:
 
 
 class Attention(nn.Module):
-    """Gives its weights too: of each head, and their mean if it is asked to."""
+    """Returns its weights too: of each head, or their mean."""
 
     def __init__(self, width: int = 8, mean: bool = False) -> None:
         super().__init__()
@@ -172,8 +173,8 @@ class Attention(nn.Module):
         ) if self.mean else weights
 
 
-class Seen(nn.Module):
-    """Tokens that see no other, and attention whose weights are looked at and handed on."""
+class WeightsAreRead(nn.Module):
+    """Tokens that attend to no other; attention weights that are read, and passed on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class Seen(nn.Module):
         return logits
 
 
-def with_a_look(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def loss_that_reads_all_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         logits.softmax(-1)
     counts = target != -100
@@ -205,10 +206,12 @@ def with_a_look(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_what_is_seen_of_slices_is_the_whole() -> None:
-    check_strategy("tensor=2", 2, Experiment(Seen, token_loader, with_a_look, steps=2))
+    check_strategy(
+        "tensor=2", 2, Experiment(WeightsAreRead, token_loader, loss_that_reads_all_logits, steps=2)
+    )
 
 
-def of_rows() -> nn.Module:
+def mean_over_heads_model() -> nn.Module:
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -223,10 +226,12 @@ def of_rows() -> nn.Module:
 
 def test_a_mean_over_heads_is_refused_in_the_first_step() -> None:
     with pytest.raises(Exception, match=r"its output is not that of the whole .*whole=attention"):
-        verify_job(Experiment(of_rows, image_loader, F.cross_entropy, steps=1), "tensor=2", 2)
+        verify_job(
+            Experiment(mean_over_heads_model, image_loader, F.cross_entropy, steps=1), "tensor=2", 2
+        )
 
 
-def evaluated_with_padding() -> str:
+def evaluate_with_padding() -> str:
     run = shoal.init("tensor=2", announce=lambda _: None)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -241,6 +246,6 @@ def evaluated_with_padding() -> str:
 
 def test_nested_tensors_are_refused() -> None:
     assert all(
-        "Make it with enable_nested_tensor=False" in said
-        for said in world.run(2, evaluated_with_padding)
+        "Make it with enable_nested_tensor=False" in message
+        for message in world.run(2, evaluate_with_padding)
     )

@@ -1,5 +1,5 @@
-"""The stream in slices of the sequence: the numbers of one device, and on each rank its own
-tokens alone.
+"""Sequence parallel activations give the numbers of one device, and a rank keeps only its
+tokens.
 """
 
 from collections.abc import Callable
@@ -91,17 +91,17 @@ def test_the_head_of_a_run_says_what_lies_in_slices_of_the_sequence() -> None:
 
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of x (3, 5, 4), a weight (4,) and something for each token (5, 4)."""
+"""Takes x (3, 5, 4), a weight (4,) and a tensor with tokens (5, 4)."""
 
 
-def looked_at_before(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+def value_read_before(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     with torch.no_grad():
         size = x[:, 0].abs().max()
     return x[:, 0] * w + size
 
 
 FUNCTIONS: dict[str, Function] = {
-    "looked at before": looked_at_before,
+    "looked at before": value_read_before,
     "add": lambda x, w, t: x + t,
     "add to what is whole": lambda x, w, t: t - x,
     "weigh": lambda x, w, t: w * x / (x * x + 1),
@@ -139,8 +139,8 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def compared(length: int) -> dict[str, float]:
-    """The largest difference of values and gradients, for each function."""
+def differences_by_function(length: int) -> dict[str, float]:
+    """Return the largest difference of values and gradients, for each function."""
     run = shoal.init("tensor=2", announce=lambda _: None)
     torch.manual_seed(0)
     found = {}
@@ -156,10 +156,10 @@ def compared(length: int) -> dict[str, float]:
         torch.manual_seed(1)
         sliced = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1)
         other = full_tensor(function(sliced, w, t))
-        of_whole = torch.autograd.grad((other**2).sum(), (x, w, t), allow_unused=True)
+        sharded_gradients = torch.autograd.grad((other**2).sum(), (x, w, t), allow_unused=True)
         assert not isinstance(other, SequenceParallelTensor)
         found[name] = (one - other).abs().max().item()
-        for index, (right, own) in enumerate(zip(expected, of_whole, strict=True)):
+        for index, (right, own) in enumerate(zip(expected, sharded_gradients, strict=True)):
             assert (right is None) == (own is None)
             if right is not None:
                 assert not isinstance(own, SequenceParallelTensor)
@@ -176,11 +176,11 @@ SHORT = {"samples", "over", "views", "up"}
 
 @pytest.mark.parametrize("length", [5, pytest.param(1, marks=SLOW)])
 def test_every_function_gives_what_it_gives_of_the_whole(length: int) -> None:
-    for found in world.run(2, compared, length):
+    for found in world.run(2, differences_by_function, length):
         assert max(found.values()) < 1e-12, max(found.items(), key=lambda item: item[1])
 
 
-def written() -> list[str]:
+def refused_writes() -> list[str]:
     run = shoal.init("tensor=2", announce=lambda _: None)
     x = reduce_scatter_sequence(torch.ones(3, 5, 4), run.mesh.tensor, 1)
     said = []
@@ -203,16 +203,14 @@ def written() -> list[str]:
 
 
 def test_what_is_written_into_slices_is_refused_and_never_lost() -> None:
-    for said in world.run(2, written):
+    for said in world.run(2, refused_writes):
         assert all(
             "writes into a tensor that lies in slices of the sequence" in line for line in said
         )
 
 
-def kept() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Shapes of what is kept for the backward pass: whole tensors, and what each rank has of
-    others.
-    """
+def saved_shapes() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Return shapes of tensors saved for the backward pass: plain ones, and local tokens."""
     run, model = shoal.init("tensor=2,sequence=true", announce=lambda _: None), gpt()
     from torch.utils.data import DataLoader
 
@@ -235,7 +233,7 @@ def kept() -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
 
 
 def test_between_blocks_a_rank_keeps_its_own_tokens_alone() -> None:
-    for rank, (whole, own) in enumerate(world.run(2, kept)):
+    for rank, (whole, own) in enumerate(world.run(2, saved_shapes)):
         assert (10, 13, 8) not in whole
         assert (10, 7 - rank, 8) in own
         assert (10, 13, 8) not in own

@@ -1,5 +1,5 @@
-"""Layers in slices train as on one device; what is not known stays whole, and is exact; what
-cannot be is refused.
+"""Divided layers train as on one device; unknown ones stay replicated; impossible plans are
+refused.
 """
 
 import pytest
@@ -56,26 +56,24 @@ def test_slices_go_with_data_parallelism(
     check_strategy(strategy, ranks, CUT[name], accumulate)
 
 
-def cuts(model: nn.Module, **options: str) -> dict[str, str]:
+def styles(model: nn.Module, **options: str) -> dict[str, str]:
     return tensor_plan(model, TensorParallel(2, **options)).parallel_styles()
 
 
 def test_only_layers_with_nothing_unknown_between_them_are_cut() -> None:
-    assert cuts(Apart()) == {"one": "column", "two": "row"}
+    assert styles(Apart()) == {"one": "column", "two": "row"}
 
 
 def test_blocks_of_a_gpt_are_cut_between_heads_hidden_units_and_words() -> None:
-    said = describe(tensor_plan(gpt(), TensorParallel(2)))
-    assert "tensor=2: vocabulary: token_embedding, head" in said
-    assert "tensor=2: column: blocks.*.mlp.up (2)" in said
-    assert any(line.startswith("tensor=2: whole: position_embedding: ") for line in said)
-    assert cuts(Encoder())["layers.layers.1.self_attn"] == "heads"
+    lines = describe(tensor_plan(gpt(), TensorParallel(2)))
+    assert "tensor=2: vocabulary: token_embedding, head" in lines
+    assert "tensor=2: column: blocks.*.mlp.up (2)" in lines
+    assert any(line.startswith("tensor=2: whole: position_embedding: ") for line in lines)
+    assert styles(Encoder())["layers.layers.1.self_attn"] == "heads"
 
 
-class Normed(nn.Module):
-    """Attention with a norm of each head's queries: its gradient would be that of a slice of
-    the heads.
-    """
+class AttentionWithNorm(nn.Module):
+    """Attention with a norm of each head's queries, whose gradient a rank would have in part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +82,14 @@ class Normed(nn.Module):
 
 
 def test_attention_with_parameters_of_its_own_stays_whole() -> None:
-    model = nn.Sequential(Normed(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = nn.Sequential(AttentionWithNorm(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     made = tensor_plan(model, TensorParallel(2))
     assert set(made.parallel_styles()) == {"1", "3"}
     assert "has parameters of its own, norm.weight" in made.replicated["0.query"]
 
 
-class Handing(nn.Module):
-    """Hands a layer what no graph can hold."""
+class OpaqueArgument(nn.Module):
+    """Passes an argument that no fx graph can hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,21 +104,21 @@ class Handing(nn.Module):
 
 
 def test_a_call_that_no_graph_can_hold_is_looked_around() -> None:
-    assert cuts(Handing()) == {"pair.0": "column", "pair.2": "row"}
+    assert styles(OpaqueArgument()) == {"pair.0": "column", "pair.2": "row"}
 
 
 def test_what_hooks_look_at_stays_whole() -> None:
     model = mlp()
     model.layers[1].register_forward_hook(lambda *_: None)
-    assert "layers.1" not in cuts(model)
+    assert "layers.1" not in styles(model)
 
 
 def test_a_plan_of_ones_own_is_what_is_cut() -> None:
     own = "blocks.*.mlp.up:column+blocks.*.mlp.down:row"
-    assert set(cuts(gpt(), cut_by=own)) == {
+    assert set(styles(gpt(), cut_by=own)) == {
         f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("up", "down")
     }
-    assert "token_embedding" not in cuts(gpt(), whole="token_embedding+head")
+    assert "token_embedding" not in styles(gpt(), whole="token_embedding+head")
     check_strategy(f"tensor=2,cut_by={own}", 2, CUT["gpt"])
 
 
@@ -146,7 +144,7 @@ def test_a_plan_that_cannot_be_is_refused(options: dict[str, str | int], message
         tensor_plan(gpt(), TensorParallel(**options))
 
 
-def test_a_cut_that_gives_other_numbers_than_the_whole_is_refused_in_the_first_step() -> None:
+def test_a_plan_that_changes_the_numbers_is_refused_in_the_first_step() -> None:
     verdict = "tensor=2,cut_by=normed:column+after:row"  # a LayerNorm over slices
     with pytest.raises(Exception, match="with its layers in slices its forward pass fails"):
         verify_job(CUT["apart"], verdict, 2)

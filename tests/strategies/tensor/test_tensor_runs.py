@@ -1,4 +1,4 @@
-"""Whole runs in slices: what each rank holds and sends, evaluation, saving, copies, precision."""
+"""Tensor parallel runs: memory, messages, evaluation, saving, copies, precision."""
 
 import copy
 from pathlib import Path
@@ -42,7 +42,9 @@ def hits(logits: Tensor, target: Tensor) -> Tensor:
     return (logits.detach().argmax(dim=-1) == target).sum().view(1).double()
 
 
-def a_step(strategy: str, file: Path) -> tuple[float, float, dict[str, float], Tensor, list[str]]:
+def train_and_save(
+    strategy: str, file: Path
+) -> tuple[float, float, dict[str, float], Tensor, list[str]]:
     torch.manual_seed(0)
     run, model, optimizer, loader, said = prepared(strategy, gpt())
     for x, y in loader:
@@ -76,8 +78,8 @@ def loader_of_tokens() -> DataLoader:
 def test_a_run_in_slices_says_counts_and_saves_what_one_device_does(
     tmp_path: Path, strategy: str, ranks: int
 ) -> None:
-    loss, norm, sums, softmax, _ = a_step("single", tmp_path / "one.pt")
-    found = world.run(ranks, a_step, strategy, tmp_path / "cut.pt")
+    loss, norm, sums, softmax, _ = train_and_save("single", tmp_path / "one.pt")
+    found = world.run(ranks, train_and_save, strategy, tmp_path / "cut.pt")
     for other_loss, other_norm, other_sums, other_softmax, _ in found:
         assert (other_loss, other_norm) == pytest.approx((loss, norm), rel=1e-10)
         assert other_sums == sums
@@ -90,7 +92,7 @@ def test_a_run_in_slices_says_counts_and_saves_what_one_device_does(
     assert all(torch.allclose(cut[name], one[name], rtol=1e-9, atol=1e-12) for name in one)
 
 
-def held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
+def count_held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
     run, model, _, loader, _ = prepared(strategy, gpt())
     x, y = next(iter(loader))
     sent: list[int] = []
@@ -121,13 +123,13 @@ def test_a_rank_holds_half_and_sends_no_logits() -> None:
         p.numel() for n, p in model.named_parameters() if n.endswith(("output.bias", "down.bias"))
     )
     stream = 10 * 13 * 8
-    for own, largest, kinds in world.run(2, held_and_sent, "tensor=2"):
+    for own, largest, kinds in world.run(2, count_held_and_sent, "tensor=2"):
         assert own == left + (whole - left) // 2
         assert largest == stream
         assert kinds == {"VocabParallelLogits"}
 
 
-def copied() -> bool:
+def copy_is_independent() -> bool:
     run, model, _, loader, _ = prepared("tensor=2", mlp())
     x, y = next(iter(loader))
     run.forward_backward(F.cross_entropy, model, x, y)
@@ -140,10 +142,10 @@ def copied() -> bool:
 
 
 def test_a_copy_is_a_model_of_its_own() -> None:
-    assert world.run(2, copied) == [True, True]
+    assert world.run(2, copy_is_independent) == [True, True]
 
 
-def from_outside() -> str:
+def call_from_outside() -> str:
     _, model, _, loader, _ = prepared("tensor=2", mlp())
     with pytest.raises(UsageError) as refusal:
         model.layers[1](next(iter(loader))[0].flatten(1))
@@ -151,19 +153,19 @@ def from_outside() -> str:
 
 
 def test_a_slice_is_never_taken_for_the_whole() -> None:
-    for said in world.run(2, from_outside):
+    for said in world.run(2, call_from_outside):
         assert "was called from outside" in said
 
 
 class Drifting(nn.Sequential):
-    """Computes something else on every rank."""
+    """Computes other values on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = super().forward(x) * (1.0 + 0.1 * dist.get_rank())
         return scores
 
 
-def drifts() -> None:
+def run_drifting() -> None:
     run, model, _, loader, _ = prepared(
         "tensor=2", Drifting(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, 10), nn.LayerNorm(10))
     )
@@ -171,15 +173,15 @@ def drifts() -> None:
     run.forward_backward(F.cross_entropy, model, x, y)
 
 
-def test_ranks_of_a_group_that_compute_something_else_are_found_in_the_first_step() -> None:
+def test_ranks_that_compute_something_else_are_found_in_the_first_step() -> None:
     with pytest.raises(
         LaunchError,
         match="whole on every rank of the tensor group, but with other gradients on some",
     ):
-        world.run(2, drifts)
+        world.run(2, run_drifting)
 
 
-def in_half(strategy: str, precision: str) -> list[float]:
+def losses_in_precision(strategy: str, precision: str) -> list[float]:
     torch.manual_seed(0)
     run, model, optimizer, loader, _ = prepared(strategy, gpt(), precision)
     losses = []
@@ -203,8 +205,8 @@ def in_half(strategy: str, precision: str) -> list[float]:
     ],
 )
 def test_half_precision_goes_with_slices(strategy: str, ranks: int, precision: str) -> None:
-    expected = in_half("single", precision)
-    for found in world.run(ranks, in_half, strategy, precision):
+    expected = losses_in_precision("single", precision)
+    for found in world.run(ranks, losses_in_precision, strategy, precision):
         assert found == pytest.approx(expected, rel=2e-2)
         assert len(found) == 4
 
@@ -220,11 +222,11 @@ def fused(**options: bool) -> str:
     return str(refusal.value)
 
 
-def with_fused() -> str:
+def refused_fused() -> str:
     return fused(fused=True)
 
 
-def in_8_bits() -> str:
+def refused_in_8_bits() -> str:
     from shoal.optim.adamw8bit import AdamW8bit
 
     run, model = shoal.init("tensor=2", announce=lambda _: None), gpt()
@@ -234,20 +236,20 @@ def in_8_bits() -> str:
 
 
 def test_blocks_of_whole_rows_are_refused_where_rows_are_in_slices() -> None:
-    assert "Use AdamW, or leave out tensor" in world.run(2, in_8_bits)[0]
+    assert "Use AdamW, or leave out tensor" in world.run(2, refused_in_8_bits)[0]
 
 
 def test_an_optimizer_that_steps_lists_is_refused() -> None:
-    assert "Leave fused out" in world.run(2, with_fused)[0]
+    assert "Leave fused out" in world.run(2, refused_fused)[0]
 
 
 def test_servers_are_refused_beside_slices() -> None:
     with pytest.raises(LaunchError, match="beside tensor and pipeline no rank has them"):
-        world.run(2, a_step, "tensor=2,server=1", Path("unused"))
+        world.run(2, train_and_save, "tensor=2,server=1", Path("unused"))
 
 
 def rows() -> list[Tensor]:
-    """Cross-entropy of sliced logits, with all that is done to logits before."""
+    """Return errors of cross-entropy of divided logits, after several views of them."""
     run = shoal.init("tensor=2", announce=lambda _: None)
     torch.manual_seed(1)
     whole = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Models with the names of Hugging Face's library are cut by them, and train as on one device."""
+"""Models with the names of Hugging Face's library are divided, and train as on one device."""
 
 import pytest
 from huggingface_shaped_models import NAMED, bert, gpt2, gpt2_without_dropout, llama, opt, t5
@@ -28,7 +28,7 @@ def test_weights_that_lie_the_other_way_round_go_with_shards() -> None:
     check_strategy("tensor=2,zero3", 4, experiment, accumulate=2)
 
 
-def cuts(model: nn.Module) -> dict[str, str]:
+def block_styles(model: nn.Module) -> dict[str, str]:
     found = tensor_plan(model, TensorParallel(2)).parallel_styles()
     return {
         name.removeprefix("h.0."): how for name, how in found.items() if name.startswith("h.0.")
@@ -45,7 +45,7 @@ def test_gpt2_is_cut_though_its_weights_lie_the_other_way_round() -> None:
         "mlp.c_fc": "column",
         "mlp.c_proj": "row",
     }
-    assert cuts(gpt2()) == found
+    assert block_styles(gpt2()) == found
 
 
 def test_llama_is_cut_between_its_groups_of_heads() -> None:
@@ -53,24 +53,24 @@ def test_llama_is_cut_between_its_groups_of_heads() -> None:
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), HEADS_COLUMN
     )
     pair = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
-    assert cuts(llama()) == attention | {"self_attn.o_proj": HEADS_ROW} | pair
+    assert block_styles(llama()) == attention | {"self_attn.o_proj": HEADS_ROW} | pair
 
 
 def test_bert_is_cut_across_the_modules_that_its_layers_lie_in() -> None:
-    found = cuts(bert())
+    found = block_styles(bert())
     assert found["attention.self.query"] == HEADS_COLUMN
     assert found["attention.output.dense"] == HEADS_ROW
     assert (found["intermediate.dense"], found["output.dense"]) == ("column", "row")
 
 
 def test_opt_is_cut() -> None:
-    found = cuts(opt())
+    found = block_styles(opt())
     assert (found["self_attn.out_proj"], found["fc1"], found["fc2"]) == (HEADS_ROW, "column", "row")
 
 
 def test_attention_that_is_handed_a_bias_of_all_heads_stays_whole() -> None:
     made = tensor_plan(t5(), TensorParallel(2))
-    assert set(cuts(t5())) == {f"DenseReluDense.{name}" for name in ("wi", "dropout", "wo")}
+    assert set(block_styles(t5())) == {f"DenseReluDense.{name}" for name in ("wi", "dropout", "wo")}
     assert (
         made.replicated["h.0.SelfAttention.q"]
         == "it is handed position_bias, which has a part for each head"

@@ -1,6 +1,4 @@
-"""Whatever a loss does with logits in slices of the vocabulary, its value and its gradient are
-those of the whole.
-"""
+"""A loss of vocab parallel logits has the value and the gradient of a loss of all logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +72,7 @@ def with_a_function_of_its_own(x: Tensor) -> Tensor:
 
 
 class Tenth(torch.autograd.Function):
-    """Gives back what it was given, or a copy, and a tenth of its gradient."""
+    """Returns its input, or a copy, with a tenth of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: bool) -> Tensor:
@@ -107,22 +105,22 @@ LOSSES = (
 )
 
 
-def numbers(axis: Axis) -> tuple[Tensor, slice]:
+def logits_and_slice(axis: Axis) -> tuple[Tensor, slice]:
     torch.manual_seed(1)
     own = slice(axis.rank * WORDS // 2, (axis.rank + 1) * WORDS // 2)
     return torch.randn(5, WORDS, dtype=torch.float64, requires_grad=True), own
 
 
-def apart(loss: Callable[[Tensor], Tensor], axis: Axis) -> float:
-    """How far a loss of slices is from that of the whole: its value, and its gradient."""
-    x, own = numbers(axis)
+def largest_difference(loss: Callable[[Tensor], Tensor], axis: Axis) -> float:
+    """Return the largest difference of value and gradient from a loss of all logits."""
+    x, own = logits_and_slice(axis)
     expected, found = loss(x * 1.0), loss(VocabParallelLogits.of(x[:, own] * 1.0, axis))
     (all_of_it,), (of_slices,) = torch.autograd.grad(expected, x), torch.autograd.grad(found, x)
     assert all_of_it.abs().max() > 1e-3
     return max((expected - found).abs().item(), (all_of_it - of_slices)[:, own].abs().max().item())
 
 
-def views_that_would_not_follow(axis: Axis) -> list[str]:
+def refused_writes(axis: Axis) -> list[str]:
     def a_view(x: Tensor) -> Tensor:
         return x.view(5, WORDS).div_(3.0)
 
@@ -135,21 +133,21 @@ def views_that_would_not_follow(axis: Axis) -> list[str]:
         x.view(5, WORDS)[:, 2].fill_(-30.0)
         return F.cross_entropy(x, TARGET)
 
-    said = []
+    messages = []
     for write in (a_view, beside_a_view, a_view_of_a_view):
-        x, own = numbers(axis)
+        x, own = logits_and_slice(axis)
         with pytest.raises(StrategyRefused) as refusal:
             write(VocabParallelLogits.of(x[:, own] * 1.0, axis))
-        said.append(str(refusal.value))
-    return said
+        messages.append(str(refusal.value))
+    return messages
 
 
-def scenes() -> tuple[dict[str, float], list[str]]:
+def run_all() -> tuple[dict[str, float], list[str]]:
     axis = shoal.init("tensor=2", announce=lambda _: None).mesh.tensor
-    return {loss.__name__: apart(loss, axis) for loss in LOSSES}, views_that_would_not_follow(axis)
+    return {loss.__name__: largest_difference(loss, axis) for loss in LOSSES}, refused_writes(axis)
 
 
-def test_what_a_loss_does_with_logits_in_slices_is_what_it_does_with_the_whole() -> None:
-    for found, said in world.run(2, scenes):
+def test_a_loss_of_divided_logits_is_that_of_all_logits() -> None:
+    for found, messages in world.run(2, run_all):
         assert {name: error for name, error in found.items() if not error < 1e-14} == {}
-        assert all("others have views of it" in text for text in said)
+        assert all("others have views of it" in text for text in messages)
