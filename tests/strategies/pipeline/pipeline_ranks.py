@@ -1,5 +1,5 @@
-"""What ranks of a pipeline do in the tests: train a few steps, and tell of everything that
-could differ.
+"""Functions that ranks of a pipeline run in tests: train a few steps, and return everything that
+could differ from one process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shoal.verification.trajectory import Experiment
 
 
 @dataclass
-class Told:
-    """What one rank saw."""
+class RankResult:
+    """The results of one rank."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -30,10 +30,9 @@ class Told:
     sums: dict[str, float] = field(default_factory=dict)
     output: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # those that this rank has a part of, whole
-    said: list[str] = field(default_factory=list)
+    # full tensors of the optimizer states of which this rank has a shard
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
 
 
 def train(
@@ -43,50 +42,51 @@ def train(
     save: Path | None = None,
     load: Path | None = None,
     **options: Any,
-) -> Told:
-    """AdamW with clipping, on an experiment of the zoo."""
-    told, experiment = Told(), matrix_cases.EXPERIMENTS[name]
-    run = init_with_place(strategy, precision="fp64", announce=told.said.append, **options)
+) -> RankResult:
+    """Train an experiment of the verification matrix, with AdamW and clipping."""
+    result = RankResult()
+    experiment = matrix_cases.EXPERIMENTS[name]
+    run = init_with_place(strategy, precision="fp64", announce=result.summary.append, **options)
     model = experiment.model_fn().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = run.prepare(model, optimizer, experiment.loader_fn())
     if load is not None:
-        saved = Checkpoints(load).load(told.said.append, like=run.layout_of())
+        saved = Checkpoints(load).load(result.summary.append, like=run.layout_of())
         assert saved is not None
         run.load_state(saved.tensors, saved.info, saved.private)
     batches = [batch for _ in range(2) for batch in loader][:steps] if load is None else []
     for *inputs, target in batches:
         optimizer.zero_grad()
-        told.losses.append(
+        result.losses.append(
             run.forward_backward(
                 experiment.loss_fn, model, *inputs, target, measure=_correct
             ).item()
         )
         assert run.totals is not None
-        told.correct += run.totals[3].item()
-        told.norms.append(run.clip_gradients(0.5).item())
+        result.correct += run.totals[3].item()
+        result.norms.append(run.clip_gradients(0.5).item())
         optimizer.step()
-    told.sums = run.evaluate(
+    result.sums = run.evaluate(
         lambda output, _: {"size": output.abs().sum()}, model, experiment.loader_fn()
     )
-    told.output = model(*batches[0][:-1]).detach() if batches else None
-    told.weights = {name: value.clone() for name, value in run.weights().items()}
+    result.output = model(*batches[0][:-1]).detach() if batches else None
+    result.weights = {name: value.clone() for name, value in run.weights().items()}
     tensors, info, private = run.state()
-    told.moments = {
+    result.moments = {
         name: full_tensor(t).clone() for name, t in tensors.items() if name.startswith("optimizer.")
     }
     if save is not None:
         Checkpoints(save).save(steps, tensors, info, private)
         run.save(save / "model.pt")
-    return told
+    return result
 
 
 def _correct(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(-1) == target).sum().view(1)
 
 
-def alike(one: Told, other: Told) -> None:
-    """Assert that two ranks saw the same, to 1e-10."""
+def alike(one: RankResult, other: RankResult) -> None:
+    """Assert that two ranks have the same results, to 1e-10."""
     for kind in ("losses", "norms"):
         torch.testing.assert_close(
             torch.tensor(getattr(one, kind)),
@@ -109,7 +109,7 @@ def statistics(
     experiment: Experiment = matrix_cases.EXPERIMENTS["cnn with BatchNorm"],
     prefix: str = "stem.1.",
 ) -> dict[str, Tensor]:
-    """The running statistics of the first BatchNorm after one step, whole."""
+    """Return the running statistics of the first BatchNorm after one step, all channels."""
     run = init_with_place(strategy, precision="fp64", announce=lambda _: None)
     model = experiment.model_fn().double()
     model, _, loader = run.prepare(
@@ -121,7 +121,7 @@ def statistics(
 
 
 def half(strategy: str, precision: Any, factor: float) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses in less precision, and the weights at the end; a factor can make gradients
+    """Train with less precision; return losses and final weights. A large factor makes gradients
     overflow in fp16.
     """
     experiment = matrix_cases.EXPERIMENTS["mlp"]
@@ -151,7 +151,7 @@ class Scaled:
 
 
 class Growing(nn.Module):
-    """What it passes on has a size that follows from values."""
+    """The shape between its stages depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Twice(nn.Module):
 
 
 def watched() -> nn.Module:
-    """Something looks at its output."""
+    """Return a model with a hook on its output."""
     model = matrix_cases.mlp()
     model.register_forward_hook(lambda _, inputs, output: output * 2)
     return model
@@ -193,7 +193,7 @@ MODELS = {"watched": watched, "mlp": matrix_cases.mlp, "growing": Growing, "twic
 def refusal(
     strategy: str, model_name: str = "mlp", with_loader: bool = True, **options: Any
 ) -> str:
-    """The message with which a pipeline refuses; empty where it does not."""
+    """Return the message with which a pipeline refuses; empty if it does not."""
     try:
         run = init_with_place(strategy, announce=lambda _: None, **options)
         model = MODELS[model_name]()

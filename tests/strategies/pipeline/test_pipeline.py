@@ -67,12 +67,12 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
 def test_what_differs_by_design_says_so_before_the_first_step(name: str) -> None:
     told = world.run(2, train, name, "pipeline=2,microbatches=2", 1)[0]
     assert any(
-        line.startswith("note: ") and "one micro-batch at a time" in line for line in told.said
+        line.startswith("note: ") and "one micro-batch at a time" in line for line in told.summary
     )
 
 
 def test_the_header_says_where_the_cuts_are_and_what_they_cost() -> None:
-    said = "\n".join(world.run(2, train, "gpt", "pipeline=2,balance=parameters", 1)[0].said)
+    said = "\n".join(world.run(2, train, "gpt", "pipeline=2,balance=parameters", 1)[0].summary)
     assert "global batch 10 = 1 data rank x 10; 2 ranks = 2 pipeline x 1 data" in said
     assert "pipeline of 2 ranks, cut before blocks.1: parameters 56 % | 44 %" in said
     assert (
@@ -83,7 +83,9 @@ def test_the_header_says_where_the_cuts_are_and_what_they_cost() -> None:
 
 def test_a_user_can_name_the_cuts() -> None:
     said = "\n".join(
-        world.run(2, train, "gpt", "pipeline=2,schedule=zbv,cuts=blocks.0/blocks.1/head", 1)[0].said
+        world.run(2, train, "gpt", "pipeline=2,schedule=zbv,cuts=blocks.0/blocks.1/head", 1)[
+            0
+        ].summary
     )
     assert "cut before blocks.0, blocks.1, head: time" in said
 

@@ -95,7 +95,7 @@ def test_every_rank_sees_what_one_process_sees() -> None:
     found = world.run(8, train, "gpt", "tensor=2,pipeline=2,zero1")
     for told in found:
         alike(one, told)
-    said = "\n".join(found[0].said)
+    said = "\n".join(found[0].summary)
     assert "8 ranks = 2 pipeline x 2 data x 2 tensor" in said
     assert "tensor=2: vocabulary: token_embedding, head" in said
 
