@@ -97,10 +97,10 @@ def grow(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
 
 def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
     """As a worker does that has found one server's link three times as fast as the other's."""
-    fleet.views.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
+    fleet.watcher.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
     with closing(AdminClient(directory)) as control:
         time.sleep(0.1)
-        control._settle(lambda _: True)
+        control._wait_for_migrations(lambda _: True)
         return [{s["shard"]: s["bytes"] for s in control.servers()}]
 
 

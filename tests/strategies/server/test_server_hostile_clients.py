@@ -53,7 +53,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
 def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     """Everyone comes to every server, and whoever has no key to the arbiter."""
     views = [
-        fleet.views.wait_for_view(shard, 5, lambda view: view.primary is not None)
+        fleet.watcher.wait_for_view(shard, 5, lambda view: view.primary is not None)
         for shard in range(2)
     ]
     key, job = fleet.job.transport.key.secret, fleet.job.transport.job
