@@ -124,7 +124,7 @@ def worker(
     client = connect_to_servers(rank, flat, arbiter, job.transport, shares=False)
     if rank == 0:
         client.load([[{}] for _ in parts])
-    client.connect()
+    client.mark_current()
     _barrier()
     for gradient in flat.gradients:
         gradient.fill_(rank + 1)

@@ -1,7 +1,8 @@
-"""The command line. A verb is a file: HELP, EXAMPLES, `arguments` for its parser, and `run`, which
-gives the exit status.
+"""The command line, with one module for each verb.
 
-torch is imported inside `run`, so that --help answers at once.
+A verb has HELP, EXAMPLES, `arguments`, which adds arguments to its parser, and `run`, which returns
+the exit status. It imports torch inside `run`, because that takes seconds and --help does not need
+it.
 """
 
 from shoal.cli.program import main

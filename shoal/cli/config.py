@@ -1,4 +1,7 @@
-"""`shoal config`: the settings of an experiment."""
+"""`shoal config`: print the settings of an experiment.
+
+The YAML on stdout is a file that `shoal train` accepts, so notes go to stderr.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal doctor`: what this machine can do."""
+"""`shoal doctor`: report what this machine can do, and what is missing.
+
+The exit status is that of the report, so that a script can use it without reading the text.
+"""
 
 from __future__ import annotations
 

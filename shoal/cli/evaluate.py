@@ -1,4 +1,7 @@
-"""`shoal eval`: a run on every validation sample."""
+"""`shoal eval`: evaluate a run on every validation sample.
+
+It runs on any number of processes, whatever number has trained, and the result is the same.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal.train.run_directory import job_of
 
-    place = execution.rank_info(options.processes)
-    job_of(options.run)  # a wrong directory is said at once
+    info = execution.rank_info(options.processes)
+    job_of(options.run)  # reports a wrong directory before any process starts
     arguments = (options.run, options.checkpoint, options.json)
-    return execution.call(place.world, options.processes or place.world, "evaluate_run", arguments)
+    return execution.call(info.world, options.processes or info.world, "evaluate_run", arguments)

@@ -1,6 +1,4 @@
-"""Where a verb runs: in this process, in processes of this machine, or in a world that a
-launcher has made.
-"""
+"""The processes of a verb: this one, new ones on this machine, or those that a launcher started."""
 
 from __future__ import annotations
 
@@ -14,21 +12,37 @@ if TYPE_CHECKING:
 
 
 def rank_info(processes: int | None) -> RankInfo:
-    """This process's place in its world. Where a launcher made the world, it must be of the
-    size that was asked for.
+    """Return this process's place in its world.
+
+    Args:
+        processes: the value of -n; None where it is not given.
+
+    Raises:
+        UsageError: `processes` is below 1.
+        EnvironmentConflict: a launcher has started another number of processes.
     """
     from shoal.launch.environment import read
 
     if processes is not None and processes < 1:
         raise UsageError(f"-n {processes}: at least one process is needed")
-    found = read(os.environ)
-    if processes is None or found.launcher == "single":
-        return found
+    info = read(os.environ)
+    if processes is None or info.launcher == "single":
+        return info
     return read({**os.environ, "SHOAL_EXPECTED_WORLD": str(processes)})
 
 
 def call(world: int, ranks: int, function: str, arguments: tuple[object, ...]) -> int:
-    """Call a function of shoal.train.entry in every rank: here, or in processes of this machine."""
+    """Call a function of shoal.train.entry in every rank.
+
+    Args:
+        world: the ranks that a launcher has started, this process among them; 1 for none.
+        ranks: the ranks of the run. If they are more than `world`, they start on this machine.
+        function: the name of the function.
+        arguments: its arguments, plain data.
+
+    Returns:
+        The exit code.
+    """
     if world == 1 and ranks > 1:
         from shoal.launch.local import run
         from shoal.launch.preload import TRAINING

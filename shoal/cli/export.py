@@ -1,4 +1,7 @@
-"""`shoal export`: the whole model in one file."""
+"""`shoal export`: write the full model of a run to one file.
+
+It runs in one process and reads the shards of a checkpoint one tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal.train.weight_export import export
 
-    done = export(options.run, options.output, options.checkpoint)
-    what = "moving average of the weights" if done.from_ema else "weights"
+    result = export(options.run, options.output, options.checkpoint)
+    weights = "moving average of the weights" if result.from_ema else "weights"
     print(
-        f"{options.output}: {what} of step {done.step}, {done.tensors} tensors, "
-        f"{done.size_bytes:,} bytes"
+        f"{options.output}: {weights} of step {result.step}, {result.tensors} tensors, "
+        f"{result.size_bytes:,} bytes"
     )
     return 0

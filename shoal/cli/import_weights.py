@@ -1,4 +1,7 @@
-"""`shoal import`: train from the weights in a file."""
+"""`shoal import`: train from the weights in a file.
+
+It is `shoal train` with the setting `model.weights`.
+"""
 
 from __future__ import annotations
 

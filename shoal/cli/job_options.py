@@ -1,4 +1,4 @@
-"""The experiment that a command line describes: its arguments, and the settings among its words."""
+"""The experiment of a command line: the arguments that choose it, and its settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
 
 WITHOUT_DASHES = re.compile(r"[a-z_]+(\.\w+)*")
-"""A setting's name as other programs take it, `train.epochs=3`."""
+"""The name of a setting without dashes, as in `train.epochs=3`, which other programs accept."""
 SETTINGS = """\
 Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
 `shoal config NAME --explain` lists them all with their meaning, value and origin."""
 METAVARS = {"strategy": "LINE", "out": "DIR"}
-"""Settings that a verb's help may name, and the word that stands for their value there."""
+"""Settings that the help of a verb may name, each with the placeholder of its value."""
 
 
 def arguments(
@@ -30,7 +30,13 @@ def arguments(
     processes: str = "processes on this machine (default: 1)",
     shown: Sequence[str] = ("strategy",),
 ) -> None:
-    """Add the arguments that describe an experiment; the help names the settings in `shown`."""
+    """Add the arguments that choose an experiment.
+
+    Args:
+        parser: the parser of a verb.
+        processes: the help of -n.
+        shown: settings that the help names.
+    """
     parser.add_argument("-n", "--processes", type=int, help=processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
@@ -55,6 +61,7 @@ def arguments(
 
 
 def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add --allreduce; `more` ends its help."""
     from shoal.comm.algorithms.algorithm_names import CHOICES, NAMES
 
     help = (
@@ -66,44 +73,61 @@ def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
 def split(
     words: list[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Take `--dotted.name value` and `--dotted.name=value` out of the words; the parser sees
-    the rest.
+    """Split the words into those of the parser and the settings.
+
+    A setting is `--dotted.name value` or `--dotted.name=value`.
+
+    Returns:
+        The words for the parser, and pairs of dotted name and text.
+
+    Raises:
+        ConfigError: a setting has no value, or no dashes.
     """
-    own = {name for action in parser._actions for name in action.option_strings}
-    own -= {f"--{name}" for name in METAVARS}  # the parser has them for its help alone
-    rest, settings, waiting = [], [], list(words)
-    while waiting:
-        word = waiting.pop(0)
+    parser_options = {name for action in parser._actions for name in action.option_strings}
+    parser_options -= {f"--{name}" for name in METAVARS}  # the parser has these for its help only
+    parser_words: list[str] = []
+    settings: list[tuple[str, str]] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, value = word.partition("=")
-        if not name.startswith("--") or name in own:
-            if (
-                equals
-                and "--cfg" not in words
-                and WITHOUT_DASHES.fullmatch(name)
-                and not Path(word).exists()
-            ):
-                raise ConfigError([f"'{word}': a setting begins with two dashes: --{word}"])
-            rest.append(word)
+        if not name.startswith("--") or name in parser_options:
+            if "--cfg" not in words:  # otherwise it may be a value of distribuuuu's KEY VALUE pairs
+                _check_has_dashes(word)
+            parser_words.append(word)
             continue
         if not equals:
-            if not waiting:
+            if not remaining:
                 raise ConfigError([f"flag {name}: a value is missing"])
-            value = waiting.pop(0)
+            value = remaining.pop(0)
         settings.append((name.removeprefix("--"), value))
-    return rest, settings
+    return parser_words, settings
+
+
+def _check_has_dashes(word: str) -> None:
+    """Raise ConfigError for `train.epochs=3`, unless there is a file of that name."""
+    name, equals, _ = word.partition("=")
+    if equals and WITHOUT_DASHES.fullmatch(name) and not Path(word).exists():
+        raise ConfigError([f"'{word}': a setting begins with two dashes: --{word}"])
 
 
 def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, StrategyLine, list[str]]:
-    """The job that the words describe, its strategies, and notes to print before it runs."""
+    """Return the job of a command line, its strategies, and notes to print before it runs.
+
+    Args:
+        options: the parsed arguments, with the settings of `split` in `options.settings`.
+        ranks: the number of ranks that will train.
+    """
     from shoal.strategies import add_allreduce_option, parse_line
 
-    found, notes = _read_settings(options, ranks, list(options.settings))
-    line = parse_line(found.job.strategy)
+    read, notes = _read_settings(options, ranks, list(options.settings))
+    line = parse_line(read.job.strategy)
     if options.allreduce is None:
-        return found, line, notes
+        return read, line, notes
     line = add_allreduce_option(line, options.allreduce)
-    found, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
-    return found, line, notes
+    # Once more, so that the job has the strategy with the option.
+    read, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
+    return read, line, notes
 
 
 def _read_settings(
@@ -116,11 +140,9 @@ def _read_settings(
     if options.cfg is not None:
         return config.translate(options.cfg, options.source, ranks, flags)
     if len(options.source) != 1:
-        given = (
-            f"there are {len(options.source)}: {' '.join(options.source)}"
-            if options.source
-            else "there is none"
-        )
+        given = "there is none"
+        if options.source:
+            given = f"there are {len(options.source)}: {' '.join(options.source)}"
         raise UsageError(
             f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}"
         )

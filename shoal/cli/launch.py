@@ -1,4 +1,8 @@
-"""`shoal launch`: a script of one's own on several processes."""
+"""`shoal launch`: run a user's script on several processes.
+
+The options reach the script as environment variables, which `shoal.init()` reads. A script without
+Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env://`.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +54,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal.launch.local import run_script
 
-    place = execution.rank_info(None)
-    if place.world > 1:
+    info = execution.rank_info(None)
+    if info.world > 1:
         raise UsageError(
-            f"`shoal launch` starts ranks itself, but here it is one of {place.world}: "
-            f"{place.reason}. "
-            f"Let that launcher start the ranks, without `shoal launch`: python {options.script}"
+            f"`shoal launch` starts ranks itself, but here it is one of {info.world}: "
+            f"{info.reason}. Let that launcher start the ranks, without `shoal launch`: "
+            f"python {options.script}"
         )
-    line = _line(options.strategy, options.allreduce)
-    chosen: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
+    # Errors in the options are raised here, once, and not in every rank.
+    line = _strategy_line(options.strategy, options.allreduce)
+    # shoal.init() reads these variables in the script.
+    variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
     if options.trace is not None:
-        trace_window.parse_window(options.trace, "--trace")
-        chosen |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
-    environment = {name: str(value) for name, value in chosen.items() if value is not None}
+        trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
+        variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
+    environment = {name: str(value) for name, value in variables.items() if value is not None}
     return run_script(
         options.script, options.arguments, options.processes, environment, options.output
     )
 
 
-def _line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:
-    """Read the flags --strategy and --allreduce. Raises ConfigError."""
+def _strategy_line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:
+    """Return the strategies of --strategy and --allreduce; None if neither is given.
+
+    Raises:
+        ConfigError: there is no such strategy, or it has no such option.
+        UsageError: --allreduce is given alone.
+    """
     from shoal.strategies import add_allreduce_option, parse_line
 
     if strategy is not None:

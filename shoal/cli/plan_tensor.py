@@ -1,4 +1,4 @@
-"""`shoal plan-tensor`: what tensor parallelism cuts."""
+"""`shoal plan-tensor`: print how tensor parallelism divides a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The options of `tensor` in the experiment's own strategy count, if it has any."""
+    """Print the plan. The options of `tensor` are those of the experiment, if it has them."""
     settings, line, _ = job_options.settings(options, 1)
     from dataclasses import replace
 
@@ -36,10 +36,9 @@ def run(options: argparse.Namespace) -> int:
     from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
     from shoal.train.build import build
 
-    chosen = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)] or [
-        TensorOptions()
-    ]
+    given = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)]
+    tensor_options = given[0] if given else TensorOptions()
+    strategy = TensorParallel(**vars(replace(tensor_options, degree=options.tensor)))
     model = build(settings.job, torch.device("cpu")).model
-    asked = TensorParallel(**vars(replace(chosen[0], degree=options.tensor)))
-    print("\n".join(describe(tensor_plan(model, asked), asked.sequence)))
+    print("\n".join(describe(tensor_plan(model, strategy), strategy.sequence)))
     return 0

@@ -1,4 +1,7 @@
-"""`shoal plot`: curves of runs."""
+"""`shoal plot`: draw the curves of runs.
+
+Several runs share one picture, so that their losses and speeds can be compared.
+"""
 
 from __future__ import annotations
 

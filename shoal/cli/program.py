@@ -1,4 +1,4 @@
-"""The program `shoal`: its verbs, and what becomes of errors."""
+"""The program `shoal`: its verbs, and its handling of errors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ EPILOG = f"""\
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own
   shoal launch -n 4 train.py                    your own script
-  shoal train digits -n 2 --trace               where does a step's time go? then: shoal trace runs/digits
+  shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
   shoal scale runs/digits 4                     four processes from now on, while it trains
 """
 
 
 class Verb(Protocol):
-    """The module of a verb: HELP is one line, EXAMPLES ends what `shoal VERB --help` prints."""
+    """The module of a verb. HELP is one line; EXAMPLES is the end of `shoal VERB --help`."""
 
     HELP: str
     EXAMPLES: str
@@ -70,11 +70,12 @@ VERBS: dict[str, Verb] = {
     "servers": servers,
     "doctor": doctor,
 }
+# Verbs that accept settings as flags, such as --optimizer.lr 0.1.
 TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in two lines."""
+    """A parser that reports an error in two lines: the usage and the error."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -83,8 +84,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one verb and exit with its status: 0, 1 for a failed run, 2 for bad input, 75 for
-    'run me again'.
+    """Run one verb and exit with its status. Always raises SystemExit.
+
+    The status is 0, 1 for a failed run, 2 for bad input, or 75 for "run me again".
+
+    Args:
+        arguments: the words after `shoal`; None for those of the command line.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -93,20 +98,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(_run(words))
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        raise SystemExit(
-            2 if isinstance(error, (ConfigError, EnvironmentConflict, UsageError)) else 1
-        ) from None
+        is_bad_input = isinstance(error, (ConfigError, EnvironmentConflict, UsageError))
+        raise SystemExit(2 if is_bad_input else 1) from None
     except BrokenPipeError:
-        # `shoal config digits | head` has read enough.
+        # The reader has ended, as in `shoal config digits | head`. Without this, the interpreter
+        # would write to the pipe once more at its end, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
 
 
 def _run(words: list[str]) -> int:
-    parser, of_verbs = _parsers()
+    """Parse the words, run the verb, and return its exit status."""
+    parser, verb_parsers = _parsers()
     settings: list[tuple[str, str]] = []
     if words and words[0] in TAKES_SETTINGS:
-        words, settings = job_options.split(words, of_verbs[words[0]])
+        words, settings = job_options.split(words, verb_parsers[words[0]])
+    # Settings are no options of argparse, for their names are known only to the configuration.
     options = parser.parse_args(trace_flag.with_window(words))
     if options.verb is None:
         parser.print_help()
@@ -116,19 +123,19 @@ def _run(words: list[str]) -> int:
 
 
 def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
-    """The program's parser, and those of its verbs."""
-    layout = argparse.RawDescriptionHelpFormatter
-    what = (
+    """Return the program's parser, and those of its verbs by name."""
+    formatter = argparse.RawDescriptionHelpFormatter  # keeps the line breaks of the examples
+    description = (
         "Train one PyTorch model on many devices, by any strategy, with the numbers of one device."
     )
-    parser = Parser(prog="shoal", description=what, epilog=EPILOG, formatter_class=layout)
+    parser = Parser(prog="shoal", description=description, epilog=EPILOG, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
-    added = parser.add_subparsers(dest="verb", metavar="VERB")
-    of_verbs: dict[str, argparse.ArgumentParser] = {}
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
+    verb_parsers: dict[str, argparse.ArgumentParser] = {}
     for name, verb in VERBS.items():
         epilog = f"examples:\n{verb.EXAMPLES}"
-        of_verbs[name] = added.add_parser(
-            name, help=verb.HELP, description=verb.HELP, epilog=epilog, formatter_class=layout
+        verb_parsers[name] = subparsers.add_parser(
+            name, help=verb.HELP, description=verb.HELP, epilog=epilog, formatter_class=formatter
         )
-        verb.arguments(of_verbs[name])
-    return parser, of_verbs
+        verb.arguments(verb_parsers[name])
+    return parser, verb_parsers

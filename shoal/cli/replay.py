@@ -1,4 +1,4 @@
-"""`shoal replay`: an asynchronous run once more, bit for bit."""
+"""`shoal replay`: repeat an asynchronous run, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status: 0 the same bits, 1 others."""
+    """Replay and print the comparison. Exit status 0: all bits are the same; 1: some differ."""
     from shoal.train.run_directory import job_of
 
-    job_of(options.run)  # a wrong directory is said at once
+    job_of(options.run)  # reports a wrong directory before torch is imported
     from shoal.train.async_replay import replay
 
-    found = replay(options.run, options.output, options.step)
-    print(json.dumps(found.to_json()) if options.json else found)
-    return 1 if found.differing else 0
+    result = replay(options.run, options.output, options.step)
+    print(json.dumps(result.to_json()) if options.json else result)
+    return 1 if result.differing else 0

@@ -1,4 +1,8 @@
-"""`shoal scale`: more or fewer processes while a run trains."""
+"""`shoal scale`: change the number of processes of a run while it trains.
+
+The command sends a request to the launcher of the run and prints its answers as they arrive: first
+that the processes stop and save, then that the new ones have started.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,14 @@ def run(options: argparse.Namespace) -> int:
     from shoal.launch.control_client import request
     from shoal.train.run_directory import job_of
 
-    job_of(options.run)
+    job_of(options.run)  # reports a directory without a run
     for answer in request(options.run, scale=options.processes):
         if "stopping" in answer:
             print(f"{options.run}: {answer['stopping']} processes stop and save", flush=True)
         else:
-            begin = (
-                "from the beginning"
-                if answer["step"] is None
-                else f"from the checkpoint of step {answer['step']}"
-            )
-            print(f"{options.run}: {answer['processes']} go on, {begin}")
+            origin = "from the beginning"
+            if answer["step"] is not None:
+                origin = f"from the checkpoint of step {answer['step']}"
+            print(f"{options.run}: {answer['processes']} go on, {origin}")
             return 0
     raise LaunchError(f"{options.run}: its launcher has ended before it had answered.")

@@ -1,4 +1,7 @@
-"""`shoal schedule`: a pipeline drawn."""
+"""`shoal schedule`: draw the schedule of a pipeline.
+
+The drawing needs only the table of the schedule, so nothing is trained and torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,13 @@ def run(options: argparse.Namespace) -> int:
     from shoal.strategies.pipeline.draw import legend
     from shoal.strategies.pipeline.schedules import table
 
+    # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
-    chosen = table(options.name, options.ranks, microbatches, options.stages)
-    print(legend(chosen))
+    schedule = table(options.name, options.ranks, microbatches, options.stages)
+    print(legend(schedule))
     if options.output is not None:
         from shoal.plotting.schedule_plot import save
 
-        save(chosen, options.output)
+        save(schedule, options.output)
         print(options.output)
     return 0

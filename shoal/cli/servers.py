@@ -1,4 +1,8 @@
-"""`shoal servers`: the parameter servers of a running job."""
+"""`shoal servers`: list, add and remove the parameter servers of a running job.
+
+The coordinator of the job executes the command, and training goes on meanwhile. The command returns
+when it is done: for `remove`, when all partitions of the shard have moved.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,6 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"list: takes no number, got {' '.join(map(str, options.numbers))}.")
     from shoal.parameter_server.coordinator import admin_client
 
-    found = admin_client.send_command(options.run, options.what, options.numbers)
-    print(json.dumps(found) if options.json else admin_client.table(found))
+    servers = admin_client.send_command(options.run, options.what, options.numbers)
+    print(json.dumps(servers) if options.json else admin_client.table(servers))
     return 0

@@ -1,4 +1,8 @@
-"""`shoal trace`: where the time of a step went."""
+"""`shoal trace`: print where the time of traced steps went, and draw it.
+
+It reads the trace.json of a run with --trace. The JSON goes to stdout alone, so that a program can
+parse it.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +38,17 @@ def run(options: argparse.Namespace) -> int:
     from shoal.trace.breakdown import compute_breakdown
 
     if options.output is not None:
-        refuse_suffix(options.output)
+        refuse_suffix(options.output)  # before the trace is read, which may take a minute
     trace = chrome.read(options.run)
-    found = compute_breakdown(trace.spans)
-    print(
-        json.dumps(report.to_json(trace, found))
-        if options.json
-        else "\n".join(report.lines(trace, found))
-    )
+    breakdown = compute_breakdown(trace.spans)
+    if options.json:
+        print(json.dumps(report.to_json(trace, breakdown)))
+    else:
+        print("\n".join(report.lines(trace, breakdown)))
     if options.output is not None:
         from shoal.plotting.trace_plot import save
 
-        save(trace, found, options.output)
+        save(trace, breakdown, options.output)
         if not options.json:
             print(options.output)
     return 0

@@ -1,4 +1,4 @@
-"""--trace, of `train`, `import` and `launch`."""
+"""The flag --trace of `train`, `import` and `launch`, whose value may be left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shoal.config import trace_window
 
+# Options of `launch` that take a value.
 LAUNCH_OPTIONS = ("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to")
 
 
@@ -14,32 +15,33 @@ def argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="N@S",
-        help=f"trace N steps, after the first S of this start, into trace.json (--trace alone: {trace_window.DEFAULT})",
+        help="trace N steps, after the first S of this start, into trace.json (--trace alone: "
+        f"{trace_window.DEFAULT})",
     )
 
 
 def with_window(words: list[str]) -> list[str]:
-    """`--trace` may stand alone, and a name or a script may follow: what no window can be is
-    not taken for one.
+    """Return the words with a value for `--trace`.
+
+    argparse would take the next word as the value, which may be an experiment or a script. So a
+    word is the value only if it begins with a digit and is no file.
     """
     if words[:1] not in (["train"], ["import"], ["launch"]) or "--trace" not in words:
         return words
-    at = words.index("--trace")
-    if words[0] == "launch" and _has_script(words[1:at]):
-        return words  # the script's own
-    follows = words[at + 1] if at + 1 < len(words) else ""
-    if follows[:1].isdecimal() and not Path(follows).exists():
-        return [*words[:at], f"--trace={follows}", *words[at + 2 :]]
-    return [*words[:at], f"--trace={trace_window.DEFAULT}", *words[at + 1 :]]
+    index = words.index("--trace")
+    if words[0] == "launch" and _has_script(words[1:index]):
+        return words  # a flag of the script
+    following = words[index + 1] if index + 1 < len(words) else ""
+    if following[:1].isdecimal() and not Path(following).exists():
+        return [*words[:index], f"--trace={following}", *words[index + 2 :]]
+    return [*words[:index], f"--trace={trace_window.DEFAULT}", *words[index + 1 :]]
 
 
 def _has_script(words: list[str]) -> bool:
-    """Whether a word among these, which follow `launch`, is neither an option nor an option's
-    value.
-    """
-    before = ""
+    """Return True if one of the words after `launch` is neither an option nor its value."""
+    previous = ""
     for word in words:
-        if not word.startswith("-") and before not in LAUNCH_OPTIONS:
+        if not word.startswith("-") and previous not in LAUNCH_OPTIONS:
             return True
-        before = word
+        previous = word
     return False

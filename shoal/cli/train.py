@@ -1,4 +1,11 @@
-"""`shoal train`: train an experiment, and go on with it."""
+"""`shoal train`: train an experiment, or resume it.
+
+    shoal train -n 4              this process starts 4 ranks and restarts them after a loss
+    torchrun ... shoal train      this process is one of the ranks; torchrun restarts them
+    shoal train                   this process trains alone
+
+All checks that need no data are made before any process starts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ EXAMPLES = """\
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own, with another setting
   shoal train digits -n 4 --strategy zero3      parameters in shards
-  shoal train digits -n 2 --trace               see where a step's time goes: shoal trace runs/digits
+  shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
 """
 
 
@@ -41,47 +48,46 @@ def run(options: argparse.Namespace) -> int:
     from shoal.strategies.precheck import check_job
     from shoal.train.run_directory import check_usable
 
-    place = execution.rank_info(options.processes)
-    world = options.processes or place.world
-    restarts = _restarts(options, place)
-    options.settings = [*options.settings, *([("train.record", "true")] if options.record else [])]
+    info = execution.rank_info(options.processes)
+    world = options.processes or info.world
+    restarts = _restarts(options, info)
+    options.settings = list(options.settings)
+    if options.record:
+        options.settings.append(("train.record", "true"))
     if options.trace is not None:
         options.settings.append(("log.trace", str(options.trace)))
     settings, line, notes = job_options.settings(options, world)
     if settings.job.train.record:
         check_recordable(line)
-    if place.rank == 0:
+    if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if refused := check_job(settings.job, line, world):
-        raise ConfigError(refused)
-    if place.world == 1:
-        check_usable(
-            settings.job
-        )  # said before any process is started; rank 0 claims the directory
+    if problems := check_job(settings.job, line, world):
+        raise ConfigError(problems)
+    if info.world == 1:
+        # Only a check, so that it fails before processes start; rank 0 claims the directory.
+        check_usable(settings.job)
     if restarts is not None:
         from shoal.train.supervised_run import train
 
         return train(settings.job, line, world, restarts)
-    return execution.call(place.world, world, "train", (settings.job,))
+    return execution.call(info.world, world, "train", (settings.job,))
 
 
-def _restarts(options: argparse.Namespace, place: RankInfo) -> int | None:
-    """How often ranks are started again that this command starts; None where it starts none."""
+def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:
+    """Return how often this command may start its ranks again; None if it starts none."""
     given = options.restarts
     if given is not None and given < 0:
         raise UsageError(f"--restarts {given}: must not be negative")
-    if place.world == 1 and options.processes is not None:
+    if info.world == 1 and options.processes is not None:
         from shoal.train.supervised_run import RESTARTS
 
         return RESTARTS if given is None else given
     if given is not None:
-        cure = (
-            "Give -n 1 as well"
-            if place.world == 1
-            else "Use what that launcher has, or leave --restarts out"
-        )
+        cure = "Use what that launcher has, or leave --restarts out"
+        if info.world == 1:
+            cure = "Give -n 1 as well"
         raise UsageError(
-            f"--restarts {given}: this command starts no process ({place.reason}). {cure}."
+            f"--restarts {given}: this command starts no process ({info.reason}). {cure}."
         )
     return None

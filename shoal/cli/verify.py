@@ -1,4 +1,4 @@
-"""`shoal verify`: the proof for any experiment."""
+"""`shoal verify`: prove that a strategy trains an experiment as one process does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ EXAMPLES = """\
   shoal verify digits --strategy zero3 -n 2
   shoal verify my.yaml --strategy tensor=2,pipeline=2 -n 4
 
-exit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed process
+exit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed
+process
 """
 
 
@@ -29,14 +30,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status: 0 exact, 1 past the tolerance, 2 refused or without a verdict: no failure
-    may read as a finding.
+    """Verify, and print the verdict.
+
+    Exit status 0: exact; 1: beyond the tolerance; 2: refused, or no verdict. Python itself ends
+    with 1 after an exception, so every exception is caught: a failure must not look like a verdict.
     """
     try:
         return _verdict(options)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-    except Exception:  # noqa: BLE001  (Python would end with 1)
+    except Exception:  # noqa: BLE001 - see above
         traceback.print_exc()
     return 2
 

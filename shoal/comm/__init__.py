@@ -1,1 +1,1 @@
-"""Who talks to whom: the process group, and what every layout needs computed across it."""
+"""Communication between ranks: the mesh and its axes, collectives, and gradient compression."""

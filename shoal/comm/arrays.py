@@ -1,13 +1,14 @@
-"""The few calls that scripts make beside training: a mean of arrays over ranks, all ranks' arrays,
-one rank's.
+"""Collectives on arrays for scripts: a mean over ranks, the arrays of all ranks, that of one rank.
 
-    mean_loss = shoal.allreduce(loss)                   torch tensors, NumPy arrays, and whatever offers __dlpack__
-    all_scores = shoal.allgather(scores)                (JAX, CuPy): the same kind comes back as went in
+    mean_loss = shoal.allreduce(loss)
+    all_scores = shoal.allgather(scores)
     start = shoal.broadcast(start, root=0)
     shoal.barrier()
 
-Every call is collective: all ranks make it, in the same order, which is checked. In a world of one
-it is a copy. What goes in is not changed, and no gradient flows through."""
+Arrays are torch tensors, NumPy arrays, and objects with __dlpack__ (JAX, CuPy). The result has the
+kind of the argument. Arguments are not changed, and no gradient flows through. Every call is
+collective: all ranks must make it, in the same order, which is checked. In a world of one rank, a
+call returns a copy."""
 
 from __future__ import annotations
 
@@ -40,13 +41,16 @@ OPERATIONS = {
 
 
 def allreduce(value: Array, op: Operation = "mean") -> Array:
-    """The element-wise mean, sum, minimum, maximum or product over all ranks. Collective.
+    """Reduce an array over all ranks, element by element. Collective.
 
-    Args: value: of any shape, the same shape and type on every rank; a mean is of floating or
-    complex numbers.
+    Args:
+        value: of any shape, with the same shape and dtype on every rank. A mean needs a floating or
+            complex dtype.
+        op: mean, sum, min, max or product.
 
-    Raises: UsageError: an array or operation that cannot be taken, or `shoal.init()` has not been
-        called. CollectiveFailed: ranks make different calls.
+    Raises:
+        UsageError: the array or operation is not supported, or `shoal.init()` has not been called.
+        CollectiveFailed: ranks make different calls.
     """
     if op not in OPERATIONS:
         raise UsageError(
@@ -60,41 +64,42 @@ def allreduce(value: Array, op: Operation = "mean") -> Array:
     if tensor.dtype == torch.bool:
         raise UsageError("shoal.allreduce: bool has no sum. Make it integers first.")
     axis = _axis("allreduce")
-    _agree(axis, f"allreduce({_name(tensor)} {tuple(tensor.shape)}, op='{op}')")
+    _check_same_call(axis, f"allreduce({_name(tensor)} {tuple(tensor.shape)}, op='{op}')")
     if axis.size > 1 and tensor.numel():
         dtype = tensor.dtype
         if op == "mean" and dtype in (torch.float16, torch.bfloat16):
-            tensor = tensor.float()  # where the mean fits, the sum may not
+            tensor = tensor.float()  # the sum may overflow although the mean does not
         dist.all_reduce(tensor, OPERATIONS[op])
         tensor = (tensor / axis.size).to(dtype) if op == "mean" else tensor
-    found: Array = back(tensor)
-    return found
+    result: Array = back(tensor)
+    return result
 
 
 def allgather(value: Array) -> Array:
-    """All ranks' arrays, one after the other along the first dimension, in which they may differ.
-    Collective.
+    """Concatenate the arrays of all ranks along the first dimension. Collective.
 
-    Args: value: of shape (rows, ...); a scalar counts as one row.
+    Args: value: of shape (rows, ...), with the same dtype and the same shape except the first
+        dimension on every rank; a scalar counts as one row.
 
     Raises: as `allreduce`.
     """
     tensor, back = _as_tensor(value, "allgather")
     tensor = tensor if tensor.dim() else tensor.view(1)
     axis = _axis("allgather")
-    _agree(axis, f"allgather({_name(tensor)} ({', '.join(['rows', *map(str, tensor.shape[1:])])}))")
+    shape = ", ".join(["rows", *map(str, tensor.shape[1:])])
+    _check_same_call(axis, f"allgather({_name(tensor)} ({shape}))")
     if axis.size > 1:
-        tensor = _all_rows(axis, tensor)
-    found: Array = back(tensor)
-    return found
+        tensor = _gather_rows(axis, tensor)
+    result: Array = back(tensor)
+    return result
 
 
 def broadcast(value: Array, root: int = 0) -> Array:
-    """The array of rank `root`. Collective.
+    """Return the array of rank `root` on every rank. Collective.
 
-    Args: value: of the same shape and type on every rank.
+    Args: value: with the same shape and dtype on every rank.
 
-    Raises: as `allreduce`; UsageError also where there is no such rank.
+    Raises: as `allreduce`; UsageError also if there is no rank `root`.
     """
     tensor, back = _as_tensor(value, "broadcast")
     axis = _axis("broadcast")
@@ -102,57 +107,64 @@ def broadcast(value: Array, root: int = 0) -> Array:
         raise UsageError(
             f"shoal.broadcast: there is no rank {root}; ranks are 0 to {axis.size - 1}."
         )
-    _agree(axis, f"broadcast({_name(tensor)} {tuple(tensor.shape)}, root={root})")
+    _check_same_call(axis, f"broadcast({_name(tensor)} {tuple(tensor.shape)}, root={root})")
     if axis.size > 1 and tensor.numel():
         dist.broadcast(_bytes(tensor), src=root)
-    found: Array = back(tensor)
-    return found
+    result: Array = back(tensor)
+    return result
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective. Raises CollectiveFailed: another rank makes
-    another call.
+    """Wait until all ranks have called this function. Collective.
+
+    Raises: CollectiveFailed: another rank makes another call.
     """
-    _agree(_axis("barrier"), "barrier()")
+    _check_same_call(_axis("barrier"), "barrier()")
 
 
-def _all_rows(axis: Axis, tensor: Tensor) -> Tensor:
-    rows = torch.zeros(axis.size, dtype=torch.int64)
-    rows[axis.rank] = len(tensor)
-    counts = axis.all_reduce(rows).tolist()
+def _gather_rows(axis: Axis, tensor: Tensor) -> Tensor:
+    """Concatenate the tensors of all ranks, padded to the longest on the way. Collective."""
+    lengths = torch.zeros(axis.size, dtype=torch.int64)
+    lengths[axis.rank] = len(tensor)
+    counts = axis.all_reduce(lengths).tolist()
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
-    found = [torch.empty_like(padded) for _ in counts]
+    gathered = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
-        dist.all_gather([_bytes(each) for each in found], _bytes(padded))
-    return torch.cat([each[:count] for each, count in zip(found, counts, strict=True)])
+        dist.all_gather([_bytes(each) for each in gathered], _bytes(padded))
+    return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
 
 
 def _axis(call: str) -> Axis:
-    """All ranks, as they are known by now. Small messages are of the CPU, which every backend
-    of ours takes.
+    """Return the axis of all ranks of the default group, or of one rank without a group.
+
+    Its device is the CPU: every backend that Shoal starts carries small CPU tensors.
+
+    Raises: UsageError: the launcher started several ranks, and there is no group yet.
     """
     cpu = torch.device("cpu")
     if dist.is_initialized():
         return Axis(dist.get_rank(), dist.get_world_size(), cpu)
-    place = read(os.environ)
-    if place.world > 1:
+    rank_info = read(os.environ)
+    if rank_info.world > 1:
         raise UsageError(
-            f"shoal.{call}: this is rank {place.rank} of {place.world}, and they have not met. "
-            "Call shoal.init() first."
+            f"shoal.{call}: this is rank {rank_info.rank} of {rank_info.world}, and they have not "
+            "met. Call shoal.init() first."
         )
     return Axis(0, 1, cpu)
 
 
-def _agree(axis: Axis, call: str) -> None:
-    """Raise CollectiveFailed on all ranks unless all make this call: a wrong one would give
-    wrong numbers, or hang.
+def _check_same_call(axis: Axis, call: str) -> None:
+    """Raise CollectiveFailed on all ranks unless all make this call. Collective.
+
+    Different calls would give wrong values, or wait for ever.
     """
     if axis.size == 1:
         return
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    largest, smallest = axis.all_reduce_max(torch.tensor([digest, -digest])).tolist()
-    if largest == -smallest:
+    # One maximum gives the largest and the smallest digest.
+    largest, negated_smallest = axis.all_reduce_max(torch.tensor([digest, -digest])).tolist()
+    if largest == -negated_smallest:
         return
     calls = [f"rank {rank} {text}" for rank, text in enumerate(axis.all_gather_str(call))]
     raise CollectiveFailed(
@@ -161,20 +173,24 @@ def _agree(axis: Axis, call: str) -> None:
 
 
 def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """A contiguous copy of the array, and what makes one of its kind of a tensor. Raises
-    UsageError.
+    """Copy an array into a contiguous tensor that the process group can send.
+
+    Returns: the tensor, and a function that makes an array of the caller's kind of a result.
+
+    Raises: UsageError: the array is not supported.
     """
     if isinstance(value, Tensor):
-        _refuse_odd(value, call)
+        _check_dense(value, call)
         device = value.device
-        here = device if device.type == "cuda" and "nccl" in _backends() else torch.device("cpu")
-        copy = value.detach().to(here, copy=True, memory_format=torch.contiguous_format)
+        can_send = device.type == "cuda" and "nccl" in _backends()
+        target = device if can_send else torch.device("cpu")
+        copy = value.detach().to(target, copy=True, memory_format=torch.contiguous_format)
         return copy, lambda tensor: tensor.to(device)
     try:
         if isinstance(value, np.ndarray):
             return _from_numpy(value, call)
         if hasattr(value, "__dlpack__"):
-            restore = _from_dlpack(value)
+            restore = _dlpack_importer(value)
             tensor, back = _as_tensor(from_dlpack(value), call)
             return tensor, lambda tensor: restore(back(tensor))
     except (TypeError, BufferError, RuntimeError) as error:
@@ -183,8 +199,7 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
         ) from None
     raise UsageError(
         f"shoal.{call}: {type(value).__name__} is no array. Pass a torch tensor, a NumPy array, or "
-        "what has "
-        "__dlpack__; of a number, torch.tensor(number)."
+        "what has __dlpack__; of a number, torch.tensor(number)."
     )
 
 
@@ -194,13 +209,13 @@ def _from_numpy(value: np.ndarray, call: str) -> tuple[Tensor, Callable[[Tensor]
             f"shoal.{call}: what is masked would count. Pass array.filled(0), or what is to stand "
             "there."
         )
-    native = value.dtype.newbyteorder("=")
-    return torch.from_numpy(
-        np.array(value, native, order="C")
-    ), lambda tensor: tensor.numpy().astype(value.dtype, copy=False)
+    native_dtype = value.dtype.newbyteorder("=")  # torch has no other byte order
+    tensor = torch.from_numpy(np.array(value, native_dtype, order="C"))
+    return tensor, lambda result: result.numpy().astype(value.dtype, copy=False)
 
 
-def _refuse_odd(value: Tensor, call: str) -> None:
+def _check_dense(value: Tensor, call: str) -> None:
+    """Raise UsageError for a DTensor, a sparse tensor, or a tensor with a gradient."""
     if isinstance(value, DTensor):
         raise UsageError(
             f"shoal.{call}: of a DTensor each rank holds its own part. Pass tensor.full_tensor()."
@@ -216,9 +231,10 @@ def _refuse_odd(value: Tensor, call: str) -> None:
         )
 
 
-def _from_dlpack(value: Any) -> Callable[[Tensor], Any]:
-    """What makes an array of the same library: its `from_dlpack`. Raises UsageError: it cannot
-    be found.
+def _dlpack_importer(value: Any) -> Callable[[Tensor], Any]:
+    """Return the `from_dlpack` of the array's library.
+
+    Raises: UsageError: the library has none.
     """
     library = type(value).__module__.partition(".")[0]
     has_namespace = hasattr(value, "__array_namespace__")
@@ -227,8 +243,7 @@ def _from_dlpack(value: Any) -> Callable[[Tensor], Any]:
     if make is None:
         raise UsageError(
             f"{library} gives arrays away by __dlpack__, but it has no from_dlpack to take one "
-            "back. Pass "
-            "torch.from_dlpack(array), and turn what comes back into its array yourself."
+            "back. Pass torch.from_dlpack(array), and turn what comes back into its array yourself."
         )
     return make
 
@@ -242,5 +257,5 @@ def _name(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, which every backend carries."""
+    """Return the same memory as bytes, a dtype that every backend can send."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Putting together what ranks of one line hold of a model, by name."""
+"""Gather what the ranks of an axis hold of a model, by name."""
 
 from __future__ import annotations
 
@@ -15,50 +15,52 @@ from shoal.comm.norm import to_local
 
 
 def gather_named_tensors(
-    axis: Axis | None, mine: Mapping[str, Tensor | None]
+    axis: Axis | None, local: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """All that ranks of the line hold, on each of them; of what several hold, the first one's.
+    """Return the tensors of all ranks, on each rank. If several ranks hold a name, the first wins.
     Collective.
 
-    Args: mine: by whole-model name; whole tensors. A rank sends what is its own, one after the
-    other."""
+    Args:
+        axis: None for one rank.
+        local: this rank's full tensors by full-model name. Tensors are sent one by one, so the
+            extra memory is that of the result.
+    """
     if axis is None or axis.size == 1:
-        return dict(mine)
-    found: dict[str, Tensor | None] = {}
-    tables = [
-        json.loads(text)
-        for text in axis.all_gather_str(json.dumps({n: _form(t) for n, t in mine.items()}))
-    ]
-    for owner, table in enumerate(tables):
-        for name, form in table.items():
-            if name not in found:
-                found[name] = _from(axis, owner, mine.get(name), form)
-    return found
+        return dict(local)
+    tensors: dict[str, Tensor | None] = {}
+    table = json.dumps({name: _metadata(tensor) for name, tensor in local.items()})
+    for owner, text in enumerate(axis.all_gather_str(table)):
+        for name, metadata in json.loads(text).items():
+            if name not in tensors:
+                tensors[name] = _broadcast_from(axis, owner, local.get(name), metadata)
+    return tensors
 
 
-def gather_named_values(axis: Axis | None, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for JSON values. Collective."""
+def gather_named_values(axis: Axis | None, local: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON values of all ranks by name; the first rank wins. Collective."""
     if axis is None or axis.size == 1:
-        return dict(mine)
-    found: dict[str, Any] = {}
-    for text in axis.all_gather_str(json.dumps(dict(mine))):
-        found = json.loads(text) | found
-    return found
+        return dict(local)
+    values: dict[str, Any] = {}
+    for text in axis.all_gather_str(json.dumps(dict(local))):
+        values = json.loads(text) | values
+    return values
 
 
-def _form(tensor: Tensor | None) -> Any:
-    return (
-        None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-    )
-
-
-def _from(axis: Axis, owner: int, mine: Tensor | None, form: Any) -> Tensor | None:
-    if form is None:
+def _metadata(tensor: Tensor | None) -> Any:
+    """Return dtype and shape as JSON values; None for None."""
+    if tensor is None:
         return None
-    dtype, shape = form
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _broadcast_from(axis: Axis, owner: int, local: Tensor | None, metadata: Any) -> Tensor | None:
+    """Broadcast the owner's tensor, of which all ranks know the metadata. Collective."""
+    if metadata is None:
+        return None
+    dtype, shape = metadata
     if axis.rank == owner:
-        assert mine is not None
-        tensor = to_local(mine).detach().to(axis.device).contiguous()
+        assert local is not None
+        tensor = to_local(local).detach().to(axis.device).contiguous()
     else:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
     dist.broadcast(tensor, group=axis.group, group_src=owner)

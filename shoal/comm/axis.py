@@ -1,4 +1,4 @@
-"""Ranks that stand in one line, and what they say to each other."""
+"""One axis of the mesh: a group of ranks, and their collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from shoal.shm_backend.registration import GLOO_BACKEND_NAME
 
 @dataclass(frozen=True)
 class Axis:
-    """One line of ranks through the world: this rank's data-parallel group, say, or all ranks.
+    """The group of this rank along one axis, such as its data-parallel group, or all ranks.
 
-    Attributes: rank, size: this rank's place in its line. lines: all lines of this axis as numbers
-        of the world; together they are the world. Empty for the world itself. group: of this rank's
-        line; None for the default group, and where there is nobody else.
+    With one rank, all collectives return at once.
+
+    Attributes:
+        rank, size: this rank in its group, and the number of ranks.
+        device: of the tensors that the methods make.
+        all_groups: the global ranks of all groups along this axis; together they are the world.
+            Empty for the world itself.
+        group: this rank's group; None for the default group, and if there is one rank.
     """
 
     rank: int
@@ -31,93 +36,114 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The element-wise sum over all ranks of the line, in place. Collective."""
+        """Sum `tensor` over all ranks, element by element, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """The element-wise maximum over all ranks of the line, in place. Collective."""
+        """Take the maximum of `tensor` over all ranks, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Every rank takes the first rank's, in place; of a DTensor, its shard. Collective."""
+        """Copy the first rank's tensor to all ranks, in place. Collective.
+
+        Of a DTensor, the local shard is copied.
+        """
         if self.size > 1:
             dist.broadcast(to_local(tensor), group=self.group, group_src=0)
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Every rank takes the first rank's parameters and buffers. Collective."""
+        """Copy the first rank's parameters and buffers to all ranks. Collective."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.broadcast_tensor(tensor.detach())
 
     def broadcast_buffers(self, module: nn.Module) -> None:
-        """Every rank takes the first rank's buffers, BatchNorm's running statistics above all.
-        Collective.
-        """
+        """Copy the first rank's buffers, such as BatchNorm's statistics, to all. Collective."""
         for buffer in module.buffers():
             self.broadcast_tensor(buffer)
 
     def broadcast_str(self, text: str) -> str:
-        """The first rank's text on every rank, as bytes: nothing is unpickled. Collective."""
+        """Return the first rank's text on every rank. It travels as bytes, not as a pickle.
+        Collective.
+        """
         if self.size == 1:
             return text
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         length = torch.tensor([len(data)], device=self.device)
         self.broadcast_tensor(length)
-        data = (
-            data
-            if self.rank == 0
-            else torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        )
+        if self.rank > 0:
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.broadcast_tensor(data)
         return bytes(data.tolist()).decode()
 
     def all_gather_str(self, text: str) -> list[str]:
-        """Every rank's text, on every rank, as bytes: nothing is unpickled. Collective."""
+        """Return the text of every rank, in the order of ranks. Collective."""
         if self.size == 1:
             return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.int64, device=self.device)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        lengths[self.rank] = len(data)
-        table = torch.zeros(
-            self.size, int(self.all_reduce(lengths).max()), dtype=torch.int64, device=self.device
-        )
-        table[self.rank, : len(data)] = data
-        rows = self.all_reduce(table).cpu()
-        return [
-            bytes(row[:length].tolist()).decode()
-            for row, length in zip(rows, lengths.tolist(), strict=True)
-        ]
+        messages = all_gather_bytes(text.encode(), self.size, self.device, self.group)
+        return [message.decode() for message in messages]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model talks to the same ranks."""
+        """Return this object: a copy of a model communicates with the same ranks."""
         return self
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A Gloo group of this line for what goes on beside training; None for one rank.
-        Collective over the world.
+        """Make a Gloo group of these ranks for messages in the background of training.
+
+        Returns: None for one rank. Collective over the world.
         """
-        beside = GLOO_BACKEND_NAME if isinstance(dist.group.WORLD, ShoalGroup) else "gloo"
-        return new_group(self.all_groups, backend=beside) if self.size > 1 else None
+        backend = GLOO_BACKEND_NAME if isinstance(dist.group.WORLD, ShoalGroup) else "gloo"
+        return new_group(self.all_groups, backend=backend) if self.size > 1 else None
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective."""
+        """Wait until all ranks have called this method. Collective."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
 
-def new_group(lines: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of each line; this rank's. No lines: one group of all. Collective over the
-    world.
+def all_gather_bytes(
+    message: bytes, size: int, device: torch.device, group: dist.ProcessGroup | None
+) -> list[bytes]:
+    """Return the message of every rank, in the order of ranks. Collective.
+
+    Messages may differ in length. They travel as tensors of uint8 and are never unpickled.
+
+    Args:
+        size: number of ranks of the group.
+        device: one that the group's backend can send from.
+        group: None for the default group.
     """
-    if not lines:
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    if longest == 0:
+        return [b""] * size
+    padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
+    dist.all_gather(rows, padded.to(device), group=group)
+    return [
+        row[: int(length)].cpu().numpy().tobytes()
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def new_group(all_groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group of each group of ranks, and return the group of this rank.
+
+    torch wants every rank of the world to make every group. Collective over the world.
+
+    Args: all_groups: global ranks; empty for one group of all ranks.
+    """
+    if not all_groups:
         group: dist.ProcessGroup = dist.new_group(backend=backend)
         return group
-    mine: dist.ProcessGroup | None = None
-    for line in lines:
-        made = dist.new_group(list(line), backend=backend)
-        mine = made if dist.get_rank() in line else mine
-    assert mine is not None, f"rank {dist.get_rank()} is in none of {lines}"
-    return mine
+    self_group: dist.ProcessGroup | None = None
+    for ranks in all_groups:
+        made = dist.new_group(list(ranks), backend=backend)
+        if dist.get_rank() in ranks:
+            self_group = made
+    assert self_group is not None, f"rank {dist.get_rank()} is in none of {all_groups}"
+    return self_group

@@ -1,4 +1,6 @@
-"""Tensors that are sent at once: a message for each small one would wait longer than it travels."""
+"""Buckets of tensors that are sent in one message.
+
+A message for each small tensor would cost more in latency than in transfer."""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ T = TypeVar("T", bound=Tensor)
 
 
 def bucketize(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
-    """The tensors in their order, in lists of one type, none larger than `size_bytes` unless it is
-    one tensor alone.
+    """Split tensors into buckets of at most `size_bytes`, in their order.
 
-    Counted is what this rank holds of each.
+    A bucket has one dtype. A tensor larger than `size_bytes` is a bucket alone. Of a DTensor, the
+    local shard counts.
     """
-    found: list[list[T]] = []
+    buckets: list[list[T]] = []
     for _, group in groupby(tensors, key=lambda tensor: tensor.dtype):
-        filled = size_bytes + 1
+        filled_bytes = size_bytes + 1  # start a bucket with the first tensor of each dtype
         for tensor in group:
-            more = to_local(tensor).numel() * tensor.element_size()
-            if filled + more > size_bytes:
-                found.append([])
-                filled = 0
-            found[-1].append(tensor)
-            filled += more
-    return found
+            tensor_bytes = to_local(tensor).numel() * tensor.element_size()
+            if filled_bytes + tensor_bytes > size_bytes:
+                buckets.append([])
+                filled_bytes = 0
+            buckets[-1].append(tensor)
+            filled_bytes += tensor_bytes
+    return buckets
 
 
 def apply_flattened(
@@ -43,6 +45,6 @@ def apply_flattened(
         function: returns as many elements as it is given; its dtype is the result's.
         tensors: at least one, of one dtype.
 
-    Returns: views of what `function` returned, in the shapes of `tensors`.
+    Returns: views of the result of `function`, in the shapes of `tensors`.
     """
     return unflatten_tensors(function(flatten_tensors(tensors)), tensors)

@@ -1,11 +1,11 @@
-"""By how much the clocks of other hosts differ from rank 0's.
+"""Offsets between the clocks of the hosts and rank 0's clock.
 
       rank 0   t0 ── ping ──╮           ╭── t3          offset = t1 - (t0 + t3) / 2
-      rank r                ╰──> t1 ────╯               wrong by (t3 - t0) / 2 at most
+      rank r                ╰──> t1 ────╯               the error is (t3 - t0) / 2 at most
 
-The shortest of several rounds tells most (Cristian, "Probabilistic clock synchronization", 1989).
-Processes of one host
-read one clock: theirs need no exchange, and are not made worse by one.
+Of several rounds the shortest has the smallest error (Cristian, "Probabilistic clock
+synchronization", 1989). Processes of one host read one clock, so they need no exchange, and an
+exchange would only add its error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ ROUNDS = 16
 
 
 class ClockOffset(NamedTuple):
-    """Args: ahead_ns: how far a rank's clock is ahead of rank 0's. error_ns: what that may be
-    wrong by.
+    """The offset of a rank's clock, in nanoseconds.
+
+    Args:
+        ahead_ns: how far the clock is ahead of rank 0's.
+        error_ns: the largest error of `ahead_ns`.
     """
 
     ahead_ns: int
@@ -33,8 +36,11 @@ class ClockOffset(NamedTuple):
 
 
 def clock_id(name: str) -> str:
-    """Alike for processes that read one monotonic clock: those of one running kernel. Args:
-    name: of this host.
+    """Return a text that is the same for processes that read one monotonic clock.
+
+    These are the processes of one running kernel.
+
+    Args: name: of this host, for systems without a boot id.
     """
     return boot_id() or name
 
@@ -42,40 +48,43 @@ def clock_id(name: str) -> str:
 def offsets(
     mesh: Mesh, clock: str, now: Callable[[], int] = time.monotonic_ns
 ) -> list[ClockOffset]:
-    """Of every rank, as rank 0 has measured; zeros on other ranks. Collective.
+    """Measure the offset of every rank. Rank 0 gets the result, other ranks zeros. Collective.
 
-    Args: clock: alike where ranks read the same one. now: that clock, in nanoseconds.
+    Args:
+        clock: the `clock_id` of this rank.
+        now: that clock, in nanoseconds.
     """
     clocks = mesh.all_gather_str(clock)
-    found = [ClockOffset(0, 0)] * mesh.size
+    measured = [ClockOffset(0, 0)] * mesh.size
     for rank in range(1, mesh.size):
         if clocks[rank] == clocks[0]:
             continue
         if mesh.rank == 0:
-            found[rank] = _ask(mesh, rank, now)
+            measured[rank] = _ping(mesh, rank, now)
         elif mesh.rank == rank:
             _serve_pings(mesh, now)
-    return found
+    return measured
 
 
-def _ask(mesh: Mesh, rank: int, now: Callable[[], int]) -> ClockOffset:
-    number = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+def _ping(mesh: Mesh, rank: int, now: Callable[[], int]) -> ClockOffset:
+    """Measure one rank's offset in several rounds, and return the most exact."""
+    message = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     rounds = []
     for _ in range(ROUNDS):
         sent_ns = now()
-        dist.send(number, rank)
-        dist.recv(number, rank)
-        there_ns = int(number)  # waits for the device
-        back_ns = now()
-        rounds.append(
-            ClockOffset(there_ns - (sent_ns + back_ns) // 2, (back_ns - sent_ns) // 2 + 1)
-        )
-    return min(rounds, key=lambda one: one.error_ns)
+        dist.send(message, rank)
+        dist.recv(message, rank)
+        remote_ns = int(message)  # waits for the device
+        received_ns = now()
+        ahead_ns = remote_ns - (sent_ns + received_ns) // 2
+        rounds.append(ClockOffset(ahead_ns, (received_ns - sent_ns) // 2 + 1))
+    return min(rounds, key=lambda offset: offset.error_ns)
 
 
 def _serve_pings(mesh: Mesh, now: Callable[[], int]) -> None:
-    number = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    """Answer each ping of rank 0 with this rank's time."""
+    message = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     for _ in range(ROUNDS):
-        dist.recv(number, 0)
-        number.fill_(now())
-        dist.send(number, 0)
+        dist.recv(message, 0)
+        message.fill_(now())
+        dist.send(message, 0)

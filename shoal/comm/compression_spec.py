@@ -1,4 +1,6 @@
-"""What compressions are called, and the number that some of them take. This file needs no torch."""
+"""Names of gradient compressions, and the parameter that some of them take.
+
+The command line checks specs with this file, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -7,23 +9,25 @@ from typing import NamedTuple
 from shoal.errors import ConfigError, did_you_mean
 
 PLAIN = ("none", "bf16", "fp16", "onebit")
-"""Those that take no number."""
+"""Compressions without a parameter."""
 LARGEST_FRACTION = 0.5
-"""Above this fraction top-k sends more than a gradient of float32 has."""
+"""Above this fraction, top-k sends more bytes than a gradient of float32 has."""
 
 
 class CompressionSpec(NamedTuple):
-    """One of PLAIN, or topk with its fraction, or powersgd with its rank."""
+    """A compression: one of PLAIN, topk with its fraction, or powersgd with its rank."""
 
     name: str
     number: float = 0.0
 
 
 def read(text: str, powersgd: bool = False) -> CompressionSpec:
-    """What `text` names: none, bf16, fp16, topk=FRACTION, onebit, or powersgd=RANK where the caller
-    knows that one.
+    """Parse `text`: none, bf16, fp16, onebit, topk=FRACTION or powersgd=RANK.
 
-    Raises: ConfigError: another word, a value where there is none, or a number outside its range.
+    Args: powersgd: True if the caller supports powersgd.
+
+    Raises: ConfigError: an unknown name, a value for a compression that takes none, or a value
+        outside its range.
     """
     name, equals, value = text.partition("=")
     if name == "topk":

@@ -1,19 +1,19 @@
-"""Sums over ranks that do not depend on where in a buffer a number lies.
+"""The rank-order mean: a mean over ranks whose bits do not depend on the position in a buffer.
 
 A ring adds each chunk in another order of ranks, so with three ranks or more the last bit of a sum
-depends on the number's position in its bucket (seen with Gloo on torch 2.13). A resumed run lays
-its buckets out anew in its first step, and would differ from the undisturbed one. Here every number
+depends on the element's position in its bucket (seen with Gloo on torch 2.13). A resumed run makes
+its buckets again in its first step, and would differ from the uninterrupted run. Here every element
 is summed in the order of ranks:
 
-      rank 0   a0 b0 c0        [1] all-to-all        a0 a1 a2        [2] sum     A        [3] all-gather   A B C
-      rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
-      rank 2   a2 b2 c2            chunk i to i      c0 c1 c2        in order    C                         A B C
+      rank 0   a0 b0 c0   [1] all-to-all   a0 a1 a2   [2] sum    A   [3] all-gather   A B C
+      rank 1   a1 b1 c1       ─────────>   b0 b1 b2   ──────>    B       ─────────>   A B C
+      rank 2   a2 b2 c2     chunk i to i   c0 c1 c2   in order   C                    A B C
 
-Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" adds in the order of ranks
-anyway: where it does, this is a plain all-reduce, and comes to the same bits."""
+Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" always adds in the order
+of ranks, so there this is a plain all-reduce with the same bits."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
-# annotations with types.
+# annotations with types, and that import would make them strings.
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +27,9 @@ from shoal.shm_backend.group import ShoalGroup
 
 
 def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean over all ranks, in place, bit for bit the same wherever in `tensor` a number
-    lies. Collective.
+    """Average `tensor` over all ranks in the order of ranks, in place. Collective.
+
+    The bits of an element do not depend on its position in `tensor`.
     """
     if sums_in_order(group):
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
@@ -38,41 +39,42 @@ def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
     columns = torch.empty_like(padded)
     all_to_all(columns, padded, group)  # [1]
-    total = columns.view(ranks, -1)
-    own = total[0].clone()
-    for other in total[1:]:  # [2]
-        own += other
-    all_gather(padded, own / ranks, group)  # [3]
+    first, *later = columns.view(ranks, -1)
+    chunk_sum = first.clone()
+    for term in later:  # [2]
+        chunk_sum += term
+    all_gather(padded, chunk_sum / ranks, group)  # [3]
     return tensor.copy_(padded[: len(flat)].view_as(tensor))
 
 
 def mean(tensor: Tensor, axis: Axis) -> Tensor:
-    """The mean over the ranks of a line, in place; on the CPU summed in their order. Collective."""
+    """Average `tensor` over the axis, in place; on the CPU in the order of ranks. Collective."""
     if needs_order(axis) or (tensor.is_cpu and not tensor.is_sparse and sums_in_order(axis.group)):
         return rank_order_mean(tensor, axis.group)
     return axis.all_reduce(tensor.div_(axis.size))
 
 
 def needs_order(axis: Axis) -> bool:
-    """Whether a sum over the line could come in several orders: of two ranks in one only;
-    NCCL's is its own affair.
+    """Return True if an all-reduce over the axis could add in several orders.
+
+    A sum of two ranks has one order. On a GPU, the order is left to NCCL.
     """
     return axis.size > 2 and axis.device.type == "cpu"
 
 
 def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group's own all-reduce adds in the order of ranks."""
+    """Return True if the group's own all-reduce adds in the order of ranks."""
     group = group or dist.group.WORLD
     return isinstance(group, ShoalGroup) and group.sums_in_order
 
 
 def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Exception]) -> None:
-    """Let `ddp` reduce its buckets by `ordered_mean`, one after the other beside the backward pass.
+    """Let `ddp` average its buckets by `rank_order_mean` during the backward pass.
     Collective over the world.
 
     Args:
-        axis: whose ranks `ddp` averages over.
-        failures: what went wrong is added here; the caller looks after each backward pass.
+        axis: the axis over which `ddp` averages.
+        failures: exceptions are appended here; the caller looks after each backward pass.
     """
     if sums_in_order(ddp.process_group):
         ddp.register_comm_hook(ddp.process_group, _mean_of_bucket)

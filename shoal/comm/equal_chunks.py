@@ -1,5 +1,6 @@
-"""All-to-all and all-gather of flat tensors that hold a row for each rank, in the quickest way
-that the group has.
+"""All-to-all and all-gather of flat tensors with one row for each rank.
+
+On a group whose messages go through Gloo, `full_duplex.py` is faster than Gloo's own collectives.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_to_all(into: Tensor, rows: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Row r of `into` becomes rank r's row for this rank. Collective.
+    """Copy row s of rank r's `rows` into row r of rank s's `into`. Collective.
 
-    Args: into, rows: contiguous, as many rows as ranks one after the other, all of one length.
+    Args: into, rows: contiguous; as many rows of equal length as there are ranks.
     """
-    if (carrier := _over_gloo(into, group)) is None:
+    if (gloo := _gloo_group(into, group)) is None:
         dist.all_to_all_single(into, rows, group=group)
     else:
-        full_duplex.all_to_all(carrier, _split_rows(into, carrier), _split_rows(rows, carrier))
+        full_duplex.all_to_all(gloo, _split_rows(into, gloo), _split_rows(rows, gloo))
 
 
 def all_gather(into: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Row r of `into` becomes rank r's `row`. Collective. Args: into, row: contiguous, into as
-    many rows as ranks.
+    """Copy the `row` of rank r into row r of every rank's `into`. Collective.
+
+    Args: into, row: contiguous; `into` has as many rows as there are ranks.
     """
-    if (carrier := _over_gloo(into, group)) is None:
+    if (gloo := _gloo_group(into, group)) is None:
         _all_gather(into, row, group=group)
     else:
-        full_duplex.all_gather(carrier, _split_rows(into, carrier), row.detach().view(-1))
+        full_duplex.all_gather(gloo, _split_rows(into, gloo), row.detach().view(-1))
 
 
-def _split_rows(whole: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    return whole.detach().view(group.size(), whole.numel() // group.size()).unbind()
+def _split_rows(tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+    return tensor.detach().view(group.size(), tensor.numel() // group.size()).unbind()
 
 
-def _over_gloo(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, if it would send these numbers through Gloo."""
+def _gloo_group(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group if it would send this tensor through Gloo, else None."""
     group = group or dist.group.WORLD
     assert group is not None
     if isinstance(group, ShoalGroup):

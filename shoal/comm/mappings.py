@@ -1,14 +1,16 @@
-"""What ranks of one axis exchange inside a forward pass, and what follows from it for the backward
-pass.
+"""Differentiable collectives at the borders of tensor parallel regions.
 
-    copy       forward: nothing                 backward: the gradients of all ranks are summed
-    total      forward: the ranks' are summed   backward: nothing
-    joined     forward: slices become a whole   backward: each rank takes the gradient of its slice
+                            forward                   backward
+    copy_to_region          none                      all-reduce of the gradients
+    reduce_from_region      all-reduce                none
+    gather_from_region      all-gather of slices      the gradient of the local slice
 
-`copy` and `total` are f and g of Shoeybi et al., arXiv:1909.08053, figure 3. In all of them what is
-whole is the same on every rank of the axis, and so is its gradient. Collective, in the backward
-pass too. `join` and `scatter` are the halves of a sum, for slices of which the last may be shorter,
-or empty; what follows backward is their callers' matter."""
+`copy_to_region` and `reduce_from_region` are f and g of Shoeybi et al., arXiv:1909.08053, figure 3.
+A full tensor is the same on every rank of the axis, and so is its gradient. All of them are
+collective, in the backward pass too.
+
+`all_gather_dim` and `reduce_scatter_dim` have no gradient; their callers define one. The length may
+be no multiple of the number of ranks. The last slices are then shorter, or empty."""
 
 from __future__ import annotations
 
@@ -26,26 +28,28 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
-    """`x`, for a function of which each rank computes its part."""
-    found: Tensor = _Copy.apply(x, axis)
-    return found
+    """Return `x`, as the input of a region of which each rank computes a part."""
+    output: Tensor = _CopyToRegion.apply(x, axis)
+    return output
 
 
 def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks of `x`; `x` itself is overwritten."""
-    found: Tensor = _Total.apply(x, axis)
-    return found
+    """Sum `x` over the axis. `x` itself is overwritten if it is contiguous."""
+    output: Tensor = _ReduceFromRegion.apply(x, axis)
+    return output
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All ranks' `x`, one after the other along `dim`."""
-    found: Tensor = _Joined.apply(x, axis, dim)
-    return found
+    """Concatenate the `x` of all ranks, all of one length, along `dim`."""
+    output: Tensor = _GatherFromRegion.apply(x, axis, dim)
+    return output
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice: a view, without a word to anyone. The last ranks have less of what T
-    does not divide.
+    """Return this rank's slice along `dim`, a view. Nothing is sent.
+
+    All slices have the same length except the last ones, which are shorter or empty if the number
+    of ranks does not divide the length.
     """
     length = x.shape[dim]
     size = -(-length // axis.size)
@@ -53,7 +57,7 @@ def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.narrow(dim, start, min(size, length - start))
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -61,13 +65,14 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.axis.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+        return ctx.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Total(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        # The same memory, and no view in the eyes of autograd: what follows may write into it.
+        # The result has the memory of `x`, but autograd does not see a view, so later operations
+        # may write into it.
         return axis.all_reduce(x.detach().contiguous())
 
     @staticmethod
@@ -75,7 +80,7 @@ class _Total(torch.autograd.Function):
         return gradient, None
 
 
-class _Joined(torch.autograd.Function):
+class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -87,30 +92,32 @@ class _Joined(torch.autograd.Function):
 
 
 def all_gather_dim(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-    """The whole, `length` along `dim`, of which each rank has what `slice_of` gives; no
-    gradient. Collective.
+    """Gather a tensor of `length` along `dim`, whose `local_slice` on each rank is `x`.
+    Collective; no gradient.
     """
-    front = _filled(x.movedim(dim, 0), -(-length // axis.size))
-    whole = front.new_empty(axis.size * len(front), *front.shape[1:])
-    all_gather(whole, front, axis.group)
-    return whole[:length].movedim(0, dim).contiguous()
+    padded = _padded(x.movedim(dim, 0), -(-length // axis.size))
+    full = padded.new_empty(axis.size * len(padded), *padded.shape[1:])
+    all_gather(full, padded, axis.group)
+    return full[:length].movedim(0, dim).contiguous()
 
 
 def reduce_scatter_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """What `slice_of` gives of the sum over ranks of `x`; no gradient. Collective."""
+    """Return the `local_slice` along `dim` of the sum of `x` over the axis.
+    Collective; no gradient.
+    """
     length = x.shape[dim]
     size = -(-length // axis.size)
-    front = _filled(x.movedim(dim, 0), size * axis.size)
-    own = front.new_empty(size, *front.shape[1:])
-    _reduce_scatter(own, front, group=axis.group)
-    left = min(size, length - min(axis.rank * size, length))
-    return own[:left].movedim(0, dim).contiguous()
+    padded = _padded(x.movedim(dim, 0), size * axis.size)
+    local = padded.new_empty(size, *padded.shape[1:])
+    _reduce_scatter(local, padded, group=axis.group)
+    local_length = min(size, length - min(axis.rank * size, length))
+    return local[:local_length].movedim(0, dim).contiguous()
 
 
-def _filled(x: Tensor, length: int) -> Tensor:
-    """Contiguous, and with zeros behind it as long as those of others."""
+def _padded(x: Tensor, length: int) -> Tensor:
+    """Return `x`, contiguous and with zeros up to `length` along dim 0."""
     if len(x) == length:
         return x.contiguous()
-    filled = x.new_zeros(length, *x.shape[1:])
-    filled[: len(x)] = x
-    return filled
+    padded = x.new_zeros(length, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded

@@ -1,6 +1,6 @@
-"""The one owner of process groups: this rank's place in the world and along its axes, its
-device, and how to leave.
-"""
+"""The mesh: the axes, process groups and device of this rank.
+
+This file makes and closes the default process group."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class Closeable(Protocol):
-    """What keeps a process group alive, until it is told to let go."""
+    """An object that keeps a process group alive until it is closed."""
 
     def close(self) -> None: ...
 
 
+# Weak references: an object that is gone needs no cleanup.
 _cleanups: WeakSet[Closeable] = WeakSet()
 
 
 class Axes(NamedTuple):
-    """The axes of a world that is cut."""
+    """The axes of a world with pipeline or tensor parallelism."""
 
     pipeline: Axis
     data: Axis
@@ -46,19 +47,19 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Axis):
-    """All ranks, and the three axes that they stand along: see `shoal.comm.parallel_dims`.
+    """All ranks, and their three axes: see `shoal.comm.parallel_dims`.
 
-    The batch is shared out along `data`; ranks of one pipeline and of one tensor group see the same
-    samples. What everyone takes part in, the Mesh does itself."""
+    The batch is divided along `data`. Ranks of one pipeline and of one tensor group get the same
+    samples. The mesh itself is the axis of all ranks."""
 
     place: RankInfo
     helper_spawner: HelperSpawner | None = None
-    """On one rank of each machine, where a strategy has asked for it: starts helper processes."""
+    """Starts helper processes. On local rank 0 of each machine, if a strategy needs them."""
     degrees: ParallelDims = field(default_factory=ParallelDims)
     recorder: Recorder = field(default_factory=Recorder, compare=False)
-    """Told by strategies what they do when, while a trace is taken."""
+    """Records the work of strategies while a trace is taken."""
     axes: Axes | None = None
-    """None where there is the data axis alone: it is the world, with no group of its own."""
+    """None if there is only the data axis, which then is the world."""
 
     @property
     def data(self) -> Axis:
@@ -74,33 +75,31 @@ class Mesh(Axis):
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """torch's own mesh, from which `fully_shard` and DTensor take theirs. Its first use is
-        collective.
+        """The `DeviceMesh` of torch for `fully_shard` and DTensor. The first access is collective.
 
-        Its dimensions are "pipeline", "replicate", "shard" and "tensor"; all but "shard" are left
-        out where they have one rank. "replicate" x "shard" is the data axis. There is one mesh, for
-        torch composes dimensions of one only."""
+        Its dimensions are "pipeline", "replicate", "shard" and "tensor". Dimensions of one rank are
+        left out, except "shard". "replicate" x "shard" is the data axis. There is only one such
+        mesh, because torch cannot combine dimensions of several."""
         shard = self.degrees.dp_shard or self.data.size
         sizes = {
             "pipeline": self.pipeline.size,
             "replicate": self.data.size // shard,
             "shard": shard,
+            "tensor": self.tensor.size,
         }
-        sizes["tensor"] = self.tensor.size
         groups: dict[str, dist.ProcessGroup] = {}
         stride = self.size
         for name, size in sizes.items():
             stride //= size
             if size == 1 and name != "shard":
                 continue
-            # Engines of the data axis get groups of their own: what they send must not come between
-            # other messages.
-            own = {"pipeline": self.pipeline, "tensor": self.tensor}.get(name)
-            groups[name] = (
-                new_group(groups_along(self.size, size, stride))
-                if own is None
-                else own.group or _world_axis()
-            )
+            # torch's engines on the data axis get new groups, so that their collectives cannot mix
+            # with those of Shoal.
+            axis = {"pipeline": self.pipeline, "tensor": self.tensor}.get(name)
+            if axis is None:
+                groups[name] = new_group(groups_along(self.size, size, stride))
+            else:
+                groups[name] = axis.group or _world_group()
         shape = [sizes[name] for name in groups]
         ranks = torch.arange(self.size).view(shape)
         return DeviceMesh.from_group(
@@ -109,67 +108,47 @@ class Mesh(Axis):
 
 
 def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
-    """Take this process's place in the world. Collective; a world of one talks to nobody.
+    """Make the process groups of this rank. Collective, except in a world of one.
 
-    A process group that the program itself has set up is used as it is.
+    If the program has made the default process group itself, that one is used.
 
     Args:
-        helpers: a strategy wants processes of its own beside the ranks.
-        degrees: how the world is cut.
+        place: this rank in the world, as the launcher's variables say.
+        helpers: True if a strategy needs helper processes.
+        degrees: the sizes of the axes.
 
     Raises:
-        EnvironmentConflict: that group is another world than the launcher's variables tell of.
-        StrategyRefused: the world cannot be cut so.
+        EnvironmentConflict: the program's group and the launcher's variables differ.
+        StrategyRefused: the world cannot have these sizes.
     """
     _check_sizes(place, degrees)
-    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (
-        place.rank,
-        place.world,
-    ):
-        raise EnvironmentConflict(
-            f"the program's own process group says rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}, the environment "
-            f"{place.describe()}. Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for it, or "
-            "let shoal.init() "
-            "make the group."
-        )
-    nursery = (
-        HelperSpawner() if helpers and place.local_rank == 0 else None
-    )  # before there are threads and connections
+    _check_own_group(place)
+    # The spawner forks, so it must come before there are threads and connections.
+    spawner = HelperSpawner() if helpers and place.local_rank == 0 else None
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
-        if place.master_address is not None:
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-                place.master_address,
-                str(place.master_port),
-            )
-        # With a backend written in Python, torch makes no other one beside it.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
-        # A group that is still open while the interpreter goes down can end a good run with an
-        # error.
-        atexit.register(shutdown)
+        _init_default_group(place, device)
     axes = _axes(place, device, degrees) if degrees.data(place.world) < place.world else None
     return Mesh(
         rank=place.rank,
         size=place.world,
         device=device,
         place=place,
-        helper_spawner=nursery,
+        helper_spawner=spawner,
         degrees=degrees,
         axes=axes,
     )
 
 
 def register_cleanup(holder: Closeable) -> None:
-    """Have `holder` closed before the process group is."""
+    """Close `holder` before the process group is closed."""
     _cleanups.add(holder)
 
 
 def ensure_group() -> None:
-    """Make a process group for a world of one, for engines that need one in any world."""
+    """Make a process group for a world of one, because torch's engines need one in any world."""
     if not dist.is_initialized():
-        # torch documents it, its stubs leave it out
+        # torch documents HashStore, but its stubs leave it out.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         atexit.register(shutdown)
@@ -178,8 +157,8 @@ def ensure_group() -> None:
 def shutdown() -> None:
     """Close the process group, if there is one.
 
-    It must not outlive this call: its threads may still have Python objects to give back, which
-    ends the process with SIGABRT once the interpreter is going down (two runs in fifteen under
+    No reference to the group may remain. Its threads may still have to free Python objects, which
+    ends the process with SIGABRT once the interpreter shuts down (two runs in fifteen under
     torchrun, with torch 2.13)."""
     for holder in list(_cleanups):
         holder.close()
@@ -188,29 +167,53 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _world_axis() -> dist.ProcessGroup:
+def _check_own_group(place: RankInfo) -> None:
+    """Raise EnvironmentConflict if the program's process group differs from the environment."""
+    if not dist.is_initialized():
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if (rank, world) != (place.rank, place.world):
+        raise EnvironmentConflict(
+            f"the program's own process group says rank {rank} of {world}, the environment "
+            f"{place.describe()}. Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for it, or "
+            "let shoal.init() make the group."
+        )
+
+
+def _init_default_group(place: RankInfo, device: torch.device) -> None:
+    """Make the default process group, and close it at exit. Collective."""
+    if place.master_address is not None:
+        os.environ["MASTER_ADDR"] = place.master_address
+        os.environ["MASTER_PORT"] = str(place.master_port)
+    # torch makes no second backend beside one that is written in Python, so a mesh with GPUs has
+    # Gloo for the CPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    # A group that is open while the interpreter shuts down can end a good run with an error.
+    atexit.register(shutdown)
+
+
+def _world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
 def _check_sizes(place: RankInfo, degrees: ParallelDims) -> None:
-    """Raise StrategyRefused where ranks cannot stand so."""
-    found = problems(degrees, place.world, place.local_world)
-    if not found and place.rank % degrees.tensor != place.local_rank % degrees.tensor:
-        found = [
+    """Raise StrategyRefused if the world cannot have these sizes."""
+    sentences = problems(degrees, place.world, place.local_world)
+    if not sentences and place.rank % degrees.tensor != place.local_rank % degrees.tensor:
+        sentences = [
             f"tensor={degrees.tensor}: tensor groups lie inside one machine, but rank {place.rank} "
-            "is number "
-            f"{place.local_rank} on its machine: ranks go round the machines. Start them in "
-            "blocks, under srun with "
-            "--distribution=block."
+            f"is number {place.local_rank} on its machine: ranks go round the machines. Start them "
+            "in blocks, under srun with --distribution=block."
         ]
-    if found:
-        raise StrategyRefused("\n".join(found))
+    if sentences:
+        raise StrategyRefused("\n".join(sentences))
 
 
 def _axes(place: RankInfo, device: torch.device, degrees: ParallelDims) -> Axes:
-    """The three axes of a world that is cut. Collective."""
+    """Make the three axes. Collective."""
     data = degrees.data(place.world)
     return Axes(
         pipeline=_axis(place, device, degrees.pipeline, data * degrees.tensor),
@@ -220,15 +223,16 @@ def _axes(place: RankInfo, device: torch.device, degrees: ParallelDims) -> Axes:
 
 
 def _axis(place: RankInfo, device: torch.device, size: int, stride: int) -> Axis:
-    all_lines = groups_along(place.world, size, stride)
-    group = new_group(all_lines) if 1 < size < place.world else None
-    return Axis(place.rank // stride % size, size, device, all_lines, group)
+    all_groups = groups_along(place.world, size, stride)
+    # An axis of one rank needs no group, and that of all ranks uses the default group.
+    group = new_group(all_groups) if 1 < size < place.world else None
+    return Axis(place.rank // stride % size, size, device, all_groups, group)
 
 
 def _device(place: RankInfo) -> torch.device:
-    """This rank's GPU where there are enough of them for all local ranks, else the CPU."""
+    """Return this rank's GPU if there are enough for all local ranks, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Slurm and MPI can bind each rank to a GPU of its own, which is then the only one that it sees.
+    # Slurm and MPI can bind each rank to one GPU, which is then the only one that it sees.
     bound = count == 1 and place.launcher in ("slurm", "mpi")
     if not bound and count < place.local_world:
         return torch.device("cpu")

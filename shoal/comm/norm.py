@@ -1,7 +1,7 @@
-"""Norms of gradients that are whole on some ranks and in shards on others.
+"""Norms of gradients of which some are sharded over ranks and some are replicated.
 
-torch's `clip_grad_norm_` fails where some gradients are DTensors and some are not (pytorch#180346),
-so this is ours: each entry of the model's gradient counts once, wherever it lies."""
+torch's `clip_grad_norm_` fails if some gradients are DTensors and some are not (pytorch#180346).
+This one counts each entry of the full model's gradient once, on whichever ranks it lies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shoal.platform.torch_private.kernels import foreach_norm
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`; writing into it writes into `tensor`."""
+    """Return the local shard of a DTensor, or a plain tensor itself. It shares memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`, on every rank. Collective for a DTensor."""
+    """Return the full tensor, on every rank. Collective for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     placements = list(tensor.placements)
     with torch.no_grad():
-        # One axis after the other: shards of shards cannot be gathered at once, and torch warns
-        # that it does not.
+        # One axis after the other: torch cannot gather shards of shards at once, and warns about
+        # it.
         for axis in range(len(placements)):
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
@@ -36,30 +36,28 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all entries of all tensors, a scalar on this rank's device: NaN or infinite if
-    an entry is.
+    """Return the 2-norm of all entries of all tensors, a scalar on this rank's device.
 
-    Collective where there are DTensors. A plain tensor counts once: it is the same on every rank.
+    It is NaN or infinite if an entry is. A plain tensor counts once, as it is the same on every
+    rank. Collective if there are DTensors.
     """
     groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[_sharded_over(tensor)].append(to_local(tensor))
     squares = []
-    for over, members in groups.items():
+    for shard_groups, members in groups.items():
         norms = foreach_norm(members)
         square = (
             torch.stack([norm.to(accumulation_dtype(norm.dtype)) for norm in norms]).square().sum()
         )
-        for group in over:
+        for group in shard_groups:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
 def _sharded_over(tensor: Tensor) -> tuple[torch.distributed.ProcessGroup, ...]:
-    """The groups over which shards of `tensor` make up the whole; none for a tensor that is
-    whole on every rank.
-    """
+    """Return the groups over which `tensor` is sharded; none for a replicated tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

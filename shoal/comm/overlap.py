@@ -1,9 +1,9 @@
-"""Reducing the buckets of DistributedDataParallel beside the backward pass, by any function
-that blocks.
-"""
+"""Overlap of the backward pass of DistributedDataParallel with any function that averages a bucket.
+
+The function may block: it runs in a thread."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
-# annotations with types.
+# annotations with types, and that import would make them strings.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,16 +17,16 @@ from shoal.platform.torch_private.c10d import GradBucket
 def register_overlapped_reduce(
     ddp: DistributedDataParallel, mean: Callable[[Tensor], object], failures: list[Exception]
 ) -> None:
-    """Let `ddp` reduce its buckets by `mean`, one after the other in a thread of its own.
+    """Let `ddp` average its buckets by `mean`, one after the other in one thread.
 
-    Args: mean: puts the mean over ranks in the place of a tensor. Its messages must be its own: the
-        engine's collectives,
-            in the other thread, must not come between.
-        failures: what went wrong is added here; the caller looks after each backward pass. A future
-            of torch's does not carry a Python error through the backward pass.
+    Args:
+        mean: averages a tensor over ranks, in place. It needs a process group of its own, because
+            `ddp` makes collectives at the same time in the main thread.
+        failures: exceptions are appended here; the caller looks after each backward pass. A future
+            of torch does not carry a Python exception through the backward pass.
     """
-    # One thread: buckets are ready in the same order on every rank, and collectives must start in
-    # one order.
+    # One thread only: buckets are ready in the same order on every rank, and collectives must
+    # start in one order.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce-beside")
 
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -45,6 +45,6 @@ def _reduce(
 ) -> None:
     try:
         mean(buffer)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the backward pass must not wait for ever
+    except Exception as error:  # noqa: BLE001 - the backward pass must not wait for ever
         failures.append(error)
     done.set_result(buffer)

@@ -1,14 +1,16 @@
-"""Where each rank stands in a world that is cut in up to three ways.
+"""The sizes of the three axes of the mesh, and the groups of ranks along each axis.
 
-      pipeline=2, tensor=2 on 8 ranks       the data-parallel size is what is left: 2
+      pipeline=2, tensor=2 on 8 ranks: the data axis has the remaining size, 2
 
-                  data 0        data 1
-      stage 0   [ 0   1 ]     [ 2   3 ]     tensor     0 1 | 2 3 | 4 5 | 6 7      neighbours, inside one machine
+                  data 0        data 1      groups along each axis
+      stage 0   [ 0   1 ]     [ 2   3 ]     tensor     0 1 | 2 3 | 4 5 | 6 7    inside one machine
       stage 1   [ 4   5 ]     [ 6   7 ]     data       0 2 | 1 3 | 4 6 | 5 7
-                                            pipeline   0 4 | 1 5 | 2 6 | 3 7      the farthest apart; sends the least
+                                            pipeline   0 4 | 1 5 | 2 6 | 3 7    over machines
 
-An axis is a size and a stride: ranks that differ in nothing else are `stride` apart. This file
-needs no torch."""
+Tensor parallel ranks send the most, so they are neighbours. Pipeline stages send the least, so they
+are the farthest apart. An axis has a size and a stride: the ranks of a group are `stride` apart.
+
+The command line checks sizes with this file, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How far each strategy spans.
+    """The sizes of the axes.
 
     Args:
-        pipeline, tensor: ranks along the axis, 1 where there is no such strategy.
-        shard: ranks that share one set of shards, where that is not the whole data axis; else 0.
+        pipeline, tensor: ranks along the axis; 1 without such a strategy.
+        dp_shard: ranks over which ZeRO shards, if that is not the full data axis; else 0.
     """
 
     pipeline: int = 1
@@ -29,12 +31,12 @@ class ParallelDims:
     dp_shard: int = 0
 
     def data(self, world: int) -> int:
-        """What is left of the world."""
+        """Return the size of the data axis: the remaining factor of the world."""
         return world // (self.pipeline * self.tensor)
 
 
 def groups_along(world: int, size: int, stride: int) -> tuple[tuple[int, ...], ...]:
-    """All groups of ranks along an axis; together they are the world."""
+    """Return all groups of ranks along an axis; together they are the world."""
     block = size * stride
     return tuple(
         tuple(range(first, first + block, stride))
@@ -44,50 +46,49 @@ def groups_along(world: int, size: int, stride: int) -> tuple[tuple[int, ...], .
 
 
 def problems(degrees: ParallelDims, world: int, local_world: int | None = None) -> list[str]:
-    """Why a world cannot be cut so, a sentence each; none where it can.
+    """Return a sentence for each reason why a world cannot have these sizes.
 
-    Args: local_world: ranks on this machine, where that is known by now.
+    Args: local_world: ranks on this machine, if it is known.
     """
-    wrong = [f"{name}={size}: must be 1 or more." for name, size in _named(degrees) if size < 1]
-    if wrong:
-        return wrong
+    sentences = [
+        f"{name}={size}: must be 1 or more." for name, size in _named_sizes(degrees) if size < 1
+    ]
+    if sentences:
+        return sentences
     product = degrees.pipeline * degrees.tensor
     if world % product:
-        cut = " x ".join(f"{name}={size}" for name, size in _named(degrees) if size > 1)
-        return [
-            f"{cut} needs a multiple of {product} ranks; there are {world}. {_hint(degrees, world)}"
-        ]
-    found = []
+        sizes = " x ".join(f"{name}={size}" for name, size in _named_sizes(degrees) if size > 1)
+        hint = _hint(degrees, world)
+        return [f"{sizes} needs a multiple of {product} ranks; there are {world}. {hint}"]
     if local_world is not None and local_world % degrees.tensor:
-        found.append(
+        sentences.append(
             f"tensor={degrees.tensor}: tensor groups lie inside one machine, and this one has "
-            "LOCAL_WORLD_SIZE="
-            f"{local_world} ranks. Start a multiple of {degrees.tensor} on each."
+            f"LOCAL_WORLD_SIZE={local_world} ranks. Start a multiple of {degrees.tensor} on each."
         )
     data = degrees.data(world)
     if degrees.dp_shard < 0 or (degrees.dp_shard and data % degrees.dp_shard):
-        found.append(
+        sentences.append(
             f"hybrid={degrees.dp_shard} shards inside groups of {degrees.dp_shard} ranks; {data} "
-            "ranks do not make whole "
-            f"groups. Use a divisor of {data}."
+            f"ranks do not make whole groups. Use a divisor of {data}."
         )
-    return found
+    return sentences
 
 
 def _hint(degrees: ParallelDims, world: int) -> str:
-    """Other values of one of the degrees that would do, those of the pipeline first."""
+    """Return a sentence with sizes that the world can have, of the pipeline if possible."""
     pipeline, tensor = degrees.pipeline, degrees.tensor
     for name, size, other in (("pipeline", pipeline, tensor), ("tensor", tensor, pipeline)):
         if size == 1 or world % other:
             continue
-        fitting = [f"{name}={n}" for n in range(2, world // other + 1) if (world // other) % n == 0]
+        ranks = world // other
+        fitting = [f"{name}={n}" for n in range(2, ranks + 1) if ranks % n == 0]
+        if len(fitting) == 1:
+            return f"Try {fitting[0]}."
         if fitting:
-            return (
-                f"Try {', '.join(fitting[:-1])}{' or ' if len(fitting) > 1 else ''}{fitting[-1]}."
-            )
+            return f"Try {', '.join(fitting[:-1])} or {fitting[-1]}."
     product = pipeline * tensor
     return f"Start {-(-world // product) * product} ranks."
 
 
-def _named(degrees: ParallelDims) -> list[tuple[str, int]]:
+def _named_sizes(degrees: ParallelDims) -> list[tuple[str, int]]:
     return [("tensor", degrees.tensor), ("pipeline", degrees.pipeline)]

@@ -1,5 +1,6 @@
-"""Settings: what a job is, how it is read from files and flags, and how it is written down.
-Imports no torch.
+"""Settings: the dataclasses of a job, how files and flags become one, and how a job is written.
+
+Nothing here imports torch, because login nodes of clusters have none.
 """
 
 from shoal.config.config_files import builtin_names

@@ -1,4 +1,4 @@
-"""From a name on the command line to the files that it stands for."""
+"""Configuration files: those of Shoal, those of a user, and the files from which they start."""
 
 from __future__ import annotations
 
@@ -15,54 +15,59 @@ BUILTIN = Path(__file__).parent / "builtin"
 
 @dataclass(frozen=True)
 class File:
-    """A configuration file, and what to call it in messages."""
+    """A configuration file, and its name in messages."""
 
     path: Path
-    where: str
+    name: str
 
 
 def builtin_names() -> Sequence[str]:
-    """The names that stand for files of Shoal's own, sorted."""
+    """Return the names of the configurations that Shoal brings, sorted."""
     return sorted(path.stem for path in BUILTIN.glob("*.yaml"))
 
 
 def load(file: File) -> dict[str, LocatedValue]:
-    """The file's mapping.
+    """Return the mapping in a file.
 
-    Raises: ConfigError: a file that cannot be read, or not as YAML.
+    Raises:
+        ConfigError: the file cannot be read, or its text is no YAML.
     """
     try:
-        return parse_file(file.path.read_text(encoding="utf-8"), file.where)
+        return parse_file(file.path.read_text(encoding="utf-8"), file.name)
     except IsADirectoryError:
-        cure = f"a run's configuration is {file.where}/config.yaml"
-        raise ConfigError([f"{file.where}: is a directory; {cure}"]) from None
+        cure = f"a run's configuration is {file.name}/config.yaml"
+        raise ConfigError([f"{file.name}: is a directory; {cure}"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file.where}: cannot be read: {error}"]) from None
+        raise ConfigError([f"{file.name}: cannot be read: {error}"]) from None
 
 
 def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
-    """The layers of a built-in name or a path and of all that it starts from (`base:`), the lowest
-    first.
+    """Return the layers of a configuration and of its bases (`base:`), the lowest first.
 
-    A run is called after the file that was asked for, unless that file itself says otherwise.
+    The name of a run is that of the requested file, unless that file sets another.
 
-    Raises: ConfigError: a file that is missing, cannot be read or starts from itself.
+    Args:
+        source: a built-in name or a path.
+        problems: problems with settings are appended here.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read or starts from itself.
     """
     file = find(source, Path(), str(source))
-    name = SourcedValue(LocatedValue(file.path.stem, text=file.path.stem), file.where)
+    name = SourcedValue(LocatedValue(file.path.stem, text=file.path.stem), file.name)
     layers: list[Layer] = []
     chain: list[File] = []
     while True:
         mapping = load(file)
         base = mapping.pop("base", None)
-        layers.insert(0, file_layer(mapping, file.where, problems))
+        layers.insert(0, file_layer(mapping, file.name, problems))
         chain.append(file)
         if base is None:
             break
-        origin = f"{file.where}:{base.line}: base"
-        file = find(base.text, BUILTIN if file.path.parent == BUILTIN else file.path.parent, origin)
+        origin = f"{file.name}:{base.line}: base"
+        file = find(base.text, file.path.parent, origin)
         if file.path.resolve() in (earlier.path.resolve() for earlier in chain):
-            circle = " -> ".join(member.where for member in [*chain, file])
+            circle = " -> ".join(member.name for member in [*chain, file])
             raise ConfigError(
                 [f"{origin}: {circle} goes round in a circle; let one of them stand alone"]
             )
@@ -71,10 +76,15 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
 
 
 def find(source: str | Path, directory: Path, origin: str) -> File:
-    """The file of a built-in name, which comes first, or of a path, which may be relative to the
-    directory.
+    """Return the file of a built-in name or of a path. A built-in name has precedence.
 
-    Raises: ConfigError: there is neither; said of `origin`.
+    Args:
+        source: a built-in name or a path.
+        directory: where a relative path begins.
+        origin: the argument or line that names the source, for the error.
+
+    Raises:
+        ConfigError: there is neither.
     """
     if isinstance(source, str) and source in builtin_names():
         return File(BUILTIN / f"{source}.yaml", f"builtin/{source}.yaml")

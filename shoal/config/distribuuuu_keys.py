@@ -1,6 +1,4 @@
-"""The 38 keys of distribuuuu's configuration, one row each: what it is there and what becomes
-of it here.
-"""
+"""The 38 keys of distribuuuu's configuration, each with the setting of ours that replaces it."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Networks that distribuuuu brings itself; it asks timm for any other name. All but botnet50 are
-# torchvision's too.
+# Networks in distribuuuu's own code; any other name is timm's. torchvision has all of them except
+# botnet50.
 OWN_NETWORKS = {
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
     *(f"densenet{depth}" for depth in (121, 161, 169, 201)),
@@ -20,15 +18,18 @@ POLICIES = {"cos": "cosine", "steps": "step"}
 
 @dataclass(frozen=True)
 class DistribuuuuKey:
-    """One of distribuuuu's keys.
+    """One key of distribuuuu.
 
-    Args: default: distribuuuu's own. kind: the type of its values. ours: the setting that it
-        becomes; empty if it has no meaning here. turn: (its value, number of ranks) -> our value.
-        note: what its user should know, to stand behind `KEY VALUE`; may hold {value}, {ours} and
-        {ranks}. say: when the note is printed: for a key that was `given`; for one that was given
-        another value than
-            distribuuuu's default, `unusual`; whenever turn `changed` the value; or `never`, the
-            documentation will do.
+    Args:
+        default: the value in distribuuuu.
+        kind: the type of its values, as for `shoal.config.convert.typed`.
+        setting: our setting; empty if the key has no meaning here.
+        convert: (its value, number of ranks) -> the value of our setting.
+        note: the rest of a sentence that begins with `KEY VALUE`. It may contain {value}, {ours}
+            and {ranks}.
+        note_when: when the note is printed. `given`: the key is in the file or on the command
+            line. `unusual`: its value is not the default. `changed`: `convert` returned another
+            value. `never`: the note is in the documentation only.
     """
 
     default: Any
@@ -37,6 +38,9 @@ class DistribuuuuKey:
     convert: Callable[[Any, int], Any] = lambda value, ranks: value
     note: str = ""
     note_when: Literal["given", "unusual", "changed", "never"] = "never"
+
+
+# The functions below are `convert` of one key each; the second parameter is the number of ranks.
 
 
 def global_batch(per_device: int, ranks: int) -> int:
@@ -56,11 +60,12 @@ def policy(name: str, ranks: int) -> str:
 
 
 def milestones(steps: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Return the epochs without a leading 0, which distribuuuu needs and which changes nothing."""
     return steps[1:] if steps[:1] == (0,) else steps
 
 
-def seed(number: int | None, ranks: int) -> int:
-    return number or 0
+def seed(value: int | None, ranks: int) -> int:
+    return value or 0
 
 
 MODEL = {
@@ -111,7 +116,8 @@ TRAIN = {
         True,
         bool,
         "",
-        note="has no meaning here: resuming restores the optimizer too, and MODEL.WEIGHTS loads weights alone",
+        note="has no meaning here: resuming restores the optimizer too, and MODEL.WEIGHTS loads "
+        "weights alone",
         note_when="given",
     ),
     "TRAIN.WORKERS": DistribuuuuKey(4, int, "data.workers"),

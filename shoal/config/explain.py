@@ -1,4 +1,4 @@
-"""A Job in writing: as the YAML that reproduces it, and with the origin of every value."""
+"""Text of a Job: as the YAML that reproduces it, or with the origin of every value."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from shoal.config.job import Job
 from shoal.config.read import Settings
 from shoal.config.yaml_subset import write
 
-# The column that help starts in, unless a value is longer.
+# The column in which help starts in YAML, unless a value is longer.
 HELP_COLUMN = 36
-# One long list must not push every origin off the screen.
-WIDEST_VALUE = 24
-# Of an explanation, in columns.
+# A wider value moves only its own origin to the right, so that the others stay on the screen.
+MAX_VALUE_WIDTH = 24
+# Columns of an explanation.
 WIDTH = 100
 
 
 def to_yaml(job: Job) -> str:
-    """The whole job as YAML, every setting with its meaning behind it. `read` gives an equal
-    job back.
+    """Return the job as YAML, with each setting's meaning as a comment.
+
+    `read` returns an equal job for it.
     """
     return "\n".join(_yaml_lines(job)) + "\n"
 
 
 def explain(settings: Settings) -> str:
-    """Every dotted name, its value, where that came from and, below, what it means."""
+    """Return lines with each dotted name, its value and its origin, and its meaning below."""
     rows = [
         (name, write(value), settings.origins[name])
         for name, value in leaf_settings(settings.job).items()
     ]
     name_width = max(len(name) for name, _, _ in rows)
-    value_width = min(WIDEST_VALUE, max(len(value) for _, value, _ in rows))
+    value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value, _ in rows))
     lines = []
     for name, value, origin in rows:
         lines.append(f"{name:{name_width}}  {value:{value_width}}  {origin}")

@@ -1,4 +1,4 @@
-"""The settings of a Job as one flat list under dotted names, and the way back."""
+"""The settings of a Job as one flat list of dotted names, and a Job made of such a list."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Setting:
     Args:
         name: dotted, as in `optimizer.lr`.
         annotation: its type.
-        default: what it is if nobody says otherwise.
+        default: its value where neither a file nor a flag has one.
         help: its meaning.
-        check: what its type does not say.
+        check: a limit that the type does not express; None for no limit.
     """
 
     name: str
@@ -30,34 +30,34 @@ class Setting:
 
     @property
     def section(self) -> str:
-        """The dotted name up to the last dot; empty for the fields of the Job itself."""
+        """Return the dotted name up to the last dot; empty for the fields of the Job itself."""
         return self.name.rpartition(".")[0]
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds further names, as `model.options.width`."""
+        """Return True for a mapping with keys of the user, such as `model.options`."""
         return get_origin(self.annotation) is dict
 
 
 @cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting under its dotted name, in the order of `job.py`, a section's own values
-    before its subsections.
+    """Return every setting by its dotted name.
+
+    The order is that of `job.py`, but a section's values come before its subsections.
     """
     return {setting.name: setting for setting in _settings(Job, "")}
 
 
 @cache
 def all_sections() -> Mapping[str, str]:
-    """The dotted names that hold settings and are none themselves, such as `train.warm_start`,
-    with their meaning.
-    """
+    """Return the help texts of the sections, such as `train.warm_start`, by dotted name."""
     return dict(_sections(Job, ""))
 
 
 def open_setting(name: str) -> tuple[str, str] | None:
-    """(`model.options`, `width`) for `model.options.width`; None if the name lies in no such
-    setting.
+    """Split the name of a key in an open setting; None for any other name.
+
+    `model.options.width` becomes (`model.options`, `width`).
     """
     for setting in all_settings().values():
         if setting.is_open and name.startswith(f"{setting.name}."):
@@ -66,51 +66,57 @@ def open_setting(name: str) -> tuple[str, str] | None:
 
 
 def build(values: Mapping[str, Any]) -> Job:
-    """The Job with these values, already converted, under their dotted names; defaults for the
-    others.
+    """Return a Job with these values, and defaults for all others.
+
+    Args:
+        values: values of the settings' types, by dotted name.
     """
     job: Job = _build(Job, "", values)
     return job
 
 
 def value_of(job: Job, name: str) -> Any:
-    """The value of the setting with this dotted name."""
+    """Return the value of the setting with this dotted name."""
     return reduce(getattr, name.split("."), job)
 
 
 def leaf_settings(job: Job) -> dict[str, Any]:
-    """Every value of a Job under its dotted name; an open setting is spread over its keys
-    unless it is empty.
+    """Return every value of a Job by its dotted name.
+
+    An open setting has one entry for each of its keys; an empty one has one entry in all.
     """
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, setting in all_settings().items():
         value = value_of(job, name)
-        spread = value if setting.is_open else None
-        flat |= {f"{name}.{key}": item for key, item in spread.items()} if spread else {name: value}
-    return flat
+        if setting.is_open and value:
+            values |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            values[name] = value
+    return values
 
 
 def _settings(section: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(section)
-    inner = [field for field in fields(section) if is_dataclass(hints[field.name])]
+    subsections = [field for field in fields(section) if is_dataclass(hints[field.name])]
     for field in fields(section):
-        if field not in inner:
-            default = (
-                field.default_factory() if field.default_factory is not MISSING else field.default
-            )
-            metadata = field.metadata
-            yield Setting(
-                prefix + field.name, hints[field.name], default, metadata["help"], metadata["check"]
-            )
-    for field in inner:
+        if field in subsections:
+            continue
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        help, check = field.metadata["help"], field.metadata["check"]
+        yield Setting(prefix + field.name, hints[field.name], default, help, check)
+    for field in subsections:
         yield from _settings(hints[field.name], f"{prefix}{field.name}.")
 
 
 def _sections(section: type, prefix: str) -> Iterator[tuple[str, str]]:
-    for name, hint in get_type_hints(section).items():
+    hints = get_type_hints(section)
+    for field in fields(section):
+        hint = hints[field.name]
         if is_dataclass(hint) and isinstance(hint, type):
-            yield prefix + name, (hint.__doc__ or "").partition("\n")[0]
-            yield from _sections(hint, f"{prefix}{name}.")
+            yield prefix + field.name, field.metadata["help"]
+            yield from _sections(hint, f"{prefix}{field.name}.")
 
 
 def _build(section: type, prefix: str, values: Mapping[str, Any]) -> Any:

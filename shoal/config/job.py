@@ -1,8 +1,8 @@
-"""A job as data: frozen dataclasses, one for each section, each field with its meaning and its
-limits.
+"""A job as data: one frozen dataclass for each section, each field with its meaning and limits.
 
-Nothing here reads a file, the environment or torch; `read.py` fills these in and reports what does
-not fit."""
+Nothing here reads a file, the environment or torch. `read.py` fills the dataclasses and reports the
+values that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from shoal.config import trace_window
 
 Check = tuple[Callable[[Any], bool], str]
+"""A predicate of a value, and the sentence for the user where it is False."""
 POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
 NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
 SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
@@ -27,13 +28,13 @@ SIZES: Check = (
 
 
 def setting(default: Any, help: str, check: Check | None = None) -> Any:
-    """A field with its help text and, where a type is not enough, a check of its value."""
+    """Return a field with its help text and, where a type is not enough, a check of its value."""
     return field(default=default, metadata={"help": help, "check": check})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network is trained."""
+    """The model."""
 
     name: str = setting(
         "residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers"
@@ -55,7 +56,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What it is trained on. Nothing is ever downloaded."""
+    """The data set. Nothing is ever downloaded."""
 
     name: str = setting(
         "digits",
@@ -87,7 +88,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Train on a part of the data first, then on all of it."""
+    """A first phase on a part of the data."""
 
     epochs: int = setting(
         0, "epochs on the part, at the start; they count among train.epochs", NOT_NEGATIVE
@@ -97,7 +98,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how."""
+    """The training: its length, its batches and its numerics."""
 
     epochs: int = setting(10, "passes over the data", POSITIVE)
     max_steps: int | None = setting(
@@ -133,22 +134,29 @@ class TrainConfig:
     cudnn_benchmark: bool = setting(
         False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)"
     )
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    warm_start: WarmStartConfig = field(
+        default_factory=WarmStartConfig,
+        metadata={"help": "Train on a part of the data first, then on all of it."},
+    )
 
     @property
     def soft_targets(self) -> str:
-        """Name what makes the training loss another quantity than the validation loss; empty for
-        nothing.
+        """Return the settings because of which training and validation losses are not comparable.
 
-        Each of these spreads a sample's target over several classes, in training alone.
+        Each of them spreads the target of a sample over several classes, in training only. The
+        text is empty where none is on.
         """
-        used = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
-        return ", ".join(f"{name} {value:g}" for name, value in used.items() if value)
+        values = {
+            "label smoothing": self.label_smoothing,
+            "mixup": self.mixup,
+            "cutmix": self.cutmix,
+        }
+        return ", ".join(f"{name} {value:g}" for name, value in values.items() if value)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Who steps."""
+    """The optimizer."""
 
     name: str = setting(
         "SGD", "SGD, AdamW or any other name in torch.optim; AdamW8bit, with shoal[lean]"
@@ -178,7 +186,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over time; set before every step."""
+    """The learning rate over time. It is set before every step."""
 
     name: Literal["cosine", "step", "constant"] = setting("cosine", "shape after the warm-up")
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", NOT_NEGATIVE)
@@ -196,7 +204,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Exact at any number of ranks."""
+    """The evaluation, which is exact at any number of ranks."""
 
     every: int = setting(
         1, "epochs between evaluations; the last epoch is always evaluated", POSITIVE
@@ -207,7 +215,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a killed run costs at most."""
+    """The checkpoints, which limit the loss when a run is killed."""
 
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
     every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
@@ -218,7 +226,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written while it runs."""
+    """The logs that a run writes."""
 
     every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
     tensorboard: bool = setting(True, "write TensorBoard events")
@@ -232,7 +240,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One experiment, whole. The same job on 1 and on 64 ranks is the same experiment."""
+    """One experiment with all settings. On 1 and on 64 ranks it is the same experiment."""
 
     name: str = setting(
         "job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY
@@ -250,15 +258,32 @@ class Job:
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
         "`data`",
     )
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    model: ModelConfig = field(
+        default_factory=ModelConfig, metadata={"help": "Which network is trained."}
+    )
+    data: DataConfig = field(
+        default_factory=DataConfig,
+        metadata={"help": "What it is trained on. Nothing is ever downloaded."},
+    )
+    train: TrainConfig = field(default_factory=TrainConfig, metadata={"help": "How long and how."})
+    optimizer: OptimizerConfig = field(
+        default_factory=OptimizerConfig, metadata={"help": "Who steps."}
+    )
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig,
+        metadata={"help": "The learning rate over time; set before every step."},
+    )
+    evaluation: EvaluationConfig = field(
+        default_factory=EvaluationConfig, metadata={"help": "Exact at any number of ranks."}
+    )
+    checkpoint: CheckpointConfig = field(
+        default_factory=CheckpointConfig, metadata={"help": "What a killed run costs at most."}
+    )
+    log: LogConfig = field(
+        default_factory=LogConfig, metadata={"help": "What is written while it runs."}
+    )
 
     @property
     def directory(self) -> str:
+        """Return the run directory."""
         return self.out or f"runs/{self.name}"

@@ -1,4 +1,4 @@
-"""What makes two jobs different experiments."""
+"""The settings in which two jobs differ as experiments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
 from shoal.config.yaml_subset import write
 
-# Where and how a job runs, what it keeps and what it prints: none of it changes the numbers. The
-# processes that share a batch do not count either, so `accumulate`, which stands for missing ones,
-# does not.
+# These settings do not change the numbers: they say where and how a job runs, what it saves and
+# what it prints. `train.accumulate` is among them because it replaces ranks, and the number of
+# ranks does not count either.
 NON_SEMANTIC = (
     "name",
     "out",
@@ -33,34 +33,35 @@ NON_SEMANTIC = (
 
 
 def differences(there: Job, here: Job) -> list[str]:
-    """What makes two jobs different experiments, as `optimizer.lr: 0.1 there, 0.2 here`; empty if
-    they are one.
+    """Return the settings in which two jobs differ, as `optimizer.lr: 0.1 there, 0.2 here`.
 
-    Circumstances do not count: where a job runs and on how many processes, what it writes and how
-    often."""
-    before, after = _set_values(there), _set_values(here)
+    It is empty where both are the same experiment. The settings in NON_SEMANTIC do not count, such
+    as the directory of a run and the interval of its checkpoints.
+    """
+    before = _set_values(there)
+    after = _set_values(here)
     return [
-        f"{name}: {_shown(before, name)} there, {_shown(after, name)} here"
+        f"{name}: {_text(before, name)} there, {_text(after, name)} here"
         for name in {**before, **after}
-        if not _is_circumstance(name) and _differ(before, after, name)
+        if not _is_non_semantic(name) and _differ(before, after, name)
     ]
 
 
 def _set_values(job: Job) -> dict[str, Any]:
-    """The leaves of a job, without the open settings that are empty."""
+    """Return the values of a job, without open settings that are empty."""
     return {name: value for name, value in leaf_settings(job).items() if value != {}}
 
 
-def _is_circumstance(name: str) -> bool:
+def _is_non_semantic(name: str) -> bool:
     return name in NON_SEMANTIC or name.partition(".")[0] in NON_SEMANTIC
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
     if name not in before or name not in after:
         return True
-    # Not only by value: what was a tuple in a program is a list in the file that it was written to.
+    # A tuple in a program becomes a list in YAML, so equal texts count as equal.
     return bool(before[name] != after[name]) and write(before[name]) != write(after[name])
 
 
-def _shown(values: dict[str, Any], name: str) -> str:
+def _text(values: dict[str, Any], name: str) -> str:
     return write(values[name]) if name in values else "not set"

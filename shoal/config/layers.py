@@ -1,8 +1,9 @@
-"""What a file or the flags give, as layers: values under dotted names, each with its origin.
+"""Layers: the values of one file or of the flags, by dotted name, each with its origin.
 
-A later layer wins. Where a setting is open (`model.options`), layers add up key by key; `none`
-empties it first, and so does another `name` in the same section, since options belong to the name
-that they were written for."""
+A higher layer replaces the values of a lower one. An open setting (`model.options`) is merged key
+by key. `none` empties it first. So does another `name` in the same section, because options belong
+to the name for which they were written.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +19,26 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class SourcedValue:
-    """A value that somebody gave, and who: `file.yaml:12`, `flag --optimizer.lr`."""
+    """A value that is not a default, and its origin: `file.yaml:12`, `flag --optimizer.lr`."""
 
-    placed: LocatedValue
+    located: LocatedValue
     origin: str
 
 
 Layer = dict[str, SourcedValue]
 
 
-def file_layer(mapping: Mapping[str, LocatedValue], where: str, problems: list[str]) -> Layer:
-    """The settings in a file's mapping; what does not belong there is added to problems."""
+def file_layer(mapping: Mapping[str, LocatedValue], file_name: str, problems: list[str]) -> Layer:
+    """Return the settings in a file's mapping; append a problem for each unknown name."""
     layer: Layer = {}
-    _flatten(mapping, "", where, layer, problems)
+    _flatten(mapping, "", file_name, layer, problems)
     return layer
 
 
 def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
-    """The settings in pairs of dotted name and text; of a repeated flag the last one counts.
+    """Return the settings in pairs of dotted name and text. The last of repeated flags counts.
 
-    `("import", FILE)` may come several times and stands for all of `imports`.
+    Several pairs `("import", FILE)` together are the setting `imports`.
     """
     layer: Layer = {}
     imports: list[LocatedValue] = []
@@ -48,65 +49,66 @@ def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
             layer["imports"] = SourcedValue(LocatedValue(imports), origin)
             continue
         try:
-            placed = parse_flag(text, origin)
+            located = parse_flag(text, origin)
         except ConfigError as error:
             problems.extend(error.problems)
             continue
-        given: Layer = {}
-        _flatten({name: placed}, "", origin, given, problems)
-        layer |= given
+        # A layer of its own: a repeated flag is no error, while a repeated name in a file is.
+        flag: Layer = {}
+        _flatten({name: located}, "", origin, flag, problems)
+        layer |= flag
     return layer
 
 
 def merged(layers: Sequence[Layer]) -> Layer:
-    """One layer of several, the lowest first. Its open settings have one entry a key and none
-    of their own.
+    """Return one layer made of several, the lowest first.
+
+    An open setting has one entry for each key, and none under its own name.
     """
     result: Layer = {}
     for layer in layers:
-        for name in _cleared(layer, result):
+        for name in _emptied(layer, result):
             for key in [key for key in result if key.startswith(f"{name}.")]:
                 del result[key]
-        result |= {name: given for name, given in layer.items() if not _empties(name, given)}
+        result |= {name: value for name, value in layer.items() if not _empties(name, value)}
     return result
 
 
 def _flatten(
-    mapping: Mapping[str, LocatedValue], prefix: str, where: str, layer: Layer, problems: list[str]
+    mapping: Mapping[str, LocatedValue], prefix: str, source: str, layer: Layer, problems: list[str]
 ) -> None:
-    for key, placed in mapping.items():
+    """Add the settings of a nested mapping to `layer`, by dotted name."""
+    for key, located in mapping.items():
         name = prefix + key
-        origin = f"{where}:{placed.line}" if placed.line else where
-        is_mapping = isinstance(placed.value, dict)
+        origin = f"{source}:{located.line}" if located.line else source
+        is_mapping = isinstance(located.value, dict)
         setting = all_settings().get(name)
         if is_mapping and (name in all_sections() or (setting and setting.is_open)):
-            _flatten(placed.value, f"{name}.", where, layer, problems)
-        elif problem := _mismatch(name, placed.value):
+            _flatten(located.value, f"{name}.", source, layer, problems)
+        elif problem := _mismatch(name, located.value):
             problems.append(f"{origin}: {problem}")
         elif name in layer:
             problems.append(
                 f"{origin}: {name} is set twice, at {layer[name].origin} too; remove one"
             )
         elif name not in all_sections():
-            layer[name] = SourcedValue(placed, origin)
+            layer[name] = SourcedValue(located, origin)
 
 
 def _mismatch(name: str, value: Any) -> str:
-    """Why nothing can be set under this name, or nothing of this kind; empty if it can."""
+    """Return why this name cannot be set to this value; empty if it can."""
     if name in all_settings():
         return ""
     if name in all_sections():
-        inside = ", ".join(
-            other.removeprefix(f"{name}.")
-            for other in all_settings()
-            if other.startswith(f"{name}.")
-        )
-        # A section of comments only reads as none, and sets nothing.
-        return "" if value is None else f"{name} is a section and takes no value; it holds {inside}"
-    inside_open = open_setting(name)
-    if inside_open is None:
+        if value is None:  # a section that has only comments
+            return ""
+        prefix = f"{name}."
+        inner = [other.removeprefix(prefix) for other in all_settings() if other.startswith(prefix)]
+        return f"{name} is a section and takes no value; it holds {', '.join(inner)}"
+    match = open_setting(name)
+    if match is None:
         return unknown(name)
-    setting, key = inside_open
+    setting, key = match
     if key.isidentifier():
         return ""
     return (
@@ -114,19 +116,20 @@ def _mismatch(name: str, value: Any) -> str:
     )
 
 
-def _empties(name: str, given: SourcedValue) -> bool:
-    return name in all_settings() and all_settings()[name].is_open and given.placed.value is None
+def _empties(name: str, value: SourcedValue) -> bool:
+    """Return True for `none` in an open setting, which removes the keys of lower layers."""
+    return name in all_settings() and all_settings()[name].is_open and value.located.value is None
 
 
-def _cleared(layer: Layer, below: Layer) -> list[str]:
-    """The open settings whose keys in the layers below no longer hold."""
-    names = [name for name, given in layer.items() if _empties(name, given)]
+def _emptied(layer: Layer, lower: Layer) -> list[str]:
+    """Return the open settings of which `layer` removes the keys in lower layers."""
+    names = [name for name, value in layer.items() if _empties(name, value)]
     for setting in all_settings().values():
-        chooser = f"{setting.section}.name"
+        chooser = f"{setting.section}.name"  # `model.name` chooses whose `model.options` these are
         if setting.is_open and chooser in layer:
-            before = (
-                below[chooser].placed.text if chooser in below else all_settings()[chooser].default
-            )
-            if layer[chooser].placed.text != before:
+            previous = all_settings()[chooser].default
+            if chooser in lower:
+                previous = lower[chooser].located.text
+            if layer[chooser].located.text != previous:
                 names.append(setting.name)
     return names

@@ -1,6 +1,4 @@
-"""The way from a file and flags to a Job in which every value is known to be good and to come
-from somewhere.
-"""
+"""A Job made of a file and flags, with all of its values checked and their origins known."""
 
 from __future__ import annotations
 
@@ -22,11 +20,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Settings:
-    """A job, and where each of its values came from.
+    """A job, and the origin of each of its values.
 
-    Args: job: what to do. origins: for each dotted name (`model.options.width` for a key of an open
-        setting) `default`, `file.yaml:12` or
-            `flag --optimizer.lr`. Values that follow from a file's name have the file alone.
+    Args:
+        job: the job.
+        origins: `default`, `file.yaml:12` or `flag --optimizer.lr` by dotted name, which is
+            `model.options.width` for a key of an open setting. The origin of a value that follows
+            from the name of a file has no line.
     """
 
     job: Job
@@ -34,13 +34,15 @@ class Settings:
 
 
 def read(source: str | Path | None, flags: Sequence[tuple[str, str]] = ()) -> Settings:
-    """The settings of a configuration, with flags on top.
+    """Return the settings of a configuration, with flags on top.
 
-    Args: source: the name of a built-in configuration, the path of a YAML file, or None for
-        defaults alone. flags: (dotted name, text) as on the command line; the text is a YAML scalar
-        or a list or mapping in flow style.
+    Args:
+        source: the name of a built-in configuration, the path of a YAML file, or None for defaults.
+        flags: pairs of dotted name and text, as on the command line. The text is a YAML scalar, or
+            a list or mapping in flow style.
 
-    Raises: ConfigError: all that is wrong, each with file and line, or flag.
+    Raises:
+        ConfigError: all problems, each with file and line, or flag.
     """
     problems: list[str] = []
     layers = [] if source is None else file_layers(source, problems)
@@ -48,40 +50,43 @@ def read(source: str | Path | None, flags: Sequence[tuple[str, str]] = ()) -> Se
 
 
 def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Settings:
-    """The settings that the layers give together, the lowest first.
+    """Return the settings of several layers, the lowest first.
 
     Args:
-        problems: those found on the way here, to be reported with the others.
+        layers: values by dotted name.
+        problems: problems of the caller, which are reported with the others.
 
-    Raises: ConfigError: there are problems, or values that do not fit their settings or one
-    another."""
+    Raises:
+        ConfigError: there are problems, or values do not fit their settings or each other.
+    """
     problems = list(problems)
-    given = merged(layers)
-    values, failed = _converted(given, problems)
+    layer = merged(layers)
+    values, failed = _converted(layer, problems)
     job = build(values)
     for names, text in violations(job):
-        # A rule that compares a value which could not be read would speak of a default that nobody
-        # chose.
+        # In place of a value that could not be converted the job has the default. A rule that
+        # compares it would report a value that nobody chose.
         if failed.isdisjoint(names):
-            problems.append(f"{_origin_of(names, given)}: {names[0]} {text}")
+            problems.append(f"{_origin_of(names, layer)}: {names[0]} {text}")
     if problems:
         raise ConfigError(problems)
-    return Settings(
-        job, {name: given[name].origin if name in given else DEFAULT for name in leaf_settings(job)}
-    )
+    origins = {
+        name: layer[name].origin if name in layer else DEFAULT for name in leaf_settings(job)
+    }
+    return Settings(job, origins)
 
 
-def _converted(given: Layer, problems: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Values of their settings' types, and the names of the settings whose values would not fit."""
+def _converted(layer: Layer, problems: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """Return values of the settings' types, and the settings whose values do not fit."""
     values: dict[str, Any] = {}
     failed: set[str] = set()
-    for name, item in given.items():
+    for name, item in layer.items():
         setting, key = _setting(name)
         try:
             if key:
-                values.setdefault(setting.name, {})[key] = item.placed.plain()
+                values.setdefault(setting.name, {})[key] = item.located.plain()
             else:
-                values[name] = convert(item.placed, setting)
+                values[name] = convert(item.located, setting)
         except ValueError as error:
             problems.append(f"{item.origin}: {name} {error}")
             failed.add(name)
@@ -89,17 +94,18 @@ def _converted(given: Layer, problems: list[str]) -> tuple[dict[str, Any], set[s
 
 
 def _setting(name: str) -> tuple[Setting, str]:
-    """The setting that a dotted name belongs to, and the key in it if it is an open one."""
+    """Return the setting of a dotted name, and the key in it, empty where it is not open."""
     setting, key = open_setting(name) or (name, "")
     return all_settings()[setting], key
 
 
-def _origin_of(names: Sequence[str], given: Layer) -> str:
-    """The origin of the first value that somebody gave; a rule cannot be broken by defaults
-    alone.
+def _origin_of(names: Sequence[str], layer: Layer) -> str:
+    """Return the origin of the first of these settings that is not a default.
+
+    There is one, because defaults alone break no rule.
     """
     for name in names:
-        for key, item in given.items():
+        for key, item in layer.items():
             if key == name or key.startswith(f"{name}."):
                 return item.origin
     return DEFAULT

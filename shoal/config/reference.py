@@ -1,7 +1,8 @@
-"""The tables of docs/configuration.md, made from the settings themselves so that they cannot drift.
+"""The tables of docs/configuration.md, generated from the settings.
 
-`python -m shoal.config.reference docs/configuration.md` writes them anew; a test fails where
-somebody forgot to."""
+`python -m shoal.config.reference docs/configuration.md` writes them. A test fails where the page is
+not up to date.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,10 @@ from shoal.config.yaml_subset import write
 
 
 def refreshed(page: str) -> str:
-    """The page with its two tables, which stand between `<!-- NAME -->` and `<!-- end of NAME
-    -->`, up to date.
-    """
+    """Return the page with new tables, each between `<!-- NAME -->` and `<!-- end of NAME -->`."""
     for name, table in (("settings", settings_table()), ("distribuuuu", distribuuuu_table())):
-        opening, closing = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        opening = f"<!-- {name} -->"
+        closing = f"<!-- end of {name} -->"
         before, _, rest = page.partition(opening)
         after = rest.partition(closing)[2]
         page = f"{before}{opening}\n{table}{closing}{after}"
@@ -28,16 +28,16 @@ def refreshed(page: str) -> str:
 
 
 def settings_table() -> str:
-    """Every setting with its default, what it may be and what it means, as Markdown."""
+    """Return a table in Markdown: every setting, its default, its values and its meaning."""
     rows = (
-        (f"`{name}`", f"`{write(setting.default)}`", _may_be(setting), setting.help)
+        (f"`{name}`", f"`{write(setting.default)}`", _values(setting), setting.help)
         for name, setting in all_settings().items()
     )
     return _table(("setting", "default", "may be", "meaning"), rows)
 
 
 def distribuuuu_table() -> str:
-    """Every key of distribuuuu's with its default and what becomes of it, as Markdown."""
+    """Return a table in Markdown: every key of distribuuuu, its default and our setting for it."""
     rows = (
         (
             f"`{key}`",
@@ -50,20 +50,22 @@ def distribuuuu_table() -> str:
     return _table(("key", "default there", "setting here", "KEY VALUE ..."), rows)
 
 
-def _may_be(setting: Setting) -> str:
+def _values(setting: Setting) -> str:
     limit = f"; {setting.check[1]}" if setting.check else ""
     return describe(setting.annotation) + limit
 
 
+# The page shows placeholders, because a note contains the values of a command line.
 def _note(row: DistribuuuuKey) -> str:
     return row.note.format(value="VALUE", ours="OURS", ranks="RANKS")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
-    )
+    text = ""
+    for row in (head, ["---"] * len(head), *rows):
+        cells = [cell.replace("|", r"\|") for cell in row]
+        text += f"| {' | '.join(cells)} |\n"
+    return text
 
 
 if __name__ == "__main__":

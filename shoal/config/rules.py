@@ -1,5 +1,7 @@
-"""What must hold between settings. Each rule names the settings that it compares; the first one
-takes the blame.
+"""Rules between several settings of a job.
+
+A rule names the settings that it compares, the one to blame first. The limits of one setting alone
+are in job.py. Rules about strategies and ranks are in shoal.strategies.precheck.
 """
 
 from __future__ import annotations
@@ -9,16 +11,20 @@ from itertools import pairwise
 
 from shoal.config.job import Job
 
-# Only what is known without looking at the data; data sets that --import registers are checked
-# where they are loaded.
+# Only numbers that are known without reading the data. Data sets that --import registers are
+# checked where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
 LANGUAGE = {"stdlib"}
 
 Violation = tuple[tuple[str, ...], str]
+"""The compared settings, by dotted name, and the problem."""
 
 
 def violations(job: Job) -> Iterator[Violation]:
-    """For each rule that the job breaks, the settings that it compares and what is wrong."""
+    """Yield, for each rule that the job breaks, the settings that it compares and the problem.
+
+    The problem is the rest of a sentence that begins with the first of these settings.
+    """
     yield from _training(job)
     yield from _optimizer(job)
     yield from _schedule(job)
@@ -26,6 +32,7 @@ def violations(job: Job) -> Iterator[Violation]:
 
 
 def _training(job: Job) -> Iterator[Violation]:
+    """Check the lengths and parts of training, and two settings that contradict each other."""
     train = job.train
     if train.warm_start.epochs > train.epochs:
         names = ("train.warm_start.epochs", "train.epochs")
@@ -51,7 +58,9 @@ def _training(job: Job) -> Iterator[Violation]:
 
 
 def _optimizer(job: Job) -> Iterator[Violation]:
+    """Check what torch.optim would refuse later, or would silently overwrite."""
     optimizer = job.optimizer
+    # Momentum and Nesterov are settings of SGD alone; other optimizers ignore them.
     sgd = optimizer.name == "SGD"
     if sgd and optimizer.nesterov and optimizer.momentum == 0:
         yield (
@@ -63,6 +72,7 @@ def _optimizer(job: Job) -> Iterator[Violation]:
         yield names, f"needs optimizer.options.dampening 0, not {optimizer.options['dampening']}"
     if optimizer.in_backward:
         yield from _in_backward(job)
+    # These settings are passed to the constructor too, so an option of the same name would clash.
     for field in ("lr", "weight_decay", *(("momentum", "nesterov") if sgd else ())):
         if field in optimizer.options:
             yield (
@@ -72,6 +82,7 @@ def _optimizer(job: Job) -> Iterator[Violation]:
 
 
 def _in_backward(job: Job) -> Iterator[Violation]:
+    """Check the settings that need all gradients at once, which `optimizer.in_backward` frees."""
     train = job.train
     if train.clip_norm is not None:
         names = ("optimizer.in_backward", "train.clip_norm")
@@ -91,6 +102,7 @@ def _in_backward(job: Job) -> Iterator[Violation]:
 
 
 def _schedule(job: Job) -> Iterator[Violation]:
+    """Check the milestones of the step schedule."""
     milestones = job.schedule.milestones
     if any(epoch < 1 for epoch in milestones) or any(a >= b for a, b in pairwise(milestones)):
         yield (
@@ -107,6 +119,7 @@ def _schedule(job: Job) -> Iterator[Violation]:
 
 
 def _data(job: Job) -> Iterator[Violation]:
+    """Check the settings that depend on the data set."""
     names: tuple[str, ...]
     classes = job.data.classes if job.data.name == "dummy" else CLASSES.get(job.data.name)
     if classes is not None and job.evaluation.topk > classes:

@@ -1,14 +1,13 @@
-"""What someone who wrote an unknown name most likely meant."""
+"""Suggestions for an unknown name."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from difflib import get_close_matches
 
 from shoal.config.fields import all_sections, all_settings
 
-# What other programs call it.
+# The words of other programs for our settings.
 FOREIGN_NAMES = {
     "arch": "model.name",
     "architecture": "model.name",
@@ -41,8 +40,9 @@ FOREIGN_NAMES = {
 
 
 def unknown(name: str) -> str:
-    """`NAME is not known; did you mean 'X'?`, where X is found by its last word too, or what
-    its section holds.
+    """Return `NAME is not known; did you mean 'X'?`, or the names in its section.
+
+    X may also be a setting that resembles only the last word of the name.
     """
     section, _, last = name.rpartition(".")
     spellings = _spellings()
@@ -52,15 +52,14 @@ def unknown(name: str) -> str:
         close = get_close_matches(name, spellings, n=1, cutoff=0.6)
     if not close:
         return f"{name} is not known; {_contents(section)}"
-    meant = spellings[close[0]]
-    nearest = [other for other in meant if other.rpartition(".")[0] == section] or meant
+    candidates = spellings[close[0]]
+    # Of several settings with this last word, one in the same section is the likeliest.
+    nearest = [other for other in candidates if other.rpartition(".")[0] == section] or candidates
     return f"{name} is not known; did you mean {_or_list(nearest)}?"
 
 
 def _spellings() -> dict[str, list[str]]:
-    """Dotted names, last words and other programs' words, each with the names that it may stand
-    for.
-    """
+    """Return the names that a text may mean: a dotted name, a last word, a foreign word."""
     spellings: dict[str, list[str]] = defaultdict(list)
     for name in (*all_settings(), *all_sections()):
         for spelling in {name, name.rpartition(".")[2]}:
@@ -72,14 +71,10 @@ def _spellings() -> dict[str, list[str]]:
 
 def _contents(section: str) -> str:
     if section in all_sections():
-        return f"known in {section}: {_listed(name for name in all_settings() if name.startswith(f'{section}.'))}"
-    return (
-        f"known: {_listed(name for name in (*all_settings(), *all_sections()) if '.' not in name)}"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+        names = [name for name in all_settings() if name.startswith(f"{section}.")]
+        return f"known in {section}: {', '.join(names)}"
+    names = [name for name in (*all_settings(), *all_sections()) if "." not in name]
+    return f"known: {', '.join(names)}"
 
 
 def _or_list(names: list[str]) -> str:

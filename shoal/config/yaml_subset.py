@@ -1,9 +1,9 @@
-"""Shoal's dialect of YAML, for reading and for writing.
+"""Shoal's dialect of YAML: parser and writer.
 
-PyYAML parses and emits; what a plain word means is decided here, once, for files, for flags and for
-what Shoal writes.
-The rules are those of YAML 1.2, plus `none`: `5e-5` and `1e3` are numbers, `no` and `on` are words,
-`010` is ten. Tags are refused, and so is a key that stands twice."""
+PyYAML does the syntax. The meaning of a plain word is defined here, for files, for flags and for
+the files that Shoal writes. The rules are those of YAML 1.2, and `none`: `5e-5` and `1e3` are
+numbers, `no` and `on` are words, `010` is ten. Tags and repeated keys are errors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 
 from shoal.errors import ConfigError
 
-# (tag, what it looks like, what it becomes); whatever fits none of them is a word.
+# (tag, pattern, conversion) of plain scalars; text that matches no pattern is a word.
 PLAIN: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("null", re.compile(r"|~|[Nn]ull|NULL|[Nn]one"), lambda text: None),
     ("bool", re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE"), lambda text: text.lower() == "true"),
@@ -29,10 +29,10 @@ PLAIN: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
 
 @dataclass(frozen=True)
 class LocatedValue:
-    """A value and where it stands.
+    """A value with the line on which it was written.
 
     Args:
-        value: None, bool, int, float, str, list[Placed] or dict[str, Placed].
+        value: None, bool, int, float, str, list[LocatedValue] or dict[str, LocatedValue].
         line: counted from 1; 0 where there is no file.
         text: a scalar as it was written, so that `name: 007` stays 007.
     """
@@ -42,7 +42,7 @@ class LocatedValue:
     text: str = ""
 
     def plain(self) -> Any:
-        """The value without places."""
+        """Return the value without lines."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -51,49 +51,50 @@ class LocatedValue:
 
 
 def plain_value(text: str) -> Any:
-    """What an unquoted word of YAML stands for: None, a bool, an int, a float or the word
-    itself.
-    """
+    """Return the meaning of an unquoted word: None, a bool, an int, a float or the word itself."""
     return next((convert(text) for _, pattern, convert in PLAIN if pattern.fullmatch(text)), text)
 
 
-def parse_file(text: str, where: str) -> dict[str, LocatedValue]:
-    """The mapping that a YAML text holds; empty if the text is.
+def parse_file(text: str, file_name: str) -> dict[str, LocatedValue]:
+    """Return the mapping in a YAML text; empty for an empty text.
 
-    Raises: ConfigError: what is wrong, each with `where` and its line; everything at once but for
-    broken syntax."""
+    Raises:
+        ConfigError: all problems, each with `file_name` and line. Broken syntax ends the parsing,
+            so it is reported alone.
+    """
     problems: list[str] = []
-    placed = _parse(text, problems)
-    if not isinstance(placed.value, dict | None):
+    located = _parse(text, problems)
+    if not isinstance(located.value, dict | None):
         problems.append(
-            f"{placed.line}: a configuration is a mapping (`key: value`), not "
-            f"{write(placed.plain())}"
+            f"{located.line}: a configuration is a mapping (`key: value`), not "
+            f"{write(located.plain())}"
         )
     if problems:
-        raise ConfigError(f"{where}:{problem}" for problem in problems)
-    return placed.value or {}
+        raise ConfigError(f"{file_name}:{problem}" for problem in problems)
+    return located.value or {}
 
 
-def parse_flag(text: str, where: str) -> LocatedValue:
-    """The value of a flag: a list, a mapping or a quoted string in YAML's flow style, or else one
-    plain word.
+def parse_flag(text: str, origin: str) -> LocatedValue:
+    """Return the value of a flag.
 
-    Raises: ConfigError: brackets or quotes that do not close, a tag, a key that stands twice.
+    The text is a list, a mapping or a quoted string in YAML's flow style, or else one plain word.
+
+    Raises:
+        ConfigError: brackets or quotes are not closed, or there is a tag or a repeated key.
     """
     if text[:1] not in ("[", "{", '"', "'"):
         return LocatedValue(plain_value(text), text=text)
     problems: list[str] = []
-    placed = _parse(text, problems)
+    located = _parse(text, problems)
     if problems:
-        raise ConfigError(f"{where}: {problem.partition(': ')[2]}" for problem in problems)
-    return placed
+        # Without the line, which is always 1.
+        raise ConfigError(f"{origin}: {problem.partition(': ')[2]}" for problem in problems)
+    return located
 
 
 def write(value: Any) -> str:
-    """One value as YAML on one line, which `parse_flag` and other YAML readers read back as it
-    was.
-    """
-    # Inside a list, so that PyYAML quotes what would mean something in one.
+    """Return a value as one line of YAML, which `parse_flag` and other YAML readers can read."""
+    # As an item of a list, so that PyYAML quotes the characters with a meaning in flow style.
     text: str = yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=sys.maxsize, allow_unicode=True
     )
@@ -101,7 +102,7 @@ def write(value: Any) -> str:
 
 
 def _parse(text: str, problems: list[str]) -> LocatedValue:
-    """The tree of a text. Problems are added as `LINE: what is wrong`."""
+    """Return the tree of a text; append problems, each as `LINE: problem`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -116,12 +117,12 @@ def _parse(text: str, problems: list[str]) -> LocatedValue:
             for line in loader.tagged_lines
         )
         if node is not None:
-            return _place(node, (), problems)
+            return _locate(node, (), problems)
     return LocatedValue(None)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes, and notes the lines of tags. It never constructs anything."""
+    """Composes nodes, and records the lines of tags. It never constructs a Python object."""
 
     def __init__(self, text: str) -> None:
         self.tagged_lines: list[int] = []
@@ -135,41 +136,42 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _place(node: yaml.Node, around: tuple[yaml.Node, ...], problems: list[str]) -> LocatedValue:
+def _locate(node: yaml.Node, parents: tuple[yaml.Node, ...], problems: list[str]) -> LocatedValue:
+    """Return the value of a node; an alias to one of its `parents` is a problem."""
     line = node.start_mark.line + 1
-    if node in around:
+    if node in parents:
         problems.append(f"{line}: an alias stands inside what it stands for; write the value out")
         return LocatedValue(None, line)
-    inside = (*around, node)
+    path = (*parents, node)
     if isinstance(node, yaml.MappingNode):
-        return LocatedValue(dict(_items(node, inside, problems)), line)
+        return LocatedValue(dict(_items(node, path, problems)), line)
     if isinstance(node, yaml.SequenceNode):
-        return LocatedValue([_place(item, inside, problems) for item in node.value], line)
+        return LocatedValue([_locate(item, path, problems) for item in node.value], line)
     assert isinstance(node, yaml.ScalarNode)
     return LocatedValue(node.value if node.style else plain_value(node.value), line, node.value)
 
 
 def _items(
-    node: yaml.MappingNode, inside: tuple[yaml.Node, ...], problems: list[str]
+    node: yaml.MappingNode, path: tuple[yaml.Node, ...], problems: list[str]
 ) -> Iterator[tuple[str, LocatedValue]]:
-    first: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             problems.append(f"{line}: a key must be a word, not a list or a mapping")
-        elif key.value in first:
+        elif key.value in lines:
             problems.append(
-                f"{line}: '{key.value}' stands twice, on line {first[key.value]} too; remove one"
+                f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove one"
             )
         else:
-            first[key.value] = line
-            # The value's place is its key's line: that is the line that a reader looks for.
-            placed = _place(value, inside, problems)
-            yield key.value, LocatedValue(placed.value, line, placed.text)
+            lines[key.value] = line
+            # A value has the line of its key, where a reader looks for it.
+            located = _locate(value, path, problems)
+            yield key.value, LocatedValue(located.value, line, located.text)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes each string that this dialect or YAML 1.1 would take for something else."""
+    """Quotes each string that this dialect or YAML 1.1 would read as another type."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode and implicit[0]:
@@ -185,9 +187,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Double quotes escape line breaks, which would otherwise spread the value over several lines.
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
-    )
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -1,6 +1,4 @@
-"""A command's end of the control channel: what it asks the launcher of a run, and what it is
-answered.
-"""
+"""The control channel on the side of a command: its request, and the launcher's answers."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from shoal.launch.control_server import NAME, short_name
 
 
 def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
-    """Ask the launcher of the run in `directory`; its answers as they come.
+    """Send a request to the launcher of the run in `directory`; yield its answers as they arrive.
 
     Raises:
         LaunchError: no launcher of this machine has the run, or it ended before it had answered.
-        UsageError: it refuses.
+        UsageError: the launcher refuses the request.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -28,9 +26,8 @@ def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
         except (FileNotFoundError, ConnectionRefusedError):
             raise LaunchError(
                 f"no launcher on this machine has {directory}: nobody trains in it, or one process "
-                "that nobody has "
-                "started, or ranks of torchrun, srun or mpirun. Start it with `shoal train ... -n "
-                "N`."
+                "that nobody has started, or ranks of torchrun, srun or mpirun. Start it with "
+                "`shoal train ... -n N`."
             ) from None
         except OSError as error:
             raise LaunchError(

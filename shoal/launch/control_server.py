@@ -1,12 +1,13 @@
-"""How a command talks to the launcher of a run that is going: a Unix socket in the run's directory,
-JSON in lines.
+"""The control channel on the side of the launcher: a Unix socket in the directory of its run.
+
+A command sends one line of JSON, and the launcher answers in lines of JSON:
 
     shoal scale RUN 6 ── {"scale": 6} ──────────────────────────> RUN/.control ── launcher
                       <── {"stopping": 4}, {"step": 47}, or {"refused": "why"} ──
 
-The socket has mode 0600, so that only who started the run can use it, and it is there as long as
-its launcher is. What comes from it is read as JSON, a line of at most `LONGEST_LINE_BYTES`, and no
-more than one from each caller."""
+The socket has mode 0600, so only the user who started the run can connect. It exists as long as the
+launcher does. The launcher reads JSON only, one line of at most `MAX_LINE_BYTES` from each caller.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +22,27 @@ from pathlib import Path
 from typing import Any
 
 NAME = ".control"
-LONGEST_LINE_BYTES = 4096
-MOST_CALLERS = 16
-LONGEST_NAME_BYTES = 103  # of a socket, on macOS; Linux has room for 107
+MAX_LINE_BYTES = 4096
+MAX_CALLERS = 16
+MAX_NAME_BYTES = 103  # of a socket on macOS; Linux has room for 107
 
 
 @contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """A name for the socket `path` that is short enough to bind and to connect to. Raises
-    OSError without one.
+    """Yield a name of the socket `path` that is short enough for bind and connect.
+
+    On Linux every path has one: through the file descriptor of its directory.
+
+    Raises:
+        OSError: there is none.
     """
-    names = [
-        name
-        for name in (str(path), os.path.relpath(path))
-        if len(os.fsencode(name)) <= LONGEST_NAME_BYTES
-    ]
-    if names:
-        yield names[0]
-        return
+    for name in (str(path), os.path.relpath(path)):
+        if len(os.fsencode(name)) <= MAX_NAME_BYTES:
+            yield name
+            return
     if sys.platform != "linux":
         raise OSError(
-            f"its path has more than {LONGEST_NAME_BYTES} bytes, the longest that a socket's may "
-            "have"
+            f"its path has more than {MAX_NAME_BYTES} bytes, the longest that a socket's may have"
         )
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -52,21 +52,24 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 class ControlConnection:
-    """One connection from a command: a line from it, then as many to it as there is to say."""
+    """The connection of one command: one line from the command, then any number of lines to it."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._received = connection, b""
+        self._connection = connection
+        self._received = b""
         connection.setblocking(False)
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def read(self) -> dict[str, Any] | None:
-        """Its request, once that is here whole. Raises ValueError: it hung up, or talks
-        nonsense.
+        """Return the request; None before all of it has arrived.
+
+        Raises:
+            ValueError: the command has closed the connection, or its line is no JSON object.
         """
         try:
-            received = self._connection.recv(LONGEST_LINE_BYTES)
+            received = self._connection.recv(MAX_LINE_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -74,7 +77,7 @@ class ControlConnection:
         self._received += received
         line, end, _ = self._received.partition(b"\n")
         if not end:
-            if not received or len(self._received) > LONGEST_LINE_BYTES:
+            if not received or len(self._received) > MAX_LINE_BYTES:
                 raise ValueError("no line of JSON")
             return None
         request = json.loads(line)
@@ -82,25 +85,27 @@ class ControlConnection:
             raise ValueError("no JSON object")
         return request
 
-    def say(self, **words: Any) -> None:
-        """Send a line; somebody who has hung up does without."""
+    def send(self, **message: Any) -> None:
+        """Send one line. A command that has closed the connection gets none."""
         with contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(words).encode() + b"\n")
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
         self._connection.close()
 
 
 class ControlServer:
-    """The launcher's end. As a context, it takes the socket away at its end.
+    """The socket of a run and its connections. As a context, it removes the socket at its end.
 
-    Args: directory: of the run. sign: the name of the file that is in the directory once this run
-        has claimed it; nobody can call before.
+    Args:
+        directory: the directory of the run.
+        marker: the name of a file that the run writes into the directory when it claims it. The
+            socket is made after that, for before, another run could own the directory.
     """
 
-    def __init__(self, directory: Path, sign: str) -> None:
+    def __init__(self, directory: Path, marker: str) -> None:
         self.path = directory.absolute() / NAME
-        self.sign = self.path.parent / sign
+        self.marker = self.path.parent / marker
         self._listener: socket.socket | None = None
         self._inode = -1
         self._callers: list[ControlConnection] = []
@@ -115,21 +120,25 @@ class ControlServer:
         if self._listener is not None:
             self._listener.close()
         with contextlib.suppress(OSError):
-            if self.path.lstat().st_ino == self._inode:  # else another launcher's
+            if self.path.lstat().st_ino == self._inode:  # otherwise it is another launcher's
                 self.path.unlink()
 
     @property
     def is_pending(self) -> bool:
-        """Whether nobody listens yet, and `open` has not failed."""
+        """Return True before `open` has succeeded or failed."""
         return self._listener is None and not self._problem
 
     @property
     def is_due(self) -> bool:
-        """Whether `open` is to be called: the directory is there, and nobody listens in it yet."""
-        return self.is_pending and self.sign.exists()
+        """Return True if `open` should be called now: the run has claimed its directory."""
+        return self.is_pending and self.marker.exists()
 
     def open(self) -> str:
-        """Begin to listen. Returns why nobody can call, where that is so; empty otherwise."""
+        """Start to listen.
+
+        Returns:
+            Why no command can connect; empty on success. The run continues in both cases.
+        """
         listener = socket.socket(socket.AF_UNIX)
         try:
             self._inode = self._bind(listener)
@@ -142,11 +151,14 @@ class ControlServer:
 
     @property
     def sources(self) -> list[Any]:
-        """What can be waited for."""
+        """Return the objects to wait for."""
         return [] if self._listener is None else [self._listener, *self._callers]
 
     def accept_requests(self) -> list[tuple[ControlConnection, dict[str, Any]]]:
-        """The requests that have come, each with who is to be answered and hung up on."""
+        """Return the requests that have arrived, each with its connection.
+
+        The caller of this function answers on the connection and closes it.
+        """
         if self._listener is not None:
             self._accept(self._listener)
         requests = []
@@ -155,7 +167,7 @@ class ControlServer:
                 request = caller.read()
             except ValueError as error:
                 self._callers.remove(caller)
-                caller.say(refused=f"this is no request: {error}")
+                caller.send(refused=f"this is no request: {error}")
                 caller.close()
                 continue
             if request is not None:
@@ -164,25 +176,27 @@ class ControlServer:
         return requests
 
     def _bind(self, listener: socket.socket) -> int:
-        """The inode of the socket."""
-        self._refuse_company()
-        aside = self.path.with_name(f"{NAME}.new")
-        aside.unlink(missing_ok=True)
-        before = os.umask(0o177)
+        """Bind the socket and listen. Return its inode.
+
+        The socket is bound under another name first. Once it has its own name, every connect is
+        answered.
+        """
+        self._check_is_free()
+        temporary = self.path.with_name(f"{NAME}.new")
+        temporary.unlink(missing_ok=True)
+        previous_mask = os.umask(0o177)
         try:
-            with short_name(aside) as name:
+            with short_name(temporary) as name:
                 listener.bind(name)
         finally:
-            os.umask(before)
-        listener.listen(MOST_CALLERS)
+            os.umask(previous_mask)
+        listener.listen(MAX_CALLERS)
         listener.setblocking(False)
-        aside.replace(self.path)  # from now on it is answered
+        temporary.replace(self.path)
         return self.path.lstat().st_ino
 
-    def _refuse_company(self) -> None:
-        """Raises OSError where the name is taken, but for what a launcher that was killed has
-        left.
-        """
+    def _check_is_free(self) -> None:
+        """Raise OSError where the name is taken. The socket of a killed launcher does not count."""
         if not os.path.lexists(self.path):
             return
         if not self.path.is_socket():
@@ -196,7 +210,7 @@ class ControlServer:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = listener.accept()
-                if len(self._callers) < MOST_CALLERS:
+                if len(self._callers) < MAX_CALLERS:
                     self._callers.append(ControlConnection(connection))
                 else:
                     connection.close()

@@ -1,10 +1,10 @@
-"""What a fork server does before all else. Only the server imports this, as the first of its
-preloaded modules.
+"""The first actions of a fork server. Only the server imports this module, as its first one.
 
-A process can be forked safely while it has one thread, so the numeric libraries that it imports
-next must not start their pools. No file of the working directory may be taken for a library's
-module of that name. And the server dies with the process that started it, at once, even in the
-middle of an import."""
+- A process can be forked safely while it has one thread. So the numeric libraries that are imported
+  next must not start their thread pools.
+- A file of the working directory must not be imported in place of a library's module.
+- The server dies with the process that started it, at once, also in the middle of an import.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ sys.path[:] = [entry for entry in sys.path if entry]
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-# Half a second of two that the imports take would go into looking for garbage where there is none.
-# Ranks turn it on.
+# The imports create no garbage, and collections would take half a second of their two seconds.
+# Ranks enable the collector again.
 gc.disable()

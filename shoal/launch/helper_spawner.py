@@ -1,13 +1,17 @@
-"""Helper processes of a rank, such as parameter servers, forked from a process that was forked
-early.
+"""Helper processes of a rank, such as parameter servers, forked from an early copy of the rank.
 
-    rank ── nursery ─┬─ helper        The nursery is forked before the rank has threads, connections or a GPU, so its
-     │         ^     └─ helper        children inherit none of them: a dead rank's connections close when it dies, and
-     └─────────┘                      no lock is copied while somebody holds it.
-      a socket: orders, news
+    rank ── spawner process ─┬─ helper
+     │             ^         └─ helper
+     └─────────────┘
+      a socket: requests, events
 
-It ends with the rank, however that ends, and its helpers end with it. A helper costs milliseconds:
-torch is there."""
+The rank forks the spawner process before it has threads, connections or a GPU, so helpers inherit
+none of them. When the rank dies, its connections close at once, for no helper has a copy. And no
+helper starts with a lock that some thread of the rank had locked.
+
+The spawner process ends with the rank, however the rank ends, and the helpers end with the spawner.
+A helper starts in milliseconds, because torch is imported already.
+"""
 
 from __future__ import annotations
 
@@ -27,39 +31,48 @@ from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
 
-EVENT_FORMAT = struct.Struct("<cii")
-LENGTH = struct.Struct("<Q")
-STARTED, ENDED = b"s", b"e"
+EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
+LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
+STARTED = b"s"
+ENDED = b"e"
 
 
 class HelperSpawner:
-    """Starts helpers, and hears of their ends. Make it before anything else is done in the process.
+    """Starts helper processes and observes their ends.
 
-    Attributes: alive: pids of helpers. codes: exit codes of those that have ended, by pid; a
-        negative one is the signal that killed it. changed: is notified when one starts or ends.
+    Create it first of all in a process: before threads, connections and devices.
+
+    Attributes:
+        alive: pids of the helpers that run.
+        codes: exit codes of the helpers that have ended, by pid; a negative one is the signal that
+            killed the helper.
+        changed: notified when a helper starts or ends.
     """
 
     def __init__(self) -> None:
+        # Output that is still buffered would be written by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         if os.fork() == 0:
-            _serve(theirs)
-        theirs.close()
+            _run_spawner(child_socket)
+        child_socket.close()
         self.alive: set[int] = set()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        threading.Thread(target=self._hear, name="nursery", daemon=True).start()
+        threading.Thread(target=self._run, name="helper spawner", daemon=True).start()
 
     def start(self, target: Callable[..., Any], *arguments: Any, listener: socket.socket) -> int:
-        """Call `target(listener, *arguments)` in a new process; its pid. The listener is theirs as
-        well as ours.
+        """Call `target(listener, *arguments)` in a new process, and return its pid.
 
-        Raises: LaunchError: the nursery has ended.
+        The helper gets a copy of `listener`; the caller's own stays open.
+
+        Raises:
+            LaunchError: the spawner process has ended.
         """
-        payload = pickle.dumps((target, arguments))  # to a process of our own
+        payload = pickle.dumps((target, arguments))  # to a process of our own, so pickle is safe
         with self._lock:
             try:
                 socket.send_fds(self._socket, [LENGTH.pack(len(payload))], [listener.fileno()])
@@ -79,10 +92,11 @@ class HelperSpawner:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _hear(self) -> None:
+    def _run(self) -> None:
+        """Receive events until the spawner process ends."""
         with contextlib.suppress(OSError):
-            while news := self._socket.recv(EVENT_FORMAT.size, socket.MSG_WAITALL):
-                kind, pid, code = EVENT_FORMAT.unpack(news)
+            while event := self._socket.recv(EVENT_FORMAT.size, socket.MSG_WAITALL):
+                kind, pid, code = EVENT_FORMAT.unpack(event)
                 with self.changed:
                     if kind == STARTED:
                         self.alive.add(pid)
@@ -91,16 +105,17 @@ class HelperSpawner:
                         self.alive.discard(pid)
                         self.codes[pid] = code
                     self.changed.notify_all()
-        self._started.put(0)
+        self._started.put(0)  # a `start` that waits must return
 
 
-def _serve(control: socket.socket) -> NoReturn:
-    """The nursery's own life."""
+def _run_spawner(control: socket.socket) -> NoReturn:
+    """Run the spawner process: fork helpers and report their ends, until the rank has ended."""
     code = 1
     try:
         _close_other_fds(control.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the rank decides
+        # SIGCHLD writes to a pipe, so that one select waits for requests and for ends.
         wakeup, alarm = os.pipe()
         os.set_blocking(alarm, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -123,53 +138,55 @@ def _serve(control: socket.socket) -> NoReturn:
 
 
 def _close_other_fds(descriptor: int) -> None:
-    """Let go of all connections and files but one. Their numbers stay taken: objects that the rank
-    had dropped may be collected here later, and would close whatever had come to have their
-    number."""
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    """Close all connections and files except one.
+
+    The numbers of the closed ones then refer to /dev/null. An object that the rank had dropped may
+    be collected here later, and closes its number: that must not be the number of a new file.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in map(int, os.listdir("/dev/fd")):
-        if number > 2 and number not in (descriptor, nothing):
-            os.dup2(nothing, number, inheritable=False)
+        if number > 2 and number not in (descriptor, null):
+            os.dup2(null, number, inheritable=False)
 
 
 def _reap(children: set[int], control: socket.socket) -> None:
+    """Remove the children that have ended, and send their exit codes."""
     for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             children.discard(pid)
             _send(control, ENDED, pid, os.waitstatus_to_exitcode(status))
 
 
 def _send(control: socket.socket, kind: bytes, pid: int, code: int) -> None:
-    with contextlib.suppress(
-        ConnectionError
-    ):  # the rank has ended, as its end of the socket says next
+    # After the rank has ended nobody receives it; the next read of the socket reports that.
+    with contextlib.suppress(ConnectionError):
         control.sendall(EVENT_FORMAT.pack(kind, pid, code))
 
 
 def _fork(control: socket.socket, children: set[int]) -> bool:
-    """Take one order; whether there was one, and all of it."""
+    """Read one request and fork its helper. Return False if the rank has ended."""
     try:
         head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, 1)
         if len(head) < LENGTH.size:
             return False
         length = LENGTH.unpack(head)[0]
         payload = control.recv(length, socket.MSG_WAITALL)
-    except ConnectionError:  # the rank has ended without having read all news
+    except ConnectionError:  # the rank has ended with unread events
         return False
     if len(payload) < length:
         return False
     pid = os.fork()
     if pid == 0:
-        _run_child(control, descriptors[0], payload)
+        _run_helper(control, descriptors[0], payload)
     os.close(descriptors[0])
     children.add(pid)
     _send(control, STARTED, pid, 0)
     return True
 
 
-def _run_child(control: socket.socket, descriptor: int, payload: bytes) -> NoReturn:
-    """A helper's own life."""
+def _run_helper(control: socket.socket, descriptor: int, payload: bytes) -> NoReturn:
+    """Call the target in a helper process, then end the process."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

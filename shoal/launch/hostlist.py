@@ -1,4 +1,4 @@
-"""Slurm's two compressed notations, read: lists of hosts and lists of counts."""
+"""Parsers of Slurm's two compressed notations: lists of hosts and lists of counts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a list such as `n[01-04,07],m3`: here `n01`. Brackets may occur more than
-    once in a name.
+    """Return the first host of a list: `n01` of `n[01-04,07],m3`.
+
+    A name may have several brackets, as in `rack[1-2]-n[1-9]`.
 
     Raises:
-        ValueError: there is no host in it.
+        ValueError: the list has no host.
     """
-    # The first member of every bracket, up to the first comma that is outside of brackets.
+    # Replace each bracket by its first member; then the first comma ends the first name.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist.strip()).split(",")[0]
     if not re.fullmatch(r"[\w.-]+", host):
         raise ValueError(f"'{nodelist}' is no list of hosts")
@@ -22,12 +23,16 @@ def first_host(nodelist: str) -> str:
 
 
 def counts(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1].
+    """Return the counts of a compressed list: [2, 2, 2, 1] of `2(x3),1`.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the text is not of that form.
     """
-    found = [COUNT.fullmatch(part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise ValueError(f"'{text}' is no list of counts such as 2(x3),1")
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+    values: list[int] = []
+    for item in text.split(","):
+        match = COUNT.fullmatch(item.strip())
+        if match is None:
+            raise ValueError(f"'{text}' is no list of counts such as 2(x3),1")
+        count, repeat = match.groups(default="1")
+        values += [int(count)] * int(repeat)
+    return values

@@ -1,4 +1,4 @@
-"""What the ranks of a run do, and how they are started: for the first time, and to go on."""
+"""The work of a run's ranks, with the arguments of the first start and of every later one."""
 
 from __future__ import annotations
 
@@ -12,31 +12,38 @@ from shoal.launch.start import start
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A run on ranks of this machine that can be gone on with.
+    """A run on ranks of this machine that can be resumed.
 
-    Args: target: called in every rank; it goes on from what was saved, and saves and ends with 75
-        after a SIGTERM. arguments: of the first start. again: of every later one. objections: why
-        so many ranks cannot do it; none where they can. saved_step: the step that the next start
-        goes on from; None for the beginning. environment, preload: as for `shoal.launch.local.run`.
+    Args:
+        target: called in every rank. After a SIGTERM it must save and end with exit code 75; when
+            it is called again it must resume from there.
+        arguments: of the first start.
+        restart_arguments: of every later start.
+        problems: returns why the run cannot have so many ranks; empty where it can.
+        saved_step: returns the step from which the next start resumes; None for the beginning.
+        environment: as for `shoal.launch.local.run`.
+        preload: as for `shoal.launch.local.run`.
     """
 
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
-    restart_target: tuple[Any, ...]
+    restart_arguments: tuple[Any, ...]
     problems: Callable[[int], Sequence[str]]
     saved_step: Callable[[], int | None]
     environment: Mapping[str, str]
     preload: Sequence[str]
 
-    def begin(self, processes: int) -> Ranks:
-        """The first start. Raises LaunchError: no such number of processes, or they cannot be
-        started.
+    def start(self, processes: int) -> Ranks:
+        """Start the ranks for the first time.
+
+        Raises:
+            LaunchError: `processes` is below 1, or the ranks cannot be started.
         """
         return self._start(self.arguments, processes)
 
-    def continue_from(self, processes: int) -> Ranks:
-        """A later start. Raises LaunchError."""
-        return self._start(self.restart_target, processes)
+    def restart(self, processes: int) -> Ranks:
+        """Start the ranks so that they resume. Raises as `start` does."""
+        return self._start(self.restart_arguments, processes)
 
     def _start(self, arguments: tuple[Any, ...], processes: int) -> Ranks:
         preload = [*self.preload, self.target.__module__]

@@ -13,48 +13,47 @@ from typing import Any, Literal
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
-from shoal.launch.signals import arrived, caught
 from shoal.launch.start import start
-from shoal.launch.supervise import Supervision
+from shoal.launch.supervise import Supervision, arrived, caught
 
-NO_RESULT: Mapping[str, str] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def run(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     processes: int,
-    environment: Mapping[str, str] = NO_RESULT,
+    environment: Mapping[str, str] = NO_VARIABLES,
     output: Literal["first", "all"] = "first",
     grace_s: float = 60.0,
     preload: Sequence[str] = preloads.TRAINING,
 ) -> int:
-    """Call `target(*args)` in `processes` ranks on this machine and wait for them. Main thread
-    only.
+    """Call `target(*args)` in `processes` ranks on this machine and wait for them.
 
-    Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
-    its environment, so `torch.distributed.init_process_group(init_method="env://")` works in it.
-    The first failure is printed, last and whole, and ends the other ranks. Ctrl-C ends them all.
-    SIGTERM is passed on to them.
+    Main thread only. Every rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT in its environment, so `torch.distributed.init_process_group(init_method="env://")`
+    works in it. The first failure ends the other ranks, and is printed last and in full. Ctrl-C
+    ends all ranks. A SIGTERM to this process is forwarded to them.
 
-    Args: target: a function at the top of a module. The module is imported before ranks are forked,
-        so it must neither
-            start threads nor touch CUDA when it is imported.
+    Args:
+        target: a function at the top of a module. The module is imported before ranks are forked,
+            so its import must neither start threads nor touch CUDA.
         args: plain data.
         processes: the number of ranks.
         environment: further variables for the ranks.
         output: `first` shows what rank 0 prints and drops what others print to stdout; `all` shows
-            it all, with the rank in front of every line. stderr is always shown.
-        grace_s: how long ranks may take to save and stop after a SIGTERM.
+            all of it, in lines that begin with the rank. stderr is always shown.
+        grace_s: time for ranks to save and stop after a SIGTERM.
         preload: modules that are imported once, before ranks are forked, besides torch and the
-        target's.
+            module of `target`.
 
-    Returns: The exit code for the whole: 0; 75 if ranks stopped with 75 ("run me again") and none
-        failed; 130 after Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else the first
-        failing rank's, 128 + n for signal n.
+    Returns:
+        The exit code of the command: 0; 75 if ranks stopped with 75 ("run me again") and none
+        failed; 130 after Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else that of the
+        rank that failed first, 128 + n for signal n.
 
     Raises:
-        LaunchError: no such number of processes, or a target that cannot be sent to them.
+        LaunchError: `processes` is below 1, or the target cannot be sent to the ranks.
     """
     try:
         modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
@@ -64,7 +63,7 @@ def run(
         ):
             supervision = Supervision(ranks, grace_s)
             while ranks.alive:
-                supervision.step(also=[signals])
+                supervision.step(sources=[signals])
                 for number in arrived(signals):
                     supervision.forward(number)
             return exit_code(supervision)
@@ -76,38 +75,40 @@ def run_script(
     path: str,
     argv: list[str],
     processes: int,
-    environment: Mapping[str, str] = NO_RESULT,
+    environment: Mapping[str, str] = NO_VARIABLES,
     output: Literal["first", "all"] = "first",
     grace_s: float = 60.0,
 ) -> int:
-    """Run the Python file `path` with the arguments `argv` in each of `processes` ranks; otherwise
-    as `run`.
+    """Run the Python file `path` with the arguments `argv` in each of `processes` ranks.
+
+    The rest is as for `run`.
 
     Raises:
-        LaunchError: also where there is no such file.
+        LaunchError: as for `run`, and where there is no such file.
     """
     try:
-        with tokenize.open(path) as script:
-            preload = preloads.for_script(script.read())
+        with tokenize.open(path) as file:
+            preload = preloads.for_script(file.read())
     except OSError as error:
         raise LaunchError(
             f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
         ) from error
-    except SyntaxError:  # no text in any known encoding; the ranks say where
+    except SyntaxError:  # text in no known encoding; the ranks report it with the line
         preload = []
     return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
 
 
 def exit_code(supervision: Supervision) -> int:
-    """The exit code for a world that has ended; says its first failure, last and whole."""
-    if supervision.asked == signal.SIGINT:
+    """Return the exit code of a world that has ended. Print its root cause, if it has one."""
+    if supervision.stop_signal == signal.SIGINT:
         return rank.EXIT_INTERRUPTED
     cause = supervision.cause
     if cause is not None:
         print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)
         return cause.code
     codes = supervision.codes.values()
-    stopped_well = len(codes) == len(supervision.ranks.all) and set(codes) <= {0, rank.EXIT_RESTART}
-    if supervision.asked is not None and not stopped_well:
-        return 128 + supervision.asked
+    all_ended = len(codes) == len(supervision.ranks.all)
+    all_saved = all_ended and set(codes) <= {0, rank.EXIT_RESTART}
+    if supervision.stop_signal is not None and not all_saved:
+        return 128 + supervision.stop_signal
     return rank.EXIT_RESTART if rank.EXIT_RESTART in codes else 0

@@ -1,6 +1,4 @@
-"""What ranks print: one of them speaks through the launcher's own terminal, the others line by
-line, or not at all.
-"""
+"""The output of ranks: rank 0 writes to the launcher's terminal, the others line by line."""
 
 from __future__ import annotations
 
@@ -10,15 +8,19 @@ from multiprocessing.connection import Connection
 from typing import Literal, TextIO
 
 Output = Literal["first", "all", "lines"]
-"""Whose output is seen. `first`: stdout of rank 0; `all`: of every rank; stderr of every rank in
-both. Rank 0 owns the terminal, the others' lines carry their rank. `lines`: as `all`, but for rank
-0 too, and without a terminal."""
+"""The outputs that the user sees.
+
+- `first`: stdout of rank 0 and stderr of every rank. Rank 0 has the terminal; lines of other ranks
+  begin with their rank.
+- `all`: the same, with stdout of every rank.
+- `lines`: as `all`, but lines of rank 0 begin with their rank too, and no rank has a terminal.
+"""
 
 OutputMode = Literal["through", "lines", "dropped"]
 
 
 def output_mode(output: Output, rank: int, stream: Literal["stdout", "stderr"]) -> OutputMode:
-    """How one stream of one rank reaches the user."""
+    """Return how one stream of one rank reaches the user."""
     if rank == 0 and output != "lines":
         return "through"
     return "dropped" if output == "first" and stream == "stdout" else "lines"
@@ -26,9 +28,7 @@ def output_mode(output: Output, rank: int, stream: Literal["stdout", "stderr"]) 
 
 @dataclass(eq=False)
 class LineForwarder:
-    """The bytes that one rank writes to one stream, handed on as whole lines with the rank in
-    front.
-    """
+    """Copies what one rank writes to one stream, in complete lines that begin with the rank."""
 
     source: Connection
     rank: int
@@ -39,12 +39,14 @@ class LineForwarder:
         return self.source.fileno()
 
     def forward(self) -> bool:
-        """Hand on what has arrived, and wait if nothing has; False where the rank has closed
-        the stream.
+        """Copy the bytes that have arrived; wait if there are none.
+
+        Returns:
+            False once the rank has closed the stream.
         """
         received = os.read(self.fileno(), 1 << 16)
         *lines, self.unfinished = (self.unfinished + received).split(b"\n")
-        if not received and self.unfinished:
+        if not received and self.unfinished:  # the last line has no newline
             lines, self.unfinished = [self.unfinished], b""
         text = "".join(f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines)
         if text:

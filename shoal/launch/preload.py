@@ -1,5 +1,6 @@
-"""What a fork server imports before ranks are forked from it, so that it is imported once and
-not in every rank.
+"""The modules that a fork server imports before it forks ranks.
+
+The server imports them once; otherwise every rank would import them.
 """
 
 from __future__ import annotations
@@ -17,31 +18,29 @@ ALWAYS = (
     "torch.utils.data",
     "shoal.launch.rank",
 )
-TRAINING = (
-    DYNAMO,
-)  # imported by the first optimizer and by DistributedDataParallel; takes as long as torch
-SIGNS_OF_TRAINING = ("optim", "DistributedDataParallel", "fully_shard", "compile", "shoal")
-FORK_SAFE_MODULES = (
-    "torch",
-    "shoal",
-)  # others might start threads or touch a device when they are imported
+# The first optimizer and DistributedDataParallel import it, which takes as long as torch itself.
+TRAINING = (DYNAMO,)
+# Words in a script that probably needs the modules of TRAINING.
+TRAINING_WORDS = ("optim", "DistributedDataParallel", "fully_shard", "compile", "shoal")
+# Other modules might start threads or touch a device in their import.
+FORK_SAFE_MODULES = ("torch", "shoal")
 
 
 def for_script(source: str) -> list[str]:
-    """What the script `source` will import, as far as it is safe to import it in a process that
-    forks.
+    """Return the modules that the script `source` imports and a fork server may import first.
+
+    It is empty for text that is no Python; the ranks report that, with the line.
     """
     try:
         statements = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
-        return []  # the ranks report it, with the line
-    names = [
-        alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names
-    ]
-    names += [
-        node.module
-        for node in statements
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-    ]
+        return []
+    names: set[str] = set()
+    for node in statements:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
     safe = {name for name in names if name.split(".")[0] in FORK_SAFE_MODULES and "._" not in name}
-    return [*sorted(safe), *(TRAINING if any(sign in source for sign in SIGNS_OF_TRAINING) else ())]
+    trains = any(word in source for word in TRAINING_WORDS)
+    return [*sorted(safe), *(TRAINING if trains else ())]

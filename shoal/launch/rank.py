@@ -1,5 +1,6 @@
-"""What runs inside a rank that was started on this machine, before, around and after the user's
-function.
+"""The code of a rank's process: it prepares the process, calls the target and reports the outcome.
+
+It runs in a process that the fork server has forked, or in a fresh interpreter (see `start`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,16 +22,18 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from shoal.launch import failure
-from shoal.launch.process_group_workaround import keep_process_groups_alive
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_RESTART = 75
-"""Exit status of a run that was told to stop and has saved; the same command goes on.
-EX_TEMPFAIL in <sysexits.h>.
+"""Exit code of a run that was asked to stop and has saved; the same command resumes it.
+It is EX_TEMPFAIL of <sysexits.h>.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_retained_groups: list[Any] = []  # see keep_process_groups_alive
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,18 @@ class RankResult:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a new rank is told.
+    """All that a new rank needs to run.
 
     Args:
-        payload: the pickled target and its arguments; unpickled where an error can be reported.
-        environment: the rank's whole environment.
-        report: where a Failure or Returned is sent.
-        stdout, stderr: pipes or terminals to write to; None drops what is written.
-        wants_value: whether the target's value is sent back.
+        rank: the rank, from 0 to world - 1.
+        world: the number of ranks.
+        payload: the pickled target and its arguments. They are unpickled where an error can be
+            reported.
+        environment: all environment variables of the rank.
+        report: the pipe for a Failure or a RankResult.
+        stdout: the pipe or terminal for stdout; None drops it.
+        stderr: the same for stderr.
+        returns_value: send the return value of the target back.
     """
 
     rank: int
@@ -62,25 +70,26 @@ class RankSpec:
     returns_value: bool
 
 
-def main(orders: RankSpec) -> None:
-    """Run the target and end as an interpreter would; always raises SystemExit."""
-    code = _outcome(orders)
+def main(spec: RankSpec) -> None:
+    """Run the target and end as an interpreter would. Always raises SystemExit."""
+    code = _run_target(spec)
     atexit._run_exitfuncs()  # processes of multiprocessing skip the handlers that scripts register
     if code in (0, EXIT_RESTART):
-        _leave_group()
+        _destroy_process_group()
     sys.exit(code)
 
 
-def _outcome(orders: RankSpec) -> int:
+def _run_target(spec: RankSpec) -> int:
+    """Prepare the process, call the target, send its result or failure, return the exit code."""
     try:
         _end_with_parent()
-        _write_to(orders.stdout, orders.stderr)
-        _install_signal_handlers()
-        _configure_process(orders)
-        target, arguments = pickle.loads(orders.payload)
+        _redirect_output(spec.stdout, spec.stderr)
+        _reset_signal_handlers()
+        _configure_process(spec)
+        target, arguments = pickle.loads(spec.payload)
         value = target(*arguments)
-        if orders.returns_value:
-            orders.report.send(RankResult(orders.rank, pickle.dumps(value)))
+        if spec.returns_value:
+            spec.report.send(RankResult(spec.rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -88,11 +97,12 @@ def _outcome(orders: RankSpec) -> int:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.stdout.flush()
-        orders.report.send(failure.from_exception(orders.rank, error))
+        spec.report.send(failure.from_exception(spec.rank, error))
         return 1
 
 
 def _exit_code(stop: SystemExit) -> int:
+    """Return the exit code of `sys.exit(code)`, as the interpreter defines it."""
     if stop.code is None or isinstance(stop.code, int):
         return (stop.code or 0) & 0xFF
     print(stop.code, file=sys.stderr)
@@ -100,8 +110,9 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def script(path: str, arguments: list[str]) -> None:
-    """A target: the Python file `path`, with `sys.argv` and `sys.path[0]` as `python path`
-    would have them.
+    """Run the Python file `path` as `python path` would. A target for `start`.
+
+    `sys.argv` and `sys.path[0]` are as for `python path`.
     """
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
@@ -109,12 +120,16 @@ def script(path: str, arguments: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def keep_store(listener: socket.socket, port: int) -> None:
-    """Hold the ranks' rendezvous store in a process of its own, so that no rank takes it away
-    when it ends.
+def serve_store(listener: socket.socket, port: int) -> None:
+    """Serve the ranks' rendezvous store until the parent ends.
+
+    It is a process of its own, for a store in a rank would be gone when that rank ends.
+
+    Args:
+        listener: already bound to `port`, so that no other process can take the port.
     """
     _end_with_parent()
-    # it is documented there all the same
+    # torch does not export it to type checkers, but documents it here.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
@@ -129,18 +144,20 @@ def keep_store(listener: socket.socket, port: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Make this process and all that it will start die when the process dies that asked for it.
+    """Make this process, and all that it starts, die when the process that asked for it dies.
 
     A session of its own keeps the terminal's Ctrl-C away from ranks and their data-loader workers:
-    the parent decides. The kernel itself watches the parent's pipe and kills the whole process
-    group, so neither a held interpreter lock nor a stopped process delays it."""
+    the parent decides. On Linux the kernel watches the parent's pipe and kills the process group,
+    so neither a locked interpreter nor a stopped process delays it.
+    """
     os.setsid()
     sentinel = _parent_sentinel()
     if sys.platform == "linux":
+        # F_SETOWN with a negative id: SIGKILL goes to the process group when the pipe closes.
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-        if wait([sentinel], timeout=0):  # it died before the kernel was told
+        if wait([sentinel], timeout=0):  # the parent died before the kernel watched
             os.killpg(0, signal.SIGKILL)
     else:
         threading.Thread(target=_kill_group_after, args=(sentinel,), daemon=True).start()
@@ -152,56 +169,87 @@ def _kill_group_after(sentinel: int) -> None:
 
 
 def _parent_sentinel() -> int:
+    """Return a file descriptor that can be read once the parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     return parent.sentinel
 
 
-def _write_to(stdout: Connection | None, stderr: Connection | None) -> None:
+def _redirect_output(stdout: Connection | None, stderr: Connection | None) -> None:
     for descriptor, target in ((1, stdout), (2, stderr)):
         with open(os.devnull, "wb") if target is None else target as opened:
             os.dup2(opened.fileno(), descriptor)
-    # The server made these objects for its own outputs; a line is worth more now than after the
-    # buffer is full.
+    # The fork server created these two objects, with buffering for its own outputs. The user of a
+    # rank wants each line at once.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` shows where a rank is
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` prints the stacks of a rank
 
 
-def _install_signal_handlers() -> None:
-    """Undo what the server was started with: it blocks these two, so that its ranks may still
-    save and stop.
+def _reset_signal_handlers() -> None:
+    """Give SIGINT and SIGTERM their usual effect.
+
+    The fork server blocks both, so that it survives them and its ranks can save and stop.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _configure_process(orders: RankSpec) -> None:
+def _configure_process(spec: RankSpec) -> None:
+    """Set the environment, the random seed, the threads and the garbage collector of the rank."""
     os.environ.clear()
-    os.environ.update(orders.environment)
-    # Data-loader workers start as in any script; a process from a fork server would give each rank
-    # another server.
+    os.environ.update(spec.environment)
+    # Data-loader workers start as in any script. With the parent's start method each rank would
+    # start another fork server.
     multiprocessing.set_start_method(None, force=True)
     import numpy
     import torch
 
     keep_process_groups_alive()
-    # what the server imported stays: collections need not go through it, nor copy its pages by
-    # doing so
+    # Objects that the fork server imported stay for ever. Frozen, no collection visits them, which
+    # would also copy their shared pages.
     gc.freeze()
     gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
-    threads = orders.environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // orders.world))
+    threads = spec.environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // spec.world))
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _leave_group() -> None:
+def keep_process_groups_alive() -> None:
+    """Let `destroy_process_group` keep a reference to each group to the end of the process.
+
+    When a DistributedDataParallel has the last reference, torch (2.11 to 2.13) waits for Gloo's
+    threads while it holds the interpreter lock, and one of them may wait for that lock
+    (pytorch#56297): the rank never ends. Ranks of a fork
+    server start fast, and on them PyTorch's own tutorial stopped in this way in most of its runs.
+
+    A second call changes nothing.
+    """
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    from shoal.platform.torch_private.c10d import process_groups
+
+    destroy = distributed_c10d.destroy_process_group
+    if not distributed.is_available() or hasattr(destroy, "__wrapped__"):
+        return
+
+    @functools.wraps(destroy)
+    def destroy_and_retain(group: Any = None) -> None:
+        _retained_groups.extend(process_groups() if group is None else [group])
+        destroy(group)
+
+    distributed_c10d.destroy_process_group = destroy_and_retain
+    distributed.destroy_process_group = destroy_and_retain
+
+
+def _destroy_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         with contextlib.suppress(RuntimeError):  # the work is done; peers may have ended before

@@ -1,4 +1,4 @@
-"""One process's place among all ranks."""
+"""A process's place in its world: its rank, and who decided it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment"]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands in its world.
+    """A process's place in its world.
 
     Args:
-        rank, world: 0 <= rank < world.
-        local_rank, local_world: the same among the ranks on this machine.
-        launcher: whose variables decided.
-        master_address, master_port: where the ranks meet; None where there is nobody to meet.
-        reason: why it was decided so, for the user.
+        rank: 0 <= rank < world.
+        world: the number of ranks of the run.
+        local_rank: the rank's number on its host, 0 <= local_rank < local_world.
+        local_world: the number of ranks on its host.
+        launcher: the launcher whose variables decided.
+        master_address: the host of the rendezvous; None where the process needs none.
+        master_port: the port of the rendezvous; None where the process needs none.
+        reason: why this launcher decided, for the user.
     """
 
     rank: int
@@ -30,13 +33,11 @@ class RankInfo:
     reason: str
 
     def describe(self) -> str:
-        """One line for the run's header."""
+        """Return one line for the header of the run."""
         if self.launcher == "single":
             return f"1 process ({self.reason})"
-        meeting = (
-            ""
-            if self.master_address is None
-            else f", meeting at {self.master_address}:{self.master_port}"
-        )
-        here = f"{self.local_rank} of {self.local_world} on this machine"
-        return f"rank {self.rank} of {self.world} ({here}){meeting}; {self.reason}"
+        rendezvous = ""
+        if self.master_address is not None:
+            rendezvous = f", meeting at {self.master_address}:{self.master_port}"
+        local = f"{self.local_rank} of {self.local_world} on this machine"
+        return f"rank {self.rank} of {self.world} ({local}){rendezvous}; {self.reason}"

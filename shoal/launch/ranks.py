@@ -1,5 +1,6 @@
-"""Ranks that run on this machine: listened to, signalled and ended, without a judgement of what
-they do.
+"""Processes of ranks on this machine: their events, signals to them, and their end.
+
+Nothing here judges an event. `supervise` decides what follows from it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal.launch.rank import RankResult
 
 @dataclass(frozen=True)
 class RankExited:
-    """A rank's process is gone; a negative code is the signal that killed it."""
+    """The end of a rank's process; a negative code is the signal that killed it."""
 
     rank: int
     code: int
@@ -31,12 +32,13 @@ RankEvent = RankExited | Failure | RankResult
 
 
 class Rank:
-    """One rank's process, seen from the process that started it.
+    """The process of one rank, as the process that started it sees it.
 
     Args:
+        number: the rank.
         process: already started; it leads a process group of its own.
-        report: what it tells us.
-        streams: what it prints, where that is not a terminal or a file of ours.
+        report: the pipe from which a Failure or a RankResult comes.
+        streams: its outputs, except those that go directly to a terminal or a file.
     """
 
     def __init__(
@@ -47,33 +49,30 @@ class Rank:
         streams: Sequence[LineForwarder],
     ) -> None:
         assert process.pid is not None
-        self.number, self.process, self.report, self.streams = (
-            number,
-            process,
-            report,
-            list(streams),
-        )
+        self.number = number
+        self.process = process
+        self.report = report
+        self.streams = list(streams)
         self.pid: int = process.pid
         self.is_alive = True
 
     @property
     def sources(self) -> list[Any]:
-        """What can be waited for."""
-        return [
-            self.process.sentinel,
-            *self.streams,
-            *([] if self.report.closed else [self.report]),
-        ]
+        """Return the objects to wait for: the end of the process, its outputs, its report."""
+        reports = [] if self.report.closed else [self.report]
+        return [self.process.sentinel, *self.streams, *reports]
 
-    def attend(self, ready: Iterable[Any]) -> list[RankEvent]:
-        """Take what has arrived: lines are handed on, reports are returned, and so is its end,
-        last of all.
+    def read_events(self, ready: Iterable[Any]) -> list[RankEvent]:
+        """Forward the lines that have arrived, and return the events, a RankExited last.
+
+        Args:
+            ready: those of `sources` that can be read.
         """
         for source in ready:
             if isinstance(source, LineForwarder) and not source.forward():
-                self._close(source)
-        news = self._read()
-        return [*news, *self._reap()] if self.process.sentinel in ready else news
+                self._close_stream(source)
+        events = self._read_reports()
+        return [*events, *self._reap()] if self.process.sentinel in ready else events
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank's own process, not to its children."""
@@ -82,55 +81,58 @@ class Rank:
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and to all that it started."""
+        """Send a signal to the rank and to all processes that it started."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:  # it has not made its own group yet
             self.signal(number)
 
     def close(self) -> None:
-        """Kill it if it lives, wait until it is gone, and let go of its pipes."""
+        """Kill the process if it is alive, wait for its end, and close its pipes."""
         if self.is_alive:
             self.signal_group(signal.SIGKILL)
             self.process.join()
             self.is_alive = False
         for stream in list(self.streams):
-            self._close(stream)
+            self._close_stream(stream)
         self.report.close()
 
-    def _read(self) -> list[RankEvent]:
-        news: list[RankEvent] = []
+    def _read_reports(self) -> list[RankEvent]:
+        events: list[RankEvent] = []
         with contextlib.suppress(EOFError, ConnectionResetError):
             while not self.report.closed and self.report.poll():
-                news.append(self.report.recv())
-            return news
+                events.append(self.report.recv())
+            return events
         self.report.close()
-        return news
+        return events
 
     def _reap(self) -> list[RankEvent]:
+        """Return the last events of a process that has ended, and close its pipes."""
         self.process.join()
         self.is_alive = False
-        self.signal_group(signal.SIGKILL)  # its data-loader workers, if it left any
+        self.signal_group(signal.SIGKILL)  # data-loader workers that the rank may have left
         for stream in list(self.streams):
             while wait([stream.source], timeout=0) and stream.forward():
                 pass
-        news = self._read()
+        events = self._read_reports()
         self.close()
         code = self.process.exitcode
         assert code is not None
-        return [*news, RankExited(self.number, code)]
+        return [*events, RankExited(self.number, code)]
 
-    def _close(self, stream: LineForwarder) -> None:
+    def _close_stream(self, stream: LineForwarder) -> None:
         self.streams.remove(stream)
         stream.source.close()
 
 
 class Ranks:
-    """All ranks of one world, and the process that holds their store. As a context, it kills what
-    is left at its end.
+    """All ranks of one world, and the process of their store. As a context, it kills them all.
 
     Args:
-        store: the process that holds the rendezvous store.
+        store: the process that serves the rendezvous store.
+
+    Attributes:
+        all: the ranks that were started, by rank.
     """
 
     def __init__(self, store: BaseProcess) -> None:
@@ -147,30 +149,31 @@ class Ranks:
     def alive(self) -> list[Rank]:
         return [rank for rank in self.all if rank.is_alive]
 
-    def watch(self, timeout_s: float | None, also: Sequence[Any] = ()) -> list[RankEvent]:
-        """Wait until something happens, hand on the lines that were printed, and return what was
-        reported.
+    def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
+        """Wait for events, forward the lines that were printed, and return the events.
 
         Args:
-            timeout_s: returns after so long even if nothing happened; None waits for ever.
-            also: other objects with a `fileno`; returns when one of them can be read.
+            timeout_s: return after this time at the latest; None waits for ever.
+            sources: other objects with a `fileno`; return when one of them can be read.
 
         Raises:
-            LaunchError: the store is gone while ranks live.
+            LaunchError: the store has ended before the ranks.
         """
-        living = self.alive
-        sources = [source for rank in living for source in rank.sources]
-        ready = set(wait([self.store.sentinel, *also, *sources], timeout_s))
-        news = [item for rank in living for item in rank.attend(ready.intersection(rank.sources))]
+        alive = self.alive
+        rank_sources = [source for rank in alive for source in rank.sources]
+        ready = set(wait([self.store.sentinel, *sources, *rank_sources], timeout_s))
+        events: list[RankEvent] = []
+        for rank in alive:
+            events += rank.read_events(ready.intersection(rank.sources))
         if self.store.sentinel in ready and self.alive:
             raise LaunchError(
                 "The process that holds the ranks' rendezvous store has ended; see its message "
                 "above."
             )
-        return news
+        return events
 
     def kill(self) -> None:
-        """End everything at once, and wait until it is gone."""
+        """Kill all processes, and wait for their end."""
         for rank in self.alive:
             rank.signal_group(signal.SIGKILL)
         for rank in self.all:

@@ -1,12 +1,12 @@
-"""A run that goes on: its ranks are started again when one is lost, and at another number when that
-is asked for.
+"""A run that survives the loss of a rank, and continues on another number of ranks on request.
 
       start 4 ──> a rank is killed ──> end the others ──────────> start 4 from the last checkpoint
       start 4 ──> `shoal scale` ──> all stop and save at a step ─> start 6 from there
 
-Nothing here knows what a checkpoint is: ranks resume by themselves. A program that is wrong is not
-started again, for it would be wrong again; nor is one that is lost in the same way twice without a
-checkpoint in between."""
+This module knows nothing of checkpoints: ranks resume by themselves. It does not restart a program
+that failed with an exception, because the program would fail again. Nor does it restart a run that
+loses a rank in the same way twice without a checkpoint in between.
+"""
 
 from __future__ import annotations
 
@@ -19,114 +19,166 @@ from shoal.launch.control_server import ControlServer
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.local import exit_code
 from shoal.launch.ranks import Ranks
-from shoal.launch.restart_policy import RestartPolicy
 from shoal.launch.scaling import Scaling
-from shoal.launch.signals import arrived, caught
-from shoal.launch.supervise import Supervision
+from shoal.launch.supervise import Supervision, arrived, caught
 
-CONTROL_OPEN_S = 0.1  # at most so long after it has claimed its directory, a run can be called
+# `shoal scale` reaches a run at most so long after the run has claimed its directory.
+CONTROL_OPEN_S = 0.1
 
 
 def run_with_restarts(
-    work: JobSpec, processes: int, control: ControlServer, restarts: int, grace_s: float = 60.0
+    job: JobSpec, processes: int, control: ControlServer, restarts: int, grace_s: float = 60.0
 ) -> int:
-    """Run `work` on `processes` ranks of this machine, to its end. Main thread only.
+    """Run `job` on `processes` ranks of this machine, to its end. Main thread only.
 
     Args:
-        control: where commands are heard.
-        restarts: how often all ranks are started again because one was lost.
+        job: the work of the ranks.
+        processes: the number of ranks of the first start.
+        control: the server for commands such as `shoal scale`.
+        restarts: how often all ranks may be started again after the loss of one.
         grace_s: as for `shoal.launch.local.run`.
 
-    Returns: the exit code, as `shoal.launch.local.run`.
-    Raises: LaunchError: no such number of processes, or ranks that could not be started.
+    Returns:
+        The exit code, as `shoal.launch.local.run`.
+
+    Raises:
+        LaunchError: `processes` is below 1, or the ranks could not be started.
     """
-    keeper = RestartingRun(work, processes, control, RestartPolicy(restarts), grace_s)
+    run = RestartingRun(job, processes, control, RestartPolicy(restarts), grace_s)
     try:
-        return keeper.run()
+        return run.run()
     except KeyboardInterrupt:  # between the first start and the time when signals are caught
         return rank.EXIT_INTERRUPTED
 
 
+class RestartPolicy:
+    """Decides if a run that has lost a rank may start again.
+
+    Args:
+        restarts: the most restarts.
+
+    Attributes:
+        made: restarts so far.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self.restarts = restarts
+        self.made = 0
+        self._last_loss: tuple[str, int | None] | None = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.made >= self.restarts
+
+    def refusal_reason(self, loss: str, saved_step: int | None) -> str:
+        """Return why the run must not start again; empty where it may, which counts as a restart.
+
+        Args:
+            loss: a description of the loss.
+            saved_step: the step of the last checkpoint; None if there is none.
+        """
+        if self.is_exhausted:
+            times = "once" if self.restarts == 1 else f"{self.restarts} times"
+            return f"it was started again {times}; that is all (--restarts {self.restarts})"
+        if (loss, saved_step) == self._last_loss:
+            return (
+                "the same again, and no checkpoint in between: another restart would end in the "
+                "same way"
+            )
+        self._last_loss = (loss, saved_step)
+        self.made += 1
+        return ""
+
+
 class RestartingRun:
-    """The state of a run between starts; see `keep`."""
+    """The state of a run over all of its starts."""
 
     def __init__(
         self,
-        work: JobSpec,
+        job: JobSpec,
         processes: int,
         control: ControlServer,
-        losses: RestartPolicy,
+        policy: RestartPolicy,
         grace_s: float,
     ) -> None:
-        self.work, self.processes, self.control, self.losses = work, processes, control, losses
-        self.grace_s, self.scaling = grace_s, Scaling(work)
+        self.job = job
+        self.processes = processes
+        self.control = control
+        self.policy = policy
+        self.grace_s = grace_s
+        self.scaling = Scaling(job)
 
     def run(self) -> int:
-        """To its end."""
-        ranks = self.work.begin(self.processes)
+        """Start the ranks, again and again where that is right, and return the exit code."""
+        ranks = self.job.start(self.processes)
         with caught() as signals:
             while True:
                 with ranks:
-                    supervision = self._watch(ranks, signals)
-                if not (self._rescale_requested(supervision) or self._may_restart(supervision)):
-                    self.scaling.give_up()
+                    supervision = self._supervise(ranks, signals)
+                if not (self._may_rescale(supervision) or self._may_restart(supervision)):
+                    self.scaling.cancel()
                     return exit_code(supervision)
-                ranks = self.work.continue_from(self.processes)
+                ranks = self.job.restart(self.processes)
                 self.scaling.confirm()
 
-    def _watch(self, ranks: Ranks, signals: socket.socket) -> Supervision:
-        """Until all ranks have ended, or one is lost and the others need not save."""
+    def _supervise(self, ranks: Ranks, signals: socket.socket) -> Supervision:
+        """Supervise the ranks until all have ended.
+
+        Return earlier where a rank is lost and a restart follows: then no rank needs to save.
+        """
         supervision = Supervision(ranks, self.grace_s)
-        while ranks.alive and (self.losses.are_too_many or not _has_lost(supervision)):
+        while ranks.alive and (self.policy.is_exhausted or not _has_lost_rank(supervision)):
             if self.control.is_due and (problem := self.control.open()):
-                _note(f"`shoal scale` cannot reach this run: {problem}")
-            within_s = CONTROL_OPEN_S if self.control.is_pending else inf
-            supervision.step(within_s, also=[signals, *self.control.sources])
+                _print_note(f"`shoal scale` cannot reach this run: {problem}")
+            # The run claims its directory without an event, so look for it.
+            timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
+            supervision.step(timeout_s, sources=[signals, *self.control.sources])
             for number in arrived(signals):
                 supervision.forward(number)
             for caller, request in self.control.accept_requests():
-                self.scaling.take(caller, request, supervision)
+                self.scaling.on_request(caller, request, supervision)
         return supervision
 
-    def _rescale_requested(self, supervision: Supervision) -> bool:
-        """Whether ranks have stopped so that another number goes on; says so."""
-        if not self.scaling.is_done(supervision):
+    def _may_rescale(self, supervision: Supervision) -> bool:
+        """Return True if ranks have stopped for `shoal scale`; print that and set the number."""
+        if not self.scaling.is_ready(supervision):
             return False
-        before, self.processes = self.processes, self.scaling.wanted or self.processes
-        _note(f"{before} stopped for `shoal scale`; {self._start_from(self.work.saved_step())}")
+        previous = self.processes
+        self.processes = self.scaling.requested or previous
+        start = self._describe_start(self.job.saved_step())
+        _print_note(f"{previous} stopped for `shoal scale`; {start}")
         return True
 
     def _may_restart(self, supervision: Supervision) -> bool:
-        """Whether all ranks start again after a loss; says so."""
+        """Return True if the ranks start again after a loss. Print that, or why not."""
         cause = supervision.cause
-        if cause is None or not _has_lost(supervision) or self.losses.restarts == 0:
+        if cause is None or not _has_lost_rank(supervision) or self.policy.restarts == 0:
             return False
-        what, step = cause.summary(self.processes), self.work.saved_step()
-        if objection := self.losses.refusal_reason(what, step):
-            _note(objection)
+        loss = cause.summary(self.processes)
+        saved_step = self.job.saved_step()
+        if reason := self.policy.refusal_reason(loss, saved_step):
+            _print_note(reason)
             return False
-        self.processes = self.scaling.wanted or self.processes
-        _note(
-            f"{what}; {self._start_from(step)} (restart {self.losses.made} of "
-            f"{self.losses.restarts})"
-        )
+        # A rank may have been lost while all stopped for `shoal scale`.
+        self.processes = self.scaling.requested or self.processes
+        count = f"restart {self.policy.made} of {self.policy.restarts}"
+        _print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True
 
-    def _start_from(self, step: int | None) -> str:
-        who = "1 process starts" if self.processes == 1 else f"{self.processes} processes start"
-        where = (
-            "the beginning, for there is no checkpoint"
-            if step is None
-            else f"the checkpoint of step {step}"
-        )
-        return f"{who} from {where}"
+    def _describe_start(self, step: int | None) -> str:
+        start = "1 process starts" if self.processes == 1 else f"{self.processes} processes start"
+        if step is None:
+            return f"{start} from the beginning, for there is no checkpoint"
+        return f"{start} from the checkpoint of step {step}"
 
 
-def _has_lost(supervision: Supervision) -> bool:
-    return supervision.cause is not None and supervision.cause.is_loss and supervision.asked is None
+def _has_lost_rank(supervision: Supervision) -> bool:
+    """Return True if the root cause is a loss, and nobody has asked the run to stop."""
+    cause = supervision.cause
+    return cause is not None and cause.is_loss and supervision.stop_signal is None
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     # On a terminal a rank that was killed leaves its progress bar, without the end of its line.
     begin = "\n" if sys.stderr.isatty() else ""
     print(f"{begin}note: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""What `shoal scale` asks of a run's launcher: another number of ranks, from the next step on.
+"""Requests of `shoal scale`: another number of ranks, from the next step on.
 
-{"scale": 6} ──> refused, or: all ranks are told to stop ──> {"stopping": 4}
+{"scale": 6} ──> refused, or: all ranks get a SIGTERM ───> {"stopping": 4}
                  they have saved and ended, 6 are started ─> {"processes": 6, "step": 47}
 """
 
@@ -15,69 +15,77 @@ from shoal.launch.supervise import Supervision
 
 
 class Scaling:
-    """One wish at a time.
+    """The request that a run works on; there is one at a time.
 
-    Attributes: wanted: the number of ranks that the next start is to have; None if nobody waits for
-    another."""
+    Attributes:
+        requested: the number of ranks for the next start; None without a request.
+    """
 
-    def __init__(self, work: JobSpec) -> None:
-        self.work = work
-        self.wanted: int | None = None
+    def __init__(self, job: JobSpec) -> None:
+        self.job = job
+        self.requested: int | None = None
         self._caller: ControlConnection | None = None
 
-    def take(
+    def on_request(
         self, caller: ControlConnection, request: Mapping[str, Any], supervision: Supervision
     ) -> None:
-        """Have the ranks stop for a request that can be met; refuse any other."""
-        wanted = request.get("scale")
-        if not isinstance(wanted, int) or isinstance(wanted, bool):
-            refusal = "this is no request that its launcher knows."
+        """Make the ranks stop for a request that can be met; refuse any other."""
+        processes = request.get("scale")
+        if not isinstance(processes, int) or isinstance(processes, bool):
+            reason = "this is no request that its launcher knows."
         else:
-            refusal = self._refusal(wanted, supervision)
-        if refusal:
-            caller.say(refused=refusal)
+            reason = self._refusal_reason(processes, supervision)
+        if reason:
+            caller.send(refused=reason)
             caller.close()
             return
-        self.wanted, self._caller = wanted, caller
-        caller.say(stopping=len(supervision.ranks.all))
+        self.requested = processes
+        self._caller = caller
+        caller.send(stopping=len(supervision.ranks.all))
         supervision.stop()
 
-    def is_done(self, supervision: Supervision) -> bool:
-        """Whether all ranks have stopped for it, and none has failed; nor is the run complete,
-        nor was it ended.
+    def is_ready(self, supervision: Supervision) -> bool:
+        """Return True if all ranks have stopped for the request, and the run can continue.
+
+        It cannot if a rank has failed, if a signal ended the run, or if the run is complete.
         """
-        complete = set(supervision.codes.values()) == {0}
+        is_complete = set(supervision.codes.values()) == {0}
         return (
-            self.wanted is not None
-            and supervision.asked is None
+            self.requested is not None
+            and supervision.stop_signal is None
             and supervision.cause is None
-            and not complete
+            and not is_complete
         )
 
     def confirm(self) -> None:
-        """As many as were wanted have been started."""
-        self._answer(processes=self.wanted, step=self.work.saved_step())
+        """Answer that the requested number of ranks has started."""
+        self._answer(processes=self.requested, step=self.job.saved_step())
 
-    def give_up(self) -> None:
-        """The run has ended."""
+    def cancel(self) -> None:
+        """Answer that the run has ended."""
         self._answer(refused="it has ended before it could go on.")
 
-    def _answer(self, **words: Any) -> None:
+    def _answer(self, **message: Any) -> None:
         if self._caller is not None:
-            self._caller.say(**words)
+            self._caller.send(**message)
             self._caller.close()
-        self.wanted, self._caller = None, None
+        self.requested = None
+        self._caller = None
 
-    def _refusal(self, wanted: int, supervision: Supervision) -> str:
+    def _refusal_reason(self, processes: int, supervision: Supervision) -> str:
+        """Return why the run cannot have so many ranks now; empty where it can."""
         world = len(supervision.ranks.all)
-        if wanted < 1:
-            return f"{wanted} processes were asked for; at least one is needed."
-        if supervision.asked is not None:
+        if processes < 1:
+            return f"{processes} processes were asked for; at least one is needed."
+        if supervision.stop_signal is not None:
             return "it was told to stop, and is about to end."
         if supervision.failures:
             return "one of its ranks has just failed. Ask again if it goes on."
-        if self.wanted is not None:
-            return f"its {world} processes are stopping already, to go on as {self.wanted}. Ask again then."
-        if wanted == world:
+        if self.requested is not None:
+            return (
+                f"its {world} processes are stopping already, to go on as {self.requested}. "
+                "Ask again then."
+            )
+        if processes == world:
             return f"it has {world} processes already."
-        return " ".join(self.work.problems(wanted))
+        return " ".join(self.job.problems(processes))

@@ -1,5 +1,6 @@
-"""Ranks that were stopped by a signal and do not go on: others wait for them, and would for
-ever.
+"""Detection of ranks that are stopped (SIGSTOP) and not continued.
+
+The other ranks wait for such a rank, and would wait for ever.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from shoal.platform.processes import process_state
 
 POLL_S = 1.0
 STOPPED_LOOKS = 8
-"""How often in a row a rank is found stopped before it is given up. Counted, for a launcher may
-be stopped itself.
+"""Polls in a row that find a rank stopped before it counts as failed. They are counted, and no
+time is measured, because the launcher may be stopped itself.
 """
 
 
 class SigstopDetector:
-    """Looks at ranks once a second, where the system tells of their state (Linux)."""
+    """Polls the states of ranks once a second, where the system reports them (Linux)."""
 
     def __init__(self) -> None:
         self._looks: dict[int, int] = {}
         self._last_s = time.monotonic()
 
     def poll(self, ranks: Sequence[Rank]) -> list[Failure]:
-        """Those that have been stopped for too long while another was not. A debugger's stop is
-        none.
+        """Return the failures of ranks that are stopped for too long while another one runs.
+
+        A debugger's stop has another state and does not count.
         """
         now = time.monotonic()
         if now < self._last_s + POLL_S:
@@ -36,7 +38,7 @@ class SigstopDetector:
         self._last_s = now
         stopped = [rank for rank in ranks if process_state(rank.pid) == "T"]
         self._looks = {rank.number: self._looks.get(rank.number, 0) + 1 for rank in stopped}
-        if len(stopped) == len(ranks):  # nobody waits for them
+        if len(stopped) == len(ranks):  # no rank waits for them
             return []
         return [_failure(rank) for rank in stopped if self._looks[rank.number] == STOPPED_LOOKS]
 
@@ -44,9 +46,8 @@ class SigstopDetector:
 def _failure(rank: Rank) -> Failure:
     headline = (
         f"was stopped by a signal (SIGSTOP), and was not let go on for {STOPPED_LOOKS * POLL_S:g} "
-        "s, while others "
-        f"waited for it. Within that time `kill -CONT {rank.pid}` would have; without it, start "
-        "the same command again"
+        f"s, while others waited for it. Within that time `kill -CONT {rank.pid}` would have; "
+        "without it, start the same command again"
     )
     return Failure(
         rank.number,

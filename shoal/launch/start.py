@@ -1,8 +1,8 @@
-"""How ranks are started on this machine.
+"""Start of ranks on this machine.
 
-Where fork is safe (Linux), they are forked from a server process that has imported torch once and
-has one thread; elsewhere each is a fresh interpreter. Their rendezvous store listens on a loopback
-port that is bound before anyone is told its number, so no two runs can take the same one.
+On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
+has one thread. Elsewhere each rank is a fresh interpreter. The rendezvous store listens on a
+loopback port that is bound before any process learns its number, so two runs cannot take one port.
 
     this process -- fork server -+- store
                                  +- rank 0 (a session of its own) -- its data-loader workers
@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
-from shoal.launch import rank as inside
 from shoal.launch.output import LineForwarder, Output, output_mode
+from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
 
 Context = ForkServerContext | SpawnContext
@@ -42,33 +42,39 @@ def start(
     preload: Iterable[str] = (),
     wants_values: bool = False,
 ) -> Ranks:
-    """Start `processes` ranks that call `target(*arguments)` each.
+    """Start `processes` ranks, each of which calls `target(*arguments)`.
 
-    Args: target: a function of a module that can be imported; it goes to the ranks by name.
-        environment: added to this process's own; the launcher's variables (see environment.py) are
-        set on top. output: see output.py. preload: modules that the fork server imports besides
-        torch, if this call is the one that starts it. wants_values: whether `Ranks.watch` reports
-        what the targets return.
+    Args:
+        target: a function of a module that can be imported; ranks find it by its name.
+        arguments: plain data.
+        processes: the number of ranks, >= 1.
+        environment: added to this process's variables. The launcher's variables (see
+            environment.py) are set on top.
+        output: the outputs that the user sees (see output.py).
+        preload: modules that the fork server imports besides torch. They count only in the call
+            that starts the server.
+        wants_values: `Ranks.watch` returns the targets' return values as RankResults.
 
-    Raises: LaunchError: no such number of processes, a target or an argument that cannot be sent,
-        or a fork server that
-            ended because of what it imported.
+    Raises:
+        LaunchError: `processes` is below 1; the target or an argument cannot be pickled; the fork
+            server has ended because of a module that it imported.
     """
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     try:
-        ranks, variables = _start_store(context)
+        ranks, store_variables = _start_store(context)
     except (EOFError, ConnectionError) as error:
         raise LaunchError(
             "The process that ranks are forked from has ended; its message stands above."
         ) from error
     try:
-        for number in range(processes):
-            own = {**_inherited(), **environment, **variables, **_place(number, processes)}
+        for rank in range(processes):
+            launcher_variables = {**store_variables, **_rank_variables(rank, processes)}
+            variables = {**_inherited(), **environment, **launcher_variables}
             ranks.all.append(
-                _start_rank(context, number, processes, payload, own, output, wants_values)
+                _start_rank(context, rank, processes, payload, variables, output, wants_values)
             )
     except BaseException:
         ranks.kill()
@@ -87,92 +93,97 @@ def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _context(preload: Sequence[str]) -> Context:
+    """Return the multiprocessing context of the ranks; on Linux its fork server runs."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    # first, because it unblocks the signals that are blocked next
+    # The resource tracker comes first, because its start unblocks the signals that are blocked
+    # next.
     resource_tracker.ensure_running()
-    # The server must outlive a Ctrl-C or a SIGTERM to the whole process group until the ranks have
-    # saved and stopped.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, inside.STOP_SIGNALS)
+    # The server inherits the blocked signals. It must survive a Ctrl-C or a SIGTERM to the process
+    # group: were it gone, its ranks could not save and stop.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return context
 
 
 def _start_store(context: Context) -> tuple[Ranks, dict[str, str]]:
-    """Start the store's process; returns it, and the variables that lead to it."""
+    """Start the store's process. Return it, with no ranks yet, and the variables for the ranks."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         host, port = listener.getsockname()
-        process = context.Process(target=inside.keep_store, args=(listener, port), name="store")
+        process = context.Process(target=serve_store, args=(listener, port), name="store")
         process.start()
-    variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    # Tells every rank's `init_method="env://"` that the store is there already, rank 0's too
-    # (torch's rendezvous.py).
-    return Ranks(process), variables | {
+    return Ranks(process), {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # With these two, `init_method="env://"` connects to a store that exists, on rank 0 too
+        # (torch's rendezvous.py).
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def _inherited() -> dict[str, str]:
-    """This process's variables, and Gloo on the loopback interface, where the host's name may
-    lead elsewhere.
+    """Return this process's variables without those of an outer torchrun.
+
+    Gloo uses the loopback interface, unless the user has chosen another: the address of the host's
+    name may lead to another machine.
     """
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    outer = {
-        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
-    }
-    return {"GLOO_SOCKET_IFNAME": loopback} | outer
+    variables = {"GLOO_SOCKET_IFNAME": loopback}
+    for name, value in os.environ.items():
+        if not name.startswith("TORCHELASTIC_"):
+            variables[name] = value
+    return variables
 
 
-def _place(number: int, processes: int) -> dict[str, str]:
-    rank, world = str(number), str(processes)
+def _rank_variables(rank: int, world: int) -> dict[str, str]:
     return {
         "SHOAL_LAUNCHER": "local",
-        "SHOAL_EXPECTED_WORLD": world,
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world,
+        "SHOAL_EXPECTED_WORLD": str(world),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
     }
 
 
 def _start_rank(
     context: Context,
-    number: int,
+    rank: int,
     world: int,
     payload: bytes,
     environment: Mapping[str, str],
     output: Output,
     wants_value: bool,
 ) -> Rank:
-    report, said = context.Pipe(duplex=False)
-    stdout, lines_out = _stream(context, output, number, "stdout")
-    stderr, lines_err = _stream(context, output, number, "stderr")
-    orders = inside.RankSpec(number, world, payload, environment, said, stdout, stderr, wants_value)
-    process = context.Process(target=inside.main, args=(orders,), name=f"rank {number}")
+    reader, report = context.Pipe(duplex=False)
+    stdout, stdout_lines = _stream(context, output, rank, "stdout")
+    stderr, stderr_lines = _stream(context, output, rank, "stderr")
+    spec = RankSpec(rank, world, payload, environment, report, stdout, stderr, wants_value)
+    process = context.Process(target=main, args=(spec,), name=f"rank {rank}")
     process.start()
-    for end in (said, stdout, stderr):
+    # The rank has copies of these ends. A reader sees the end of a pipe only when all are closed.
+    for end in (report, stdout, stderr):
         if end is not None:
             end.close()
-    return Rank(
-        number, process, report, [lines for lines in (lines_out, lines_err) if lines is not None]
-    )
+    streams = [lines for lines in (stdout_lines, stderr_lines) if lines is not None]
+    return Rank(rank, process, reader, streams)
 
 
 def _stream(
-    context: Context, output: Output, number: int, name: Literal["stdout", "stderr"]
+    context: Context, output: Output, rank: int, name: Literal["stdout", "stderr"]
 ) -> tuple[Connection | None, LineForwarder | None]:
-    """The end that the rank writes to, and the reader of its lines."""
-    match output_mode(output, number, name):
+    """Return the end to which the rank writes, and the forwarder of its lines."""
+    match output_mode(output, rank, name):
         case "through":
             return Connection(os.dup(1 if name == "stdout" else 2), readable=False), None
         case "dropped":
             return None, None
         case "lines":
             source, end = context.Pipe(duplex=False)
-            return end, LineForwarder(source, number, getattr(sys, name))
+            return end, LineForwarder(source, rank, getattr(sys, name))

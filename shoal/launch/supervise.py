@@ -1,13 +1,16 @@
-"""Watching ranks until all have ended: the first failure ends the others, a signal from outside
-reaches all of them.
+"""Supervision of ranks to their end.
+
+The first failure ends the other ranks, and a signal to this process reaches all of them.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,22 +19,66 @@ from shoal.launch.rank import EXIT_RESTART, RankResult
 from shoal.launch.ranks import RankEvent, RankExited, Ranks
 from shoal.launch.sigstop_detector import POLL_S, SigstopDetector
 
-SECONDARY_FAILURE_S = (
-    1.0  # how long a lost connection waits for the failure that it is the consequence of
-)
-# `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second wish
+# After a lost connection, wait so long for the failure from which it follows.
+SECONDARY_FAILURE_S = 1.0
+# `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second request.
 REPEAT_S = 1.0
-KILL_S = 5.0  # how long a rank has between being told to end and being killed
+KILL_S = 5.0  # from the request to end until a rank is killed
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+
+
+@contextmanager
+def caught() -> Iterator[socket.socket]:
+    """Catch SIGINT, SIGTERM and SIGTSTP while the context lasts. Main thread only.
+
+    A signal that this process was started to ignore (`nohup`) stays ignored.
+
+    Yields:
+        A socket that can be read once a signal has arrived; see `arrived`. It can be waited for
+        together with pipes and other sockets.
+    """
+    numbers = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        previous = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        descriptor = signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def arrived(signals: socket.socket) -> bytes:
+    """Return the numbers of the signals that have arrived since the last call.
+
+    Python writes every signal that has a handler to the socket, such as a library's SIGCHLD. They
+    are left out here.
+    """
+    try:
+        return bytes(number for number in signals.recv(64) if number in FORWARDED)
+    except BlockingIOError:
+        return b""
 
 
 @dataclass
 class Supervision:
-    """The state of one world between its start and its end.
+    """The state of one world from its start to its end. Call `step` until no rank is alive.
 
-    Args: ranks: running. grace_s: how long ranks may take to save and stop, after a SIGTERM or
-        after one of them has asked to be run
-            again, before they are killed.
-        ends_siblings: whether a failure ends the other ranks.
+    Args:
+        ranks: the ranks, running.
+        grace_s: time for ranks to save and stop before they are killed. It begins with a SIGTERM,
+            or when one of them has ended with EXIT_RESTART.
+        ends_siblings: a failure ends the other ranks.
+
+    Attributes:
+        codes: exit codes by rank.
+        values: pickled return values by rank.
+        failures: in the order in which they were observed.
+        stop_signal: the first SIGINT or SIGTERM to this process; None before.
     """
 
     ranks: Ranks
@@ -40,101 +87,120 @@ class Supervision:
     codes: dict[int, int] = field(default_factory=dict, init=False)
     values: dict[int, bytes] = field(default_factory=dict, init=False)
     failures: list[Failure] = field(default_factory=list, init=False)
-    asked: int | None = field(default=None, init=False)  # the first signal from outside
-    asked_s: float = field(default=inf, init=False)
-    stopping: bool = field(default=False, init=False)  # we have told them ourselves
-    ended_s: float = field(default=inf, init=False)  # since when what ranks report is our own doing
-    end_at_s: float = field(default=inf, init=False)
-    kill_at_s: float = field(default=inf, init=False)
-    stopped: SigstopDetector = field(default_factory=SigstopDetector, init=False)
+    stop_signal: int | None = field(default=None, init=False)
+    # Times on the monotonic clock; inf means "not yet".
+    _stop_signal_s: float = field(default=inf, init=False)
+    _end_at_s: float = field(default=inf, init=False)
+    _kill_at_s: float = field(default=inf, init=False)
+    # When we ended the ranks because of a failure: later failures follow from that.
+    _ended_s: float = field(default=inf, init=False)
+    _is_stopping: bool = field(default=False, init=False)  # `stop` was called
+    _sigstop: SigstopDetector = field(default_factory=SigstopDetector, init=False)
 
-    def step(self, timeout_s: float = inf, also: Sequence[object] = ()) -> None:
-        """Wait for news, for one of `also` or until something is due, and act on it."""
-        wait_s = min(timeout_s, POLL_S, min(self.end_at_s, self.kill_at_s) - time.monotonic())
-        for news in self.ranks.watch(max(0.0, wait_s), also):
-            self._handle_event(news)
-        for failure in self.stopped.poll(self.ranks.alive):
-            self._judge(failure)
-        if time.monotonic() >= self.kill_at_s:
+    def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
+        """Wait for an event, and act on it.
+
+        Args:
+            timeout_s: return after this time at the latest.
+            sources: other objects with a `fileno`; return when one of them can be read.
+        """
+        due_s = min(self._end_at_s, self._kill_at_s) - time.monotonic()
+        wait_s = min(timeout_s, POLL_S, due_s)
+        for event in self.ranks.watch(max(0.0, wait_s), sources):
+            self._on_event(event)
+        for failure in self._sigstop.poll(self.ranks.alive):
+            self._on_failure(failure)
+        if time.monotonic() >= self._kill_at_s:
             self.ranks.kill()
-        elif time.monotonic() >= self.end_at_s:
+        elif time.monotonic() >= self._end_at_s:
             self._end_all()
 
     def forward(self, number: int) -> None:
-        """Act on a signal that this process got: SIGINT, SIGTERM or SIGTSTP."""
+        """Act on SIGINT, SIGTERM or SIGTSTP to this process.
+
+        The first SIGINT or SIGTERM goes to the ranks; they are killed after 5 s or `grace_s`. A
+        second one, more than `REPEAT_S` later, kills them at once.
+        """
+        now_s = time.monotonic()
         if number == signal.SIGTSTP:
             self._pause()
-        elif self.asked is None:
-            self.asked, self.asked_s = number, time.monotonic()
-            self.kill_at_s = self.asked_s + (KILL_S if number == signal.SIGINT else self.grace_s)
-            if self.stopping and number == signal.SIGTERM:
-                return  # they know; a second signal could meet a rank that has saved and is ending
+        elif self.stop_signal is None:
+            self.stop_signal = number
+            self._stop_signal_s = now_s
+            self._kill_at_s = now_s + (KILL_S if number == signal.SIGINT else self.grace_s)
+            if self._is_stopping and number == signal.SIGTERM:
+                return  # they have one; a second could kill a rank that has saved and is ending
             for rank in self.ranks.alive:
                 rank.signal(number)
-        elif time.monotonic() > self.asked_s + REPEAT_S:
-            self.kill_at_s = -inf
+        elif now_s > self._stop_signal_s + REPEAT_S:
+            self._kill_at_s = -inf
 
     def stop(self) -> None:
-        """Have ranks save and end with EXIT_RESTART, however long that takes."""
-        self.stopping = True
+        """Make ranks save and end with EXIT_RESTART, without a time limit."""
+        self._is_stopping = True
         for rank in self.ranks.alive:
             rank.signal(signal.SIGTERM)
 
     @property
     def cause(self) -> Failure | None:
-        """What began the end, if that was a failure; ranks that are told to stop may lose each
-        other.
+        """Return the root cause of the end; None where no failure caused it.
+
+        Ranks that were asked to stop end at different times and may lose each other. Such
+        secondary failures do not count.
         """
-        failures = [
-            failure
-            for failure in self.failures
-            if not (self._signals_sent and failure.is_secondary)
-        ]
+        failures = self.failures
+        if self._signals_sent:
+            failures = [failure for failure in failures if not failure.is_secondary]
         return root_cause(failures) if failures else None
 
     @property
     def _signals_sent(self) -> set[int]:
-        """The signals that ranks have from us because they are to stop."""
-        return {
-            *([] if self.asked is None else [self.asked]),
-            *([signal.SIGTERM] if self.stopping else []),
-        }
+        """Return the signals that we sent to the ranks so that they stop."""
+        numbers: set[int] = set()
+        if self.stop_signal is not None:
+            numbers.add(self.stop_signal)
+        if self._is_stopping:
+            numbers.add(signal.SIGTERM)
+        return numbers
 
-    def _handle_event(self, news: RankEvent) -> None:
-        match news:
+    def _on_event(self, event: RankEvent) -> None:
+        match event:
             case RankResult(rank, value):
                 self.values[rank] = value
             case RankExited(rank, code):
                 self.codes[rank] = code
-                self._judge_end(rank, code)
+                self._on_exit(rank, code)
             case Failure():
-                self._judge(news)
+                self._on_failure(event)
 
-    def _judge_end(self, rank: int, code: int) -> None:
+    def _on_exit(self, rank: int, code: int) -> None:
+        # A shell around the program turns the signal n into the exit code 128 + n.
         is_ours = any(code in (-number, 128 + number) for number in self._signals_sent)
         if code == EXIT_RESTART:
-            self.kill_at_s = min(self.kill_at_s, time.monotonic() + self.grace_s)
+            self._kill_at_s = min(self._kill_at_s, time.monotonic() + self.grace_s)
         elif code != 0 and not is_ours and all(failure.rank != rank for failure in self.failures):
-            self._judge(from_exit_code(rank, code))
+            self._on_failure(from_exit_code(rank, code))
 
-    def _judge(self, failure: Failure) -> None:
-        if failure.time_s >= self.ended_s:
+    def _on_failure(self, failure: Failure) -> None:
+        if failure.time_s >= self._ended_s:
             return
         self.failures.append(failure)
         if self.ends_siblings:
-            self.end_at_s = min(
-                self.end_at_s,
-                time.monotonic() + (SECONDARY_FAILURE_S if failure.is_secondary else 0.0),
-            )
+            delay_s = SECONDARY_FAILURE_S if failure.is_secondary else 0.0
+            self._end_at_s = min(self._end_at_s, time.monotonic() + delay_s)
 
     def _end_all(self) -> None:
-        self.ended_s, self.end_at_s = time.monotonic(), inf
-        self.kill_at_s = min(self.kill_at_s, self.ended_s + KILL_S)
+        self._ended_s = time.monotonic()
+        self._end_at_s = inf
+        self._kill_at_s = min(self._kill_at_s, self._ended_s + KILL_S)
         for rank in self.ranks.alive:
             rank.signal(signal.SIGTERM)
 
     def _pause(self) -> None:
-        """Ctrl-Z stops this process; ranks are not in its group and stop and go on with it."""
+        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued.
+
+        Ranks have sessions of their own, so the terminal's signal does not reach them.
+        """
         for rank in self.ranks.alive:
             rank.signal_group(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)

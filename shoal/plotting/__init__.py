@@ -1,1 +1,1 @@
-"""Pictures of runs, pipeline schedules and traces."""
+"""Figures of runs, pipeline schedules and traces, as .png, .svg or .pdf files."""

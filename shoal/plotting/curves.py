@@ -1,4 +1,11 @@
-"""`shoal plot`: the curves of one run, or of several in comparison, as a picture."""
+"""`shoal plot`: a figure with the curves of one run, or of several runs for comparison.
+
+      loss             top-1 accuracy or perplexity
+      learning rate    samples per second
+
+A quantity that no run has gets no panel. This module also has the style and the writer that the
+other figures share.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +32,11 @@ PANELS = {
     "lr": "Learning rate",
     "samples_per_s": "Samples per second",
 }
-# Okabe and Ito, "Color Universal Design", 2008: told apart by colour-blind readers too. Yellow is
-# too pale on white.
+# Okabe and Ito, "Color Universal Design", 2008: colour-blind readers can tell them apart too. Their
+# yellow is left out, for it is too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":", "-.")  # for more runs than colours
+DASHES = ("-", "--", ":", "-.")
+"""Styles for more runs than there are colours: the first colours again, dashed."""
 SUFFIXES = (".png", ".svg", ".pdf")
 STYLE: Any = {
     "font.size": 11,
@@ -46,19 +54,18 @@ STYLE: Any = {
 
 
 def plot(runs: Sequence[Path], output: Path) -> None:
-    """Draws loss, accuracy or perplexity, learning rate and throughput of runs; what no run has
-    gets no panel.
+    """Draw loss, accuracy or perplexity, learning rate and throughput of runs into a file.
 
     Args:
         runs: run directories.
-        output: a .png, .svg or .pdf; replaced as a whole.
+        output: a .png, .svg or .pdf file; an old one is replaced atomically.
 
     Raises:
         ConfigError: a directory is no run or holds no records yet, or the suffix is unknown.
     """
     refuse_suffix(output)
-    read = read_runs(runs)
-    for run in read:
+    metrics = read_runs(runs)
+    for run in metrics:
         if run.unreadable_lines:
             lines = "line" if run.unreadable_lines == 1 else "lines"
             print(
@@ -68,11 +75,11 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        write_figure(_draw(read), output)
+        write_figure(_draw(metrics), output)
 
 
 def refuse_suffix(output: Path) -> None:
-    """Raise ConfigError where pictures have no such format."""
+    """Raise ConfigError if figures cannot be written with this suffix."""
     if output.suffix not in SUFFIXES:
         raise ConfigError(
             [f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"]
@@ -80,13 +87,14 @@ def refuse_suffix(output: Path) -> None:
 
 
 def write_figure(figure: Figure, output: Path) -> None:
-    """Write a picture by its suffix, as a whole; the same picture gives the same bytes."""
-    picture = io.BytesIO()
+    """Write a figure in the format of the suffix, atomically. Equal figures give equal bytes."""
+    data = io.BytesIO()
+    # Without these entries, the files would contain the date.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix)
-    figure.savefig(picture, format=output.suffix[1:], metadata=metadata, facecolor="white")
+    figure.savefig(data, format=output.suffix[1:], metadata=metadata, facecolor="white")
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output, many_writers=True) as file:
-        file.write(picture.getvalue())
+        file.write(data.getvalue())
 
 
 def _draw(runs: Sequence[RunMetrics]) -> Figure:
@@ -103,72 +111,82 @@ def _draw(runs: Sequence[RunMetrics]) -> Figure:
     grid = figure.add_gridspec(rows, 2)
     in_epochs = all(run.has_epochs for run in runs)
     for index, name in enumerate(names):
-        alone = index == len(names) - 1 and index % 2 == 0
-        cell = grid[index // 2, :] if alone else grid[index // 2, index % 2]
+        # The last of an odd number of panels is as wide as two.
+        is_wide = index == len(names) - 1 and index % 2 == 0
+        cell = grid[index // 2, :] if is_wide else grid[index // 2, index % 2]
         axes = figure.add_subplot(cell, sharex=figure.axes[0] if figure.axes else None)
-        for place, run in enumerate(runs):
-            _draw_run(axes, name, run, _line_style(place, len(runs)), in_epochs)
-        axes.set_title(PANELS[name])
-        if name == "loss":
-            axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
-        _scale(axes, name)
+        _draw_panel(axes, name, runs, in_epochs)
         if index >= len(names) - 2:
             axes.set_xlabel("epoch" if in_epochs else "step")
     _legend(figure, runs)
     return figure
 
 
+def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics], in_epochs: bool) -> None:
+    for index, run in enumerate(runs):
+        _draw_run(axes, name, run, _line_style(index, len(runs)), in_epochs)
+    axes.set_title(PANELS[name])
+    if name == "loss":
+        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
+    _scale(axes, name)
+
+
 def _is_plottable(name: str, run: RunMetrics) -> bool:
     quantities = {quantity for _, quantity in run.curves}
+    # A language model has both; perplexity says more.
     return name in quantities and not (name == "top1" and "perplexity" in quantities)
 
 
-def _line_style(place: int, runs: int) -> dict[str, dict[str, Any]]:
-    """How a run's training and validation are drawn: in two colours if it is alone, else in the
-    colour of the run.
+def _line_style(index: int, num_runs: int) -> dict[str, dict[str, Any]]:
+    """Return the styles of a run's training and validation curves.
 
-    Of a few runs the first ones have wider lines, so that equal curves show as stripes and none
-    hides another."""
-    train, validation = (COLORS[:2]) if runs == 1 else (COLORS[place % len(COLORS)],) * 2
-    dashes = DASHES[place // len(COLORS) % len(DASHES)]
-    width = 2.0 + (1.5 * (runs - 1 - place) if runs <= 3 else 0)
+    A single run has two colours; of several runs, each has one colour. Of up to three runs, the
+    earlier ones have wider lines: equal curves then show as stripes, and none hides another.
+    """
+    color = COLORS[index % len(COLORS)]
+    train_color, validation_color = COLORS[:2] if num_runs == 1 else (color, color)
+    dashes = DASHES[index // len(COLORS) % len(DASHES)]
+    width = 2.0 + (1.5 * (num_runs - 1 - index) if num_runs <= 3 else 0)
     return {
-        "train": {"color": train, "linestyle": dashes, "linewidth": 1.2, "alpha": 0.8},
-        "validation": {"color": validation, "linestyle": dashes, "linewidth": width, "marker": "o"},
+        "train": {"color": train_color, "linestyle": dashes, "linewidth": 1.2, "alpha": 0.8},
+        "validation": {
+            "color": validation_color,
+            "linestyle": dashes,
+            "linewidth": width,
+            "marker": "o",
+        },
     }
 
 
 def _draw_run(
-    axes: Axes, name: str, run: RunMetrics, look: dict[str, dict[str, Any]], in_epochs: bool
+    axes: Axes, name: str, run: RunMetrics, styles: dict[str, dict[str, Any]], in_epochs: bool
 ) -> None:
-    for kind, style in look.items():
+    """Draw one quantity of a run, for training and for validation."""
+    for kind, style in styles.items():
         curve = run.curves.get((kind, name))
         if curve is None:
             continue
         x = run.epochs_at(curve.steps) if in_epochs else curve.steps
         if kind == "validation":
+            # Many markers would hide the line.
             size = style["linewidth"] + 2 if len(curve.values) <= 40 else 0
             axes.plot(x, curve.values, **style, markersize=size, zorder=3)
         elif name == "lr":
-            axes.plot(
-                x,
-                curve.values,
-                **style | {"linewidth": look["validation"]["linewidth"], "alpha": 1.0},
-            )
+            # A learning rate has no noise, so it is not smoothed.
+            width = styles["validation"]["linewidth"]
+            axes.plot(x, curve.values, **style | {"linewidth": width, "alpha": 1.0})
         else:
             axes.plot(x, curve.values, color=style["color"], linewidth=0.8, alpha=0.25)
             axes.plot(x, _running_mean(curve), **style)
 
 
 def _smoothing_width(curve: Curve) -> int:
-    """Return how many points a running mean is over: a fortieth of all; 1 leaves the curve as
-    it is.
-    """
+    """Return the number of points of the running mean: a fortieth of all. 1 smooths nothing."""
     return max(1, len(curve.values) // 40)
 
 
 def _running_mean(curve: Curve) -> Floats:
-    """Average over the points around each, centred; fewer at the ends."""
+    """Return the mean of the points around each point, centred; of fewer points at the ends."""
     width = _smoothing_width(curve)
     weights = np.ones(width)
     total = np.convolve(curve.values, weights, mode="same")
@@ -176,6 +194,7 @@ def _running_mean(curve: Curve) -> Floats:
 
 
 def _scale(axes: Axes, name: str) -> None:
+    """Set limits, scale and tick labels of a panel."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
@@ -192,14 +211,14 @@ def _scale(axes: Axes, name: str) -> None:
 
 
 def _training_label(runs: Sequence[RunMetrics]) -> str:
-    """Name the training curve; say so where it is not what was measured."""
+    """Return the name of training curves; it says if they are smoothed."""
     curves = [curve for run in runs if (curve := run.curves.get(("train", "loss"))) is not None]
     smoothed = any(_smoothing_width(curve) > 1 for curve in curves)
     return "training (running mean; pale: as measured)" if smoothed else "training"
 
 
 def _soft_targets(runs: Sequence[RunMetrics]) -> str:
-    """Say beside the title of the losses why training and validation cannot be compared."""
+    """Return a note on losses if training and validation loss cannot be compared."""
     distinct = {run.soft_targets for run in runs}
     if distinct == {""}:
         return ""
@@ -209,24 +228,32 @@ def _soft_targets(runs: Sequence[RunMetrics]) -> str:
 
 
 def _legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:
+    """Draw a legend above all panels.
+
+    A single run gives its two curves, under its name. Several runs give one entry each, and two
+    grey entries for training and validation.
+    """
     from matplotlib.lines import Line2D
 
-    looks = [_line_style(place, len(runs)) for place in range(len(runs))]
-    training = _training_label(runs)
+    styles_of_runs = [_line_style(index, len(runs)) for index in range(len(runs))]
+    labels = [_training_label(runs), "validation"]
+    title = None
     if len(runs) == 1:
-        styles, labels, title = list(looks[0].values()), [training, "validation"], runs[0].name
+        styles = list(styles_of_runs[0].values())
+        title = runs[0].name
     else:
-        neutral = [style | {"color": "#555555", "linestyle": "-"} for style in looks[-1].values()]
-        styles = [*(look["validation"] for look in looks), *neutral]
-        labels, title = [*(run.name for run in runs), training, "validation"], None
+        grey = {"color": "#555555", "linestyle": "-"}
+        styles = [by_kind["validation"] for by_kind in styles_of_runs]
+        styles += [style | grey for style in styles_of_runs[-1].values()]
+        labels = [*(run.name for run in runs), *labels]
     lines = [Line2D([], [], **style, markersize=style["linewidth"] + 2) for style in styles]
+    # About 110 characters fit into a row; a line and its gaps take as much as 8.
     columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 8)))
-    heading = {"size": 14, "weight": "bold"}
     figure.legend(
         lines,
         labels,
         loc="outside upper center",
         ncols=columns,
         title=title,
-        title_fontproperties=heading,
+        title_fontproperties={"size": 14, "weight": "bold"},
     )

@@ -1,4 +1,4 @@
-"""The curves of a run, read from its metrics.jsonl."""
+"""The reader of a run's metrics.jsonl: records -> one curve for each quantity."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over steps; `steps` and `values` of shape (points,); points that are not
-    finite are left out.
-    """
+    """One quantity over steps. Both arrays are float64, (points,)."""
 
     steps: Floats
     values: Floats
@@ -29,11 +27,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """A run by the name it has among others.
+    """The metrics of one run.
 
-    Args: name: as short as tells it from the others. curves: by kind (train, validation) and name
-        of the quantity. unreadable_lines: of its metrics.jsonl. soft_targets: what makes its
-        training loss another quantity than its validation loss; empty for nothing.
+    Attributes:
+        name: the shortest end of its path that no other run has.
+        curves: (kind, name of the quantity) -> curve; the kind is "train" or "validation".
+        unreadable_lines: number of such lines in its metrics.jsonl.
+        soft_targets: the method that makes its training loss another quantity than its validation
+            loss, such as label smoothing; "" for none.
     """
 
     name: str
@@ -43,24 +44,25 @@ class RunMetrics:
 
     @property
     def has_epochs(self) -> bool:
-        """Whether there was an evaluation: they tell how long an epoch is."""
+        """Return whether there was an evaluation. Evaluations tell how long an epoch is."""
         ends = self.curves.get(("validation", "epoch"))
         return ends is not None and bool(ends.values[-1] > 0 and ends.steps[-1] > 0)
 
     def epochs_at(self, steps: Floats) -> Floats:
-        """Epochs that were trained after so many steps; for runs that tell."""
+        """Convert steps to epochs, both (points,); for runs that have epochs."""
         ends = self.curves["validation", "epoch"]
-        known_steps, known_epochs = np.append(0.0, ends.steps), np.append(0.0, ends.values)
-        # After the last evaluation, epochs are taken to be as long as they were on average.
+        known_steps = np.append(0.0, ends.steps)
+        known_epochs = np.append(0.0, ends.values)
+        # `interp` is constant after the last evaluation; add epochs of mean length there.
         beyond = np.maximum(0.0, steps - known_steps[-1]) * known_epochs[-1] / known_steps[-1]
         return np.asarray(np.interp(steps, known_steps, known_epochs) + beyond)
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunMetrics]:
-    """Reads run directories.
+    """Read run directories.
 
     Raises:
-        ConfigError: names every directory that is no run, or has measured nothing yet.
+        ConfigError: names every directory that is no run, or that has no records yet.
     """
     problems = [problem for directory in directories if (problem := _not_a_run(directory))]
     if problems:
@@ -79,17 +81,21 @@ def read_runs(directories: Sequence[Path]) -> list[RunMetrics]:
 
 
 def _not_a_run(directory: Path) -> str | None:
+    """Return the reason why a directory is no run; None if it is one."""
     if not directory.exists():
         return (
             f"{directory}: there is no such directory; give the --out of a run, such as runs/digits"
         )
     if not (directory / NAME).is_file():
-        return f"{directory}: not a run directory, it holds no {NAME}; give the --out of a run, such as runs/digits"
+        return (
+            f"{directory}: not a run directory, it holds no {NAME}; give the --out of a run, such "
+            "as runs/digits"
+        )
     return None
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """Of each directory as many last parts of its path as tell it from the others."""
+    """Return for each directory as many last parts of its path as distinguish all of them."""
     paths = [directory.resolve() for directory in directories]
     for length in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-length:]) for path in paths]
@@ -109,7 +115,7 @@ def _read(directory: Path, name: str) -> RunMetrics:
 
 
 def _soft_targets(directory: Path) -> str:
-    """Read it from the run's configuration; empty where that is missing or from another version."""
+    """Read it from the run's configuration; "" if that is missing or of another version."""
     try:
         return read(str(directory / "config.yaml")).job.train.soft_targets
     except ConfigError:
@@ -117,6 +123,7 @@ def _soft_targets(directory: Path) -> str:
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:
+    """Yield (quantity, curve) for each quantity that is a number in some record."""
     for quantity in sorted({name for record in records for name in record} - {"kind", "step"}):
         points = [
             (r["step"], r[quantity]) for r in records if isinstance(r.get(quantity), (int, float))

@@ -1,4 +1,4 @@
-"""The library's face: `init`, `prepare`, `forward_backward`, `save`.
+"""The public API of a run: `init`, `prepare`, `forward_backward`, `save`.
 
 run = shoal.init()
 model, optimizer, loader = run.prepare(model, optimizer, loader)

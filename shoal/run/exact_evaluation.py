@@ -3,13 +3,14 @@
       batch     0   1   2   3   4   5   6       fixed batches of the data set in its own order;
       rank      0   1   2   0   1   2   0       ranks take them in turn, without padding
 
-What is summed for a batch depends on that batch alone. The per-batch sums of all ranks meet in one
-table, and every rank adds the table up in the same order, so the result does not depend on who
-computed what."""
+The sums of a batch depend on that batch alone. All per-batch sums are collected in one table, and
+every rank adds up the table in the same order. So the result does not depend on which rank has
+computed which batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +22,10 @@ from shoal.comm.axis import Axis
 from shoal.data.batch_shards import BatchShard, shard_batch
 from shoal.data.loader import fetched
 from shoal.errors import UsageError
+from shoal.strategies.base import LocalModel
 
 Measures = Callable[[Any, Any], dict[str, Tensor]]
-"""(output, target) -> name -> scalar sum over the batch; `samples` is added when it is not
-there.
-"""
+"""(output, target) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
 
 
 def evaluate(
@@ -33,40 +33,74 @@ def evaluate(
     measure: Measures,
     model: nn.Module,
     loader: DataLoader,
-    move: Callable[[Any], Any],
-    all_forward: bool = False,
-    equal_buffers: bool = True,
+    to_device: Callable[[Any], Any],
 ) -> dict[str, float]:
-    """Sum what `measure` gives over every sample of `loader`'s data set. Collective.
+    """Sum a measure over every sample of a data set, with a model that is full on every rank.
 
-    The model is put into evaluation mode and back. Buffers are rank 0's on all ranks. Sums are
-    float64.
-
-    Args: all_forward: the model's forward pass is collective; a rank whose turn never comes
-        computes without counting. equal_buffers: make them so; they are where the caller has.
+    Collective over `data`. Rank 0's buffers are broadcast first. The model is in evaluation mode
+    meanwhile. Sums are float64.
 
     Returns: name -> sum over all samples.
-    Raises: UsageError: the loader has no batch size, or its data set is empty.
+    Raises:
+        UsageError: the loader has no batch size, or its data set is empty.
     """
-    batches = list(_batches(loader))
-    mine = batches[data.rank :: data.size]
-    idle = all_forward and data.rank >= len(batches) % data.size > 0
-    if equal_buffers:
-        data.broadcast_buffers(model)
+    batches = _batches(loader)
+    data.broadcast_buffers(model)
+    return _evaluate_batches(data, measure, model, loader, to_device, batches)
+
+
+def evaluate_local_model(
+    data: Axis,
+    measure: Measures,
+    model: nn.Module,
+    loader: DataLoader,
+    to_device: Callable[[Any], Any],
+    local_model: LocalModel,
+) -> dict[str, float]:
+    """Sum a measure as `evaluate` does, with a model of which each rank may hold a piece.
+
+    Args:
+        model: the prepared model or a wrapper of it. A wrapper's own buffers are left alone.
+    """
+    try:
+        data.broadcast_buffers(local_model.module)
+        batches = _batches(loader)
+        # Some ranks have one batch less. Where a forward pass is collective they join the last one
+        # all the same, with a batch that is not counted.
+        joins = local_model.collective_forward and data.rank >= len(batches) % data.size > 0
+        uncounted = batches[:1] if joins else []
+        return _evaluate_batches(data, measure, model, loader, to_device, batches, uncounted)
+    finally:
+        local_model.reshard()
+
+
+def _evaluate_batches(
+    data: Axis,
+    measure: Measures,
+    model: nn.Module,
+    loader: DataLoader,
+    to_device: Callable[[Any], Any],
+    batches: list[BatchShard],
+    uncounted: Sequence[BatchShard] = (),
+) -> dict[str, float]:
+    """Compute this rank's batches, and then `uncounted`. Return the sums over all ranks."""
+    counted = batches[data.rank :: data.size]
     rows: list[dict[str, Tensor]] = []
-    with torch.no_grad(), _evaluating(model):
-        coming = mine + batches[:1] * idle
-        for share, batch in zip(coming, fetched(loader, coming), strict=True):
-            *inputs, target = move(batch)
-            rows.append(
-                {"samples": torch.tensor(float(share.rows)), **measure(model(*inputs), target)}
-            )
-    return _total(data, rows[: len(mine)], len(batches))
+    with torch.no_grad(), _evaluation_mode(model):
+        to_fetch = [*counted, *uncounted]
+        for batch, samples in zip(to_fetch, fetched(loader, to_fetch), strict=True):
+            *inputs, target = to_device(samples)
+            count = torch.tensor(float(batch.rows))
+            rows.append({"samples": count, **measure(model(*inputs), target)})
+    return _sum_table(data, rows[: len(counted)], len(batches))
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is as it was, frozen BatchNorm too."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and every module back into the mode that it was in.
+
+    `model.train()` afterwards would not do: a user may keep some BatchNorm layers frozen.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -76,21 +110,26 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _total(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
-    """Add up the table of all batches, in order."""
-    # Rank 0 always has a batch; others may have none and so not know what is measured.
+def _sum_table(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
+    """Return the sums over all batches, added in the order of batches. Collective.
+
+    Args:
+        rows: the measures of this rank's batches.
+        batches: number of batches of all ranks.
+    """
+    # Rank 0 always has a batch. Other ranks may have none, and then do not know the names.
     names = data.broadcast_str("\n".join(rows[0]) if rows else "").split("\n")
     table = torch.zeros(batches, len(names), dtype=torch.float64, device=data.device)
     for index, row in enumerate(rows):
         table[data.rank + index * data.size] = torch.stack(
             [v.detach().double().to(data.device) for v in row.values()]
         )
-    # Every entry is one number plus zeros: the sum over ranks is exact.
+    # Each entry is one rank's value plus zeros, so the sum over ranks is exact.
     return dict(zip(names, data.all_reduce(table).cpu().sum(dim=0).tolist(), strict=True))
 
 
-def _batches(loader: DataLoader) -> Iterator[BatchShard]:
-    """The data set in its own order, cut into fixed batches."""
+def _batches(loader: DataLoader) -> list[BatchShard]:
+    """Return the data set in its own order, divided into fixed batches."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         raise UsageError(
             "evaluation needs a plain DataLoader(dataset, batch_size=...): its batches are what "
@@ -99,4 +138,5 @@ def _batches(loader: DataLoader) -> Iterator[BatchShard]:
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if samples == 0:
         raise UsageError("there is nothing to evaluate: the data set is empty.")
-    return shard_batch(range(samples), 0, 0, loader.batch_size, drop_last=False, rank=0, ranks=1)
+    size = loader.batch_size
+    return list(shard_batch(range(samples), 0, 0, size, drop_last=False, rank=0, ranks=1))

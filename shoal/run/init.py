@@ -1,6 +1,4 @@
-"""How a run begins: this process's place in the world, the same seed everywhere, the strategies
-in their order.
-"""
+"""The beginning of a run: rank, seed, and the order of strategies."""
 
 from __future__ import annotations
 
@@ -15,11 +13,12 @@ import torch
 
 from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
-from shoal.config.trace_window import parse_window as parse_window
+from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
 from shoal.launch.environment import read
-from shoal.run.optimizer_in_backward import refuse_with
-from shoal.run.run import Run, RunSettings
+from shoal.run.optimizer_in_backward import check_settings
+from shoal.run.preparation import RunSettings
+from shoal.run.run import Run
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, build_strategies, parse_line
 from shoal.strategies.options import mesh_sizes
@@ -42,28 +41,32 @@ def init(
     trace_to: str | Path = ".",
     announce: Callable[[str], None] = print,
 ) -> Run:
-    """Take this process's place in the world that the launcher made. Collective: every rank calls
-    it first.
+    """Join the ranks that a launcher has started, and return the run. Collective: call it first.
 
-    Under `shoal launch`, torchrun, srun or mpirun the place is read from their variables; a plain
-    `python script.py` is a world of one. Sets the current CUDA device where there are GPUs, and
-    seeds torch, Python and NumPy alike on every rank, so that every rank builds the same model.
+    Rank and world size are read from the variables of `shoal launch`, torchrun, srun or mpirun. A
+    plain `python script.py` is a world of one rank. Sets the current CUDA device if there are GPUs.
+    Seeds torch, Python and NumPy alike on every rank, so that every rank builds the same model.
 
-    Args: strategy: how several ranks train one model, e.g. "ddp"; `shoal launch --strategy`
-        overrides it. seed: from which the order of samples, augmentation and dropout follow.
-        accumulate: parts that each rank's share of a batch is computed in, to save memory.
-        precision: "bf16" and "fp16" run the forward pass under autocast. compile: compile the model
-        with torch.compile. step_in_backward: step each parameter inside the backward pass, as soon
-        as its gradient is known, and free the
-            gradient. The loop stays as it is; its `optimizer.step()` has nothing left to do.
-        trace: steps to trace, as "3@20": three, after the first twenty. `shoal launch --trace`
-        overrides it.
-        trace_to: directory for trace.json, which `shoal trace` reads and https://ui.perfetto.dev
-        opens.
-        announce: is given what there is to say before the first step; called on rank 0 only.
+    Args:
+        strategy: the way to train one model on several ranks, e.g. "ddp"; `shoal launch --strategy`
+            overrides it.
+        seed: decides the order of samples, augmentation and dropout.
+        accumulate: micro-batches of each rank's share of a batch; more of them save memory.
+        precision: "bf16" and "fp16" run the forward pass under autocast.
+        compile: compile the model with torch.compile.
+        step_in_backward: step each parameter inside the backward pass, as soon as its gradient is
+            known, and free the gradient. The loop stays as it is; its `optimizer.step()` has
+            nothing left to do.
+        trace: steps to trace. "3@20" traces three, after the first twenty. `shoal launch --trace`
+            overrides it.
+        trace_to: directory of trace.json, which `shoal trace` reads and https://ui.perfetto.dev
+            opens.
+        announce: is called with each line of the startup summary, on rank 0 only.
 
-    Raises: EnvironmentConflict: the launcher's variables contradict each other. ConfigError: no
-        such strategy, or step_in_backward with accumulate or fp16, or no such steps to trace.
+    Raises:
+        EnvironmentConflict: the launcher's variables contradict each other.
+        ConfigError: the strategy or the steps to trace do not exist, or step_in_backward was given
+            with accumulate or fp16.
     """
     return init_with_place(
         os.environ.get("SHOAL_STRATEGY", strategy),
@@ -90,28 +93,32 @@ def init_with_place(
     trace_to: str | Path = ".",
     announce: Callable[[str], None] = print,
 ) -> Run:
-    """`init` for a job that has all its settings from elsewhere: nothing is overridden.
-    Collective.
+    """Do what `init` does, without reading SHOAL_* variables. Collective.
+
+    `shoal train` and `shoal verify` use it: their settings are complete, and nothing may override
+    them.
     """
     if accumulate < 1:
         raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
     if step_in_backward:
-        refuse_with(accumulate, loss_scale=precision == "fp16")
+        check_settings(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")
     chosen = build_strategies(parse_line(strategy))
-    helpers = any(one.needs_helper_processes for one in chosen)
+    # Helper processes are forked from a process that starts before the mesh does.
+    helpers = any(strategy.needs_helper_processes for strategy in chosen)
     mesh = init_mesh(read(os.environ), helpers, ParallelDims(**mesh_sizes(chosen)))
     _seed_generators(seed)
-    scale = LossScale() if precision == "fp16" else None
-    transforms: list[base.Strategy] = [
-        Precision(precision, scale),
-        *([Compile()] if compile else []),
-    ]
-    strategies = _in_order(chosen, transforms, Accumulate(accumulate))
-    tracing = None if window is None else Tracing(window, Path(trace_to), mesh)
-    say = announce if mesh.rank == 0 else _discard
+    loss_scale = LossScale() if precision == "fp16" else None
+    transforms: list[base.Strategy] = [Precision(precision, loss_scale)]
+    if compile:
+        transforms.append(Compile())
     return Run(
-        mesh, strategies, RunSettings(seed, accumulate, step_in_backward), scale, say, tracing
+        mesh,
+        _in_order(chosen, transforms, Accumulate(accumulate)),
+        RunSettings(seed, accumulate, step_in_backward),
+        loss_scale,
+        announce if mesh.rank == 0 else _ignore,
+        None if window is None else Tracing(window, Path(trace_to), mesh),
     )
 
 
@@ -125,14 +132,15 @@ def _seed_generators(seed: int) -> None:
 def _in_order(
     chosen: list[base.Strategy], transforms: list[base.Strategy], accumulate: base.Strategy
 ) -> list[base.Strategy]:
-    """The order in which strategies apply: what slices the model comes first.
+    """Return all strategies in the order in which they are applied.
 
-    So precision is around the forward pass of a slice, and accumulation around all passes.
+    Tensor parallelism comes first, because it replaces layers. So precision wraps the forward pass
+    of a shard of the model, and accumulation wraps all passes.
     """
-    slicing = [strategy for strategy in chosen if strategy.needs_example_batch]
-    others = [strategy for strategy in chosen if not strategy.needs_example_batch]
-    return [*slicing, *transforms, *others, accumulate]
+    first = [strategy for strategy in chosen if strategy.needs_example_batch]
+    rest = [strategy for strategy in chosen if not strategy.needs_example_batch]
+    return [*first, *transforms, *rest, accumulate]
 
 
-def _discard(_: str) -> None:
-    """What ranks other than 0 have to say."""
+def _ignore(_: str) -> None:
+    """Print nothing: every rank would announce the same lines as rank 0."""

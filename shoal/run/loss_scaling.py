@@ -1,10 +1,11 @@
-"""A step is skipped as a whole when any of its gradients overflowed in fp16.
+"""Skip a whole step if any of its gradients overflowed in fp16.
 
-      forward_backward    NaN            overflow: what is added to it stays NaN
-      forward_backward    NaN + g        still to be skipped, though this call's gradient is fine
-      optimizer.step()    none           dropped just before, so the step changes nothing
+                          .grad
+      forward_backward    NaN            overflow: a sum with NaN stays NaN
+      forward_backward    NaN + g        still to be skipped, although this call's g is finite
+      optimizer.step()    None           set just before, so that the step changes nothing
 
-`zero_grad()` in between takes the overflow away, with the gradients.
+`zero_grad()` in between removes the overflow with the gradients.
 """
 
 from __future__ import annotations
@@ -16,30 +17,39 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.strategies.base import LocalModel, gradient_norm
+from shoal.strategies.base import LocalModel
+from shoal.strategies.local_step import gradient_norm
 from shoal.strategies.transforms.precision import LossScale, unscale
 
 
 class LossScaleGuard:
-    """Divides gradients by the scale, and skips the optimizer's next step where one of them was
-    not finite.
-    """
+    """Divides gradients by the loss scale, and skips the next step if one of them is not finite."""
 
-    def __init__(self, part: LocalModel, loss_scale: LossScale, optimizer: Optimizer) -> None:
-        self._part, self._loss_scale, self._skips = part, loss_scale, False
-        optimizer.register_step_pre_hook(self._skip)
+    def __init__(
+        self, local_model: LocalModel, loss_scale: LossScale, optimizer: Optimizer
+    ) -> None:
+        self._local_model = local_model
+        self._loss_scale = loss_scale
+        self._skip_next = False
+        optimizer.register_step_pre_hook(self._on_step)
 
     def unscale(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
-        """This call's gradients; `earlier` are those of calls before it, which are not in
-        `.grad`. Collective.
-        """
-        names = {parameter: name for name, parameter in self._part.trainable_params.items()}
-        known = {names[parameter]: gradient for parameter, gradient in earlier.items()}
-        overflowed = self._skips and not bool(torch.isfinite(gradient_norm(self._part, known)))
-        self._skips = not unscale(self._part, self._loss_scale) or overflowed
+        """Divide `.grad`, the gradients of this call, by the loss scale. Collective.
 
-    def _skip(self, *_: Any) -> None:
-        if self._skips:
-            for parameter in self._part.trainable_params.values():
+        Args:
+            earlier: gradients of earlier calls of the same step, unscaled already.
+        """
+        names = {parameter: name for name, parameter in self._local_model.trainable_params.items()}
+        by_name = {names[parameter]: gradient for parameter, gradient in earlier.items()}
+        # An earlier overflow counts only as long as its gradients are there: see `zero_grad`.
+        overflowed = self._skip_next and not bool(
+            torch.isfinite(gradient_norm(self._local_model, by_name))
+        )
+        self._skip_next = not unscale(self._local_model, self._loss_scale) or overflowed
+
+    def _on_step(self, *_: Any) -> None:
+        # Optimizers leave parameters without a gradient as they are, with their state.
+        if self._skip_next:
+            for parameter in self._local_model.trainable_params.values():
                 parameter.grad = None
-        self._skips = False
+        self._skip_next = False

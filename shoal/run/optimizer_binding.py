@@ -1,8 +1,9 @@
-"""Which optimizer group owns which parameter, by name; what an optimizer holds, by name.
+"""An optimizer's groups and state by the names of parameters.
 
-Strategies may replace a parameter by a slice of it. An optimizer that still points at the old
-tensor trains nothing and says nothing (pytorch#149205), so it is bound again by name, and every
-trainable parameter must be owned exactly once."""
+A strategy may replace a parameter by a shard of it. An optimizer that still holds the old tensor
+trains nothing, without any error (pytorch#149205). So every optimizer is bound again by names, and
+every trainable parameter must be in exactly one group.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +21,37 @@ from shoal.platform.torch_private.subclasses import is_made_of_tensors
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
-NEED_WHOLE = {
-    "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards of them",
+NEED_FULL_TENSORS = {
+    "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards "
+    "of them",
     "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
-"""Optimizers that fail on shards, in their first step."""
+"""Optimizers that fail on shards in their first step, with the reason."""
 
 
 @runtime_checkable
 class QuantizedOptimizer(Protocol):
-    """An optimizer with state that is no plain tensor, and that knows how to store it: see
-    `shoal.optim.adamw8bit`.
-    """
+    """An optimizer with state that is no plain tensor: see `shoal.optim.adamw8bit`."""
 
-    def shard_state(self, parameter: Tensor, key: str, value: Tensor) -> dict[str, Tensor]: ...
+    def shard_state(self, parameter: Tensor, key: str, value: Tensor) -> dict[str, Tensor]:
+        """Return plain tensors from which `unshard_state` makes `value`; {} if it is plain."""
+        ...
 
-    def unshard_state(self, parameter: Tensor, key: str, parts: dict[str, Tensor]) -> Tensor: ...
+    def unshard_state(self, parameter: Tensor, key: str, parts: dict[str, Tensor]) -> Tensor:
+        """Return the state tensor that `shard_state` has taken apart."""
+        ...
 
 
 def group_param_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each group. Raises UsageError unless each trainable one is in
-    exactly one group.
+    """Return for each group the names of its parameters.
+
+    Raises:
+        UsageError: a trainable parameter is not in exactly one group, or a group has a parameter
+            that is not the model's.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    problems = list(_unbound(model, names, held))
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    problems = list(_problems_of_groups(model, names, params))
     if problems:
         raise UsageError("\n".join(problems))
     return [
@@ -52,37 +59,41 @@ def group_param_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]
     ]
 
 
-def _unbound(model: nn.Module, names: Mapping[int, str], held: Sequence[Tensor]) -> Iterator[str]:
-    """Problems where the parameters of an optimizer are not each trainable one of the model, once.
+def _problems_of_groups(
+    model: nn.Module, names: Mapping[int, str], params: Sequence[Tensor]
+) -> Iterator[str]:
+    """Yield a sentence if trainable parameters are missing, are there twice, or are foreign.
 
-    Args: names: of the model's parameters, by their `id`.
+    Args:
+        names: names of the model's parameters by their `id`.
+        params: the parameters in all groups of the optimizer.
     """
-    counts = Counter(id(parameter) for parameter in held)
-    lost = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in counts]
-    if lost:
+    counts = Counter(id(parameter) for parameter in params)
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in counts]
+    if missing:
         yield (
-            f"{_listed(lost)}: trainable, but in no group of the optimizer. Build the optimizer "
-            "after the last change "
-            "to the model, add them to a group, or freeze them with requires_grad_(False)."
+            f"{_listed(missing)}: trainable, but in no group of the optimizer. Build the optimizer "
+            "after the last change to the model, add them to a group, or freeze them with "
+            "requires_grad_(False)."
         )
     twice = [names[key] for key, count in counts.items() if count > 1 and key in names]
     if twice:
         yield f"{_listed(twice)}: in more than one group of the optimizer; keep one."
-    strange = sum(id(parameter) not in names for parameter in held)
-    if strange:
+    foreign = sum(id(parameter) not in names for parameter in params)
+    if foreign:
         yield (
-            f"{strange} of the optimizer's {len(held)} parameters do not belong to the model. Was "
-            "the model copied, "
-            "moved or wrapped after the optimizer was built? Build it from the parameters of this "
-            "model."
+            f"{foreign} of the optimizer's {len(params)} parameters do not belong to the model. "
+            "Was the model copied, moved or wrapped after the optimizer was built? Build it from "
+            "the parameters of this model."
         )
 
 
 def bind_optimizer(
     optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.Parameter]
 ) -> None:
-    """Point every group at what this rank owns of it. Frozen parameters drop out: they are
-    never stepped.
+    """Replace the parameters of every group by those that this rank owns, by name.
+
+    Frozen parameters leave their group: they are never stepped.
     """
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [owned[name] for name in names if name in owned]
@@ -92,54 +103,50 @@ def bind_optimizer(
     )
 
 
-def refuse_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """Raise StrategyRefused where parameters are sharded and the optimizer cannot step shards
-    as it steps the whole.
-    """
-    _refuse_lists(optimizer, owned)
-    kind, sharded = (
-        type(optimizer),
-        [name for name, parameter in owned.items() if _is_sharded(parameter)],
-    )
+def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    """Raise StrategyRefused if a step of shards would not be the step of the full parameters."""
+    _check_foreach(optimizer, owned)
+    kind = type(optimizer)
+    sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
     if not sharded:
         return
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_WHOLE:
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         raise StrategyRefused(
             f"{kind.__name__} cannot step the shards of {_listed(sharded)}: "
-            f"{NEED_WHOLE[kind.__name__]}. Use ddp, or "
-            "another optimizer such as AdamW."
+            f"{NEED_FULL_TENSORS[kind.__name__]}. Use ddp, or another optimizer such as AdamW."
         )
-    sliced = [name for name in sharded if _is_sliced(owned[name])]
-    if sliced and isinstance(optimizer, QuantizedOptimizer):
+    tensor_parallel = [name for name in sharded if _is_tensor_parallel(owned[name])]
+    if tensor_parallel and isinstance(optimizer, QuantizedOptimizer):
         raise StrategyRefused(
-            f"{kind.__name__} quantises blocks of whole rows, and {_listed(sliced)} are cut along "
-            "the tensor axis. Use "
-            "AdamW, or leave out tensor."
+            f"{kind.__name__} quantises blocks of whole rows, and {_listed(tensor_parallel)} are "
+            "cut along the tensor axis. Use AdamW, or leave out tensor."
         )
     if kind.__module__.startswith("torchao."):
         raise StrategyRefused(
             f"torchao's {kind.__name__} quantises what each rank holds of {_listed(sharded)}, so "
-            "its numbers depend on "
-            "the number of ranks (pytorch/ao#4912). Use AdamW8bit of shoal.optim.adamw8bit, or ddp."
+            "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
+            "shoal.optim.adamw8bit, or ddp."
         )
 
 
-def _refuse_lists(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """torch steps no list of parameters that lie on different meshes."""
+def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
+    """Raise StrategyRefused if torch would step a list of parameters of different meshes.
+
+    By default torch chooses its loop over single parameters then, which is correct.
+    """
     meshes = {
         parameter.device_mesh if isinstance(parameter, DTensor) else None
         for parameter in owned.values()
     }
-    asked = [
+    requested = [
         key
         for key in ("foreach", "fused")
         if any(group.get(key) for group in optimizer.param_groups)
     ]
-    if len(meshes) > 1 and asked:
+    if len(meshes) > 1 and requested:
         raise StrategyRefused(
-            f"{type(optimizer).__name__}({asked[0]}=True) steps lists of parameters, and torch "
-            "takes none of whole and "
-            f"sliced ones. Leave {asked[0]} out."
+            f"{type(optimizer).__name__}({requested[0]}=True) steps lists of parameters, and torch "
+            f"takes none of whole and sliced ones. Leave {requested[0]} out."
         )
 
 
@@ -149,7 +156,7 @@ def _is_sharded(parameter: Tensor) -> bool:
     )
 
 
-def _is_sliced(parameter: Tensor) -> bool:
+def _is_tensor_parallel(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tensor" in (
         parameter.device_mesh.mesh_dim_names or ()
     )
@@ -158,10 +165,12 @@ def _is_sliced(parameter: Tensor) -> bool:
 def optimizer_state(
     optimizer: Optimizer, owned: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], Scalars]:
-    """What the optimizer has gathered: tensors as `name.key`, plain numbers apart, so that no
-    pickle is needed.
+    """Return the optimizer's state as (tensors, scalars), so that no pickle is needed.
 
-    Where the optimizer takes a tensor apart, its parts are `name.key.part`.
+    A tensor is `name.key`. If the optimizer takes a tensor apart, the parts are `name.key.part`.
+
+    Raises:
+        CheckpointError: state of another kind.
     """
     tensors: dict[str, Tensor] = {}
     scalars: Scalars = {}
@@ -170,6 +179,7 @@ def optimizer_state(
             parts: dict[str, Tensor] = {}
             if isinstance(value, Tensor) and isinstance(optimizer, QuantizedOptimizer):
                 parts = optimizer.shard_state(parameter, key, value)
+            # Scalars are kept apart from tensors, because JSON holds them.
             if parts:
                 tensors |= {f"{name}.{key}.{part}": tensor for part, tensor in parts.items()}
             elif isinstance(value, Tensor) and _is_plain(value):
@@ -179,10 +189,8 @@ def optimizer_state(
             else:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} under '{key}' for "
-                    f"{name}; "
-                    "only plain tensors and numbers can be saved without pickle. For 8-bit states "
-                    "use AdamW8bit of "
-                    "shoal.optim.adamw8bit."
+                    f"{name}; only plain tensors and numbers can be saved without pickle. For "
+                    "8-bit states use AdamW8bit of shoal.optim.adamw8bit."
                 )
     return tensors, scalars
 
@@ -193,14 +201,19 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     scalars: Scalars,
 ) -> None:
-    """The inverse of `optimizer_state`, in today's layout."""
+    """Load what `optimizer_state` returned, into the layout that parameters have now.
+
+    Raises:
+        CheckpointError: state of parameters that the model lacks, or for another optimizer.
+    """
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         name, key, part = split_state_key(path, owned)
         parts.setdefault((name, key), {})[part] = tensor
-    for (name, key), found in parts.items():
-        by_name.setdefault(name, {})[key] = _put_together(optimizer, owned.get(name), key, found)
+    for (name, key), tensors_of_key in parts.items():
+        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
+        by_name.setdefault(name, {})[key] = value
     unknown = sorted(set(by_name) - set(owned))
     if unknown:
         raise CheckpointError(
@@ -214,25 +227,23 @@ def load_optimizer_state(
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
     with torch.no_grad():
         optimizer.load_state_dict(state)
-    # torch casts floating state to the parameter's dtype; some of it, NAdam's mu_product say, has
-    # one of its own.
+    # torch casts floating state to the parameter's dtype. Some state has another dtype by design,
+    # such as the mu_product of NAdam.
     for name, values in by_name.items():
-        held = optimizer.state[owned[name]]
+        loaded = optimizer.state[owned[name]]
         for key, value in values.items():
-            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def split_state_key(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, str, str]:
-    """Parameter, key and part that a name of `optimizer_state` stands for; "" for the part of
-    what is whole.
-    """
+    """Return parameter, key and part of a name of `optimizer_state`; part "" of a whole tensor."""
     name, _, key = path.rpartition(".")
     outer, _, inner = name.rpartition(".")
     return (outer, inner, key) if name not in owned and outer in owned else (name, key, "")
 
 
-def _put_together(
+def _join_parts(
     optimizer: Optimizer, parameter: Tensor | None, key: str, parts: dict[str, Tensor]
 ) -> Tensor:
     if isinstance(optimizer, QuantizedOptimizer) and parameter is not None:
@@ -240,8 +251,7 @@ def _put_together(
     if "" not in parts:
         raise CheckpointError(
             f"the checkpoint holds '{key}' in 8 bits, and this optimizer is "
-            f"{type(optimizer).__name__}. Use AdamW8bit, "
-            "which saved it, or start afresh."
+            f"{type(optimizer).__name__}. Use AdamW8bit, which saved it, or start afresh."
         )
     return parts[""]
 
@@ -251,7 +261,7 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
-    """Learning rate and other plain numbers of each group, which a scheduler may have changed."""
+    """Return the numbers of each group, such as the learning rate, as a scheduler has set them."""
     return [
         {
             key: value.item() if isinstance(value, Tensor) else value
@@ -265,12 +275,12 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
 def load_group_settings(
     optimizer: Optimizer, settings: list[dict[str, float | int | bool]]
 ) -> None:
-    """The inverse of `group_settings`."""
+    """Load what `group_settings` returned."""
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         rate = group["lr"]
         for key, value in saved.items():
-            # Some optimizers want their rate as a tensor, so that a compiled step is not compiled
-            # anew for each.
+            # Some optimizers take the learning rate as a tensor, so that a compiled step is not
+            # compiled again for each value.
             as_tensor = isinstance(rate, Tensor) and key in ("lr", "initial_lr")
             group[key] = torch.full_like(rate, value) if as_tensor else value
 
@@ -279,6 +289,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _listed(names: list[str], max_names: int = 5) -> str:
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more

@@ -1,12 +1,14 @@
-"""Stepping inside the backward pass, so that the gradients never exist all at once.
+"""Optimizer steps inside the backward pass, so that never all gradients exist at once.
 
-      backward   gradient of layer 3 ─ step ─ free │ gradient of layer 2 ─ step ─ free │ gradient of layer 1 ─ ...
+      backward   gradient of layer 3, step, free │ gradient of layer 2, step, free │ layer 1 ...
 
 Each parameter is stepped as soon as its gradient is the mean over all ranks, and the gradient is
-freed. That is right for an optimizer that treats every parameter by itself, as all of torch.optim
-do but LBFGS. What needs all gradients at
-once cannot be had: their norm, a sum over several backward passes, a count that is known only after
-the last of them."""
+freed. That is correct for an optimizer that treats every parameter by itself, as all optimizers of
+torch.optim do except LBFGS.
+
+Three things need all gradients at once, and are refused here: the norm of all gradients, a sum over
+several backward passes, and a count that is known only after the last of them.
+"""
 
 from __future__ import annotations
 
@@ -25,49 +27,50 @@ CURE = "Use step_in_backward=False (optimizer.in_backward: false)."
 
 
 class OptimizerInBackward:
-    """Steps `optimizer` during the backward passes of `part`.
+    """Steps `optimizer` during the backward passes of a local model.
 
-    Raises: StrategyRefused: the strategy has the means only after the backward pass, or keeps all
-    gradients anyway."""
+    Raises:
+        StrategyRefused: the strategy has the global means only after the backward pass, or keeps
+            all gradients anyway.
+    """
 
-    def __init__(self, optimizer: Optimizer, part: LocalModel) -> None:
-        if part.grads_not_ready_reason:
-            raise StrategyRefused(f"step_in_backward: {part.grads_not_ready_reason}")
-        self._optimizer, self._owned, self._uncertain = (
-            optimizer,
-            part.trainable_params,
-            part.maybe_unused,
-        )
-        self._names = {id(parameter): name for name, parameter in part.trainable_params.items()}
-        # Without the hooks of a step: they run once, in the step() of the user's loop.
+    def __init__(self, optimizer: Optimizer, local_model: LocalModel) -> None:
+        if local_model.grads_not_ready_reason:
+            raise StrategyRefused(f"step_in_backward: {local_model.grads_not_ready_reason}")
+        self._optimizer = optimizer
+        self._params = local_model.trainable_params
+        self._maybe_unused = local_model.maybe_unused
+        self._names = {id(parameter): name for name, parameter in self._params.items()}
+        # torch wraps `step` to run hooks. Those run only in the `step()` of the user's loop.
         step: Any = type(optimizer).step
         self._step = step.__wrapped__ if hasattr(step, "hooked") else step
-        self._groups: dict[int, dict[str, Any]] = {}
+        self._groups: dict[int, dict[str, Any]] = {}  # by the id of a parameter; empty: not now
         self._stepped: set[int] = set()
         self._open_step = False
-        for parameter in part.trainable_params.values():
-            parameter.register_post_accumulate_grad_hook(self._has_gradient)
-        optimizer.register_step_post_hook(self._ended)
+        for parameter in self._params.values():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        optimizer.register_step_post_hook(self._on_optimizer_step)
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """The time of a backward pass; at its end, what was not stepped inside it is.
+    def stepping(self) -> Iterator[None]:
+        """Step each parameter while the context is open, at its end those that were not yet.
 
-        Raises: UsageError: there are gradients already, or `optimizer.step()` was not called since
-        the last one."""
-        held = [name for name, parameter in self._owned.items() if parameter.grad is not None]
-        if held:
+        Raises:
+            UsageError: there are gradients already, or `optimizer.step()` was not called since the
+                last time.
+        """
+        existing = [name for name, parameter in self._params.items() if parameter.grad is not None]
+        if existing:
             raise UsageError(
-                f"step_in_backward cannot add to gradients from elsewhere; {held[0]} has one. "
+                f"step_in_backward cannot add to gradients from elsewhere; {existing[0]} has one. "
                 f"{CURE}"
             )
         if self._open_step:
             raise UsageError(
                 "step_in_backward makes each forward_backward a step of its own; this is the "
-                "second one without "
-                f"optimizer.step(), which adds up gradients elsewhere. {CURE}"
+                f"second one without optimizer.step(), which adds up gradients elsewhere. {CURE}"
             )
-        # Anew each time: load_state_dict gives an optimizer other groups.
+        # Made again each time, because load_state_dict gives an optimizer other groups.
         self._groups = {
             id(p): group for group in self._optimizer.param_groups for p in group["params"]
         }
@@ -75,79 +78,79 @@ class OptimizerInBackward:
         self._open_step = True
         try:
             yield
-            for parameter in self._owned.values():
-                self._has_gradient(parameter)
+            # What was still uncertain in the pass, or came only with `reduce_gradients`.
+            for parameter in self._params.values():
+                self._on_gradient(parameter)
         finally:
             self._groups = {}
 
-    def _has_gradient(self, parameter: Tensor) -> None:
-        if (
-            not self._groups
-            or parameter.grad is None
-            or self._names[id(parameter)] in self._uncertain
-        ):
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._groups or parameter.grad is None:
+            return
+        # This gradient may still be removed, as if the parameter had not been used.
+        if self._names[id(parameter)] in self._maybe_unused:
             return
         if id(parameter) in self._stepped:
             raise UsageError(
                 f"{self._names[id(parameter)]}: its gradient came in two pieces in one backward "
-                "pass, as it does where "
-                "a module that is called more than once is recomputed with use_reentrant=True; a "
-                "step needs the whole. "
-                f"{CURE}"
+                "pass, as it does where a module that is called more than once is recomputed with "
+                f"use_reentrant=True; a step needs the whole. {CURE}"
             )
         self._stepped.add(id(parameter))
         self._step_alone(parameter)
         parameter.grad = None
 
     def _step_alone(self, parameter: Tensor) -> None:
-        """The very step of the optimizer, with the very group, as if there were no other
-        parameter.
+        """Call the optimizer's own step as if `parameter` were its only one.
+
+        The group stays the same object, so that settings that the step writes into it are kept.
         """
-        optimizer, group = self._optimizer, self._groups[id(parameter)]
-        groups, members = optimizer.param_groups, group["params"]
-        optimizer.param_groups, group["params"] = [group], [parameter]
+        optimizer = self._optimizer
+        group = self._groups[id(parameter)]
+        all_groups = optimizer.param_groups
+        all_params = group["params"]
+        optimizer.param_groups = [group]
+        group["params"] = [parameter]
         try:
             with torch.no_grad():
                 self._step(optimizer)
         finally:
-            optimizer.param_groups, group["params"] = groups, members
+            optimizer.param_groups = all_groups
+            group["params"] = all_params
 
-    def _ended(self, *_: Any) -> None:
-        """The user's loop has called step(), which found no gradient and did nothing."""
+    def _on_optimizer_step(self, *_: Any) -> None:
+        """Note that the user's loop has called `step()`, which found no gradient to use."""
         self._open_step = False
 
 
-def refuse_with(accumulate: int, loss_scale: bool) -> None:
-    """Raise ConfigError where settings of a run contradict stepping inside the backward pass."""
+def check_settings(accumulate: int, loss_scale: bool) -> None:
+    """Raise ConfigError if settings of a run contradict steps inside the backward pass."""
     problems = []
     if accumulate > 1:
         problems.append(
             f"step_in_backward: accumulate={accumulate} adds up gradients of several backward "
-            "passes, and stepping "
-            "inside each of them leaves nothing to add. Use accumulate=1, or zero2, which holds "
-            "shards of the sum only."
+            "passes, and stepping inside each of them leaves nothing to add. Use accumulate=1, or "
+            "zero2, which holds shards of the sum only."
         )
     if loss_scale:
         problems.append(
             "step_in_backward: fp16 skips a step when any gradient overflows, which is known only "
-            "after the last one. "
-            "Use bf16, which needs no loss scale."
+            "after the last one. Use bf16, which needs no loss scale."
         )
     if problems:
         raise ConfigError(problems)
 
 
-def mean_only(loss_fn: LossFunction) -> LossFunction:
-    """`loss_fn`, which must not count for itself."""
+def require_mean(loss_fn: LossFunction) -> LossFunction:
+    """Return `loss_fn` with a check: UsageError if it returns a (sum, count) pair."""
 
     def checked(output: Any, target: Any) -> Tensor:
         value = loss_fn(output, target)
         if isinstance(value, tuple):
             raise UsageError(
                 "loss_fn returned a (sum, count) pair: gradients are divided by the count of all "
-                "ranks, which is known "
-                "only after the backward pass, when step_in_backward has stepped. Return a mean. "
-                f"{CURE}"
+                "ranks, which is known only after the backward pass, when step_in_backward has "
+                f"stepped. Return a mean. {CURE}"
             )
         return value
 

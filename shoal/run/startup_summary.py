@@ -1,5 +1,7 @@
-"""What is said before the first step: the global batch, and where the numbers will differ from
-one device.
+"""The lines that are printed before the first step.
+
+They show the global batch, the launcher, and each thing by which the numbers of this run will
+differ from those of one device.
 """
 
 from __future__ import annotations
@@ -23,24 +25,27 @@ def lines(
     accumulate: int,
     strategies: Iterable[Strategy],
 ) -> list[str]:
-    """All of it: the global batch, who launched this, and notes on what is not as one might
-    think.
-    """
-    said = [] if loader is None else [_spell(loader.batch_size, mesh, accumulate)]
+    """Return all lines of the startup summary."""
+    summary = [] if loader is None else [_describe_batch(loader.batch_size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
-        said.append(mesh.place.describe())
+        summary.append(mesh.place.describe())
+    # Shoal's own backend runs on CPUs, and torch uses one GPU for each rank or none.
     if torch.cuda.is_available() and mesh.device.type == "cpu":
         ranks, gpus = mesh.place.local_world, torch.cuda.device_count()
-        said.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
+        summary.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
     notes = [note for strategy in strategies for note in strategy.deviations]
-    return said + [
+    return summary + [
         f"note: {note}" for note in [*differences(model, mesh.data.size, accumulate), *notes]
     ]
 
 
 def spell_batch(batch_size: int, ranks: int, accumulate: int, of: str = "") -> str:
-    """`global batch 256 = 8 ranks x 16 x 2 accumulated`; shares that differ by one sample are
-    given as a range.
+    """Return, for example, `global batch 256 = 8 ranks x 16 x 2 accumulated`.
+
+    Shares that differ by one sample are given as a range.
+
+    Args:
+        of: stands before "ranks", as in "2 data ranks".
     """
     share = _range_text(batch_size, ranks)
     if accumulate > 1:
@@ -49,9 +54,10 @@ def spell_batch(batch_size: int, ranks: int, accumulate: int, of: str = "") -> s
     return f"global batch {batch_size} = {ranks} {of}{'rank' if ranks == 1 else 'ranks'} x {share}"
 
 
-def _spell(batch_size: int, mesh: Mesh, accumulate: int) -> str:
-    """Where fewer ranks than all share out the batch: `... = 2 data ranks x 8; 8 ranks = 2 data
-    x 4 tensor`.
+def _describe_batch(batch_size: int, mesh: Mesh, accumulate: int) -> str:
+    """Return the global batch, and the mesh if some ranks share samples.
+
+    Then it is `global batch 16 = 2 data ranks x 8; 8 ranks = 2 data x 4 tensor`.
     """
     if mesh.axes is None:
         return spell_batch(batch_size, mesh.size, accumulate)
@@ -60,32 +66,30 @@ def _spell(batch_size: int, mesh: Mesh, accumulate: int) -> str:
         for name, axis in mesh.axes._asdict().items()
         if axis.size > 1 or name == "data"
     ]
-    spelled = spell_batch(batch_size, mesh.data.size, accumulate, of="data ")
-    return f"{spelled}; {mesh.size} ranks = {' x '.join(sizes)}"
+    batch = spell_batch(batch_size, mesh.data.size, accumulate, of="data ")
+    return f"{batch}; {mesh.size} ranks = {' x '.join(sizes)}"
 
 
 def _range_text(total: int, parts: int, high: int | None = None) -> str:
-    low, top = total // parts, -(-(high or total) // parts)
+    """Return the least and the greatest part of `total` to `high` samples in `parts` parts."""
+    low = total // parts
+    top = -(-(high or total) // parts)
     return str(low) if low == top else f"{low} to {top}"
 
 
 def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
-    """One line for each thing in `model` that makes this run differ from one device, whatever
-    the strategy.
-    """
+    """Return a line for each thing in `model` that makes any strategy differ from one device."""
     notes = []
-    plain = [
+    local_norms = [
         name
         for name, m in model.named_modules()
-        if isinstance(m, BatchNormBase) and not _synchronised(m)
+        if isinstance(m, BatchNormBase) and not isinstance(m, nn.SyncBatchNorm)
     ]
-    if plain and ranks * accumulate > 1:
+    if local_norms and ranks * accumulate > 1:
         notes.append(
-            f"BatchNorm ({plain[0]} and {len(plain) - 1} more) normalises over what one rank "
-            "computes at once, so "
-            "gradients differ from one device by design; GroupNorm has no such difference, "
-            "SyncBatchNorm (CUDA) none "
-            "between ranks."
+            f"BatchNorm ({local_norms[0]} and {len(local_norms) - 1} more) normalises over what "
+            "one rank computes at once, so gradients differ from one device by design; GroupNorm "
+            "has no such difference, SyncBatchNorm (CUDA) none between ranks."
         )
     dropping = [name for name, m in model.named_modules() if has_dropout(m)]
     if dropping and ranks * accumulate > 1:
@@ -94,7 +98,3 @@ def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
             "other masks."
         )
     return notes
-
-
-def _synchronised(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm)

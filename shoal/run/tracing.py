@@ -1,13 +1,14 @@
-"""A trace of some steps of a run: when it begins and ends, what it notes, and how it becomes one
-file.
+"""A trace of some steps of a run: its window, its spans, and one file from all ranks.
 
       steps    1 ... 10 │ 11   12   13 │ 14 ...                `3@10`
-                        on             off: clocks are compared, rank 0 gets all spans and writes trace.json
+                        on             off: ranks compare clocks, rank 0 collects all spans and
+                                            writes trace.json
 
-Before and after these steps nothing is noted and nobody is asked. Collectives are seen where all of
-them pass: in the groups of Shoal's own backend. What DistributedDataParallel waits for at the end
-of a backward pass no handle tells: it is what remains of that pass after the last gradient, as long
-as something is under way."""
+Before and after these steps nothing is recorded. Collectives are recorded in the process groups of
+Shoal's own backend, because all of them go through there. DistributedDataParallel gives no handle
+for its wait at the end of a backward pass. So that wait is taken to be the rest of the pass after
+the last gradient, while a collective is in flight.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +32,8 @@ from shoal.config.trace_window import Window
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.c10d import process_groups
 from shoal.shm_backend.group import ShoalGroup
-from shoal.strategies.base import (
-    ForwardOutput,
-    LocalBatch,
-    LocalModel,
-    StepResult,
-    forward_backward,
-)
+from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.local_step import forward_backward
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
 from shoal.trace.span import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
@@ -47,64 +43,74 @@ class Tracing:
     """Traces a window of a run's steps. Every rank makes one.
 
     Args:
-        directory: where rank 0 puts the trace.
+        directory: rank 0 writes the trace there.
+
+    Raises:
+        StrategyRefused: this device or this process group cannot be traced.
     """
 
     def __init__(self, window: Window, directory: Path, mesh: Mesh) -> None:
-        self.window, self.directory, self.mesh, self.recorder = (
-            window,
-            directory,
-            mesh,
-            mesh.recorder,
-        )
-        self._taken = self._step_ns = self._optimizer_ns = 0
-        self._over = False
-        self._part: LocalModel | None = None
+        self.window = window
+        self.directory = directory
+        self.mesh = mesh
+        self.recorder = mesh.recorder
+        self._steps = 0  # taken so far
+        self._step_ns = 0  # start of this step
+        self._optimizer_ns = 0  # start of this step's `optimizer.step()`
+        self._ended = False
+        self._local_model: LocalModel | None = None
         self._hooks: list[Any] = []
         self._groups: list[ShoalGroup] = []
-        _refuse(mesh)
+        _check_traceable(mesh)
 
-    def wrap_step(self, part: LocalModel, optimizer: Optimizer) -> None:
-        """Follow these steps; call it when nothing else has to be hooked to them."""
-        self._part = part
+    def wrap_step(self, local_model: LocalModel, optimizer: Optimizer) -> None:
+        """Count and record the steps of `optimizer`.
+
+        Call it after all other hooks were registered, so that a step's span includes their time.
+        """
+        self._local_model = local_model
         optimizer.register_step_pre_hook(lambda *_: self._pre_optimizer_step())
-        optimizer.register_step_post_hook(lambda *_: self._after())
+        optimizer.register_step_post_hook(lambda *_: self._post_optimizer_step())
         atexit.register(self._warn_not_traced)
         if self.window.after == 0:
             self.watch()
 
-    def watch_passes(self, part: LocalModel, batch: LocalBatch) -> StepResult:
-        """`both_passes`, noted."""
-        # Those of a pipeline are noted where they are made: each is of one micro-batch and stage.
-        if not self.recorder.on or part.passes.recorded:
-            return forward_backward(part, batch)
-        recorder, ends = self.recorder, [0]
+    def run_passes(self, local_model: LocalModel, batch: LocalBatch) -> StepResult:
+        """Call `forward_backward` of a local model, and record its passes. Collective."""
+        # A pipeline records its passes itself, with their stage and micro-batch.
+        if not self.recorder.on or local_model.pass_traits.recorded:
+            return forward_backward(local_model, batch)
+        recorder = self.recorder
+        forward_end_ns = 0
 
-        def forward(micro: LocalBatch) -> ForwardOutput:
-            begun_ns = recorder.now()
-            if ends[-1]:  # the micro-batch before
-                recorder.note(BACKWARD, "backward", ends[-1], begun_ns)
-            outcome = part.forward(micro)
-            ends.append(recorder.now())
-            recorder.note(FORWARD, "forward", begun_ns, ends[-1])
-            return outcome
+        def forward(micro_batch: LocalBatch) -> ForwardOutput:
+            nonlocal forward_end_ns
+            start_ns = recorder.now()
+            if forward_end_ns:  # the backward pass of the micro-batch before this one ends here
+                recorder.note(BACKWARD, "backward", forward_end_ns, start_ns)
+            output = local_model.forward(micro_batch)
+            forward_end_ns = recorder.now()
+            recorder.note(FORWARD, "forward", start_ns, forward_end_ns)
+            return output
 
-        loss = part.run(forward, batch)
-        part.reduce_gradients()
+        result = local_model.run(forward, batch)
+        local_model.reduce_gradients()
         now = recorder.now()
-        recorder.note(BACKWARD, "backward", ends[-1], now)
-        recorder.note(BLOCKED, "last gradients", max(recorder.touched_ns, ends[-1]), now)
-        return loss
+        recorder.note(BACKWARD, "backward", forward_end_ns, now)
+        last_gradient_ns = max(recorder.touched_ns, forward_end_ns)
+        recorder.note(BLOCKED, "last gradients", last_gradient_ns, now)
+        return result
 
-    def aside(self, doing: str) -> AbstractContextManager[None]:
-        """What happens inside belongs to no step."""
+    def outside_step(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context for work that belongs to no step."""
         return self.recorder.during(ASIDE, doing)
 
     def finish(self) -> None:
-        """The run ends here: write what whole steps there are. Collective, unless it was
-        written.
+        """End the trace with the run, and write the complete steps. Collective.
+
+        It does nothing if the window has ended before.
         """
-        if self.recorder.on and self._taken > self.window.after:
+        if self.recorder.on and self._steps > self.window.after:
             self._end()
         elif self.recorder.on:
             self.unwatch()
@@ -113,88 +119,86 @@ class Tracing:
     def _pre_optimizer_step(self) -> None:
         self._optimizer_ns = self.recorder.now() if self.recorder.on else 0
 
-    def _after(self) -> None:
-        self._taken += 1
+    def _post_optimizer_step(self) -> None:
+        self._steps += 1
         if self.recorder.on:
             now = self.recorder.now()
             self.recorder.note(OPTIMIZER, "optimizer", self._optimizer_ns, now)
-            self.recorder.note(STEP, f"step {self._taken}", self._step_ns, now)
+            self.recorder.note(STEP, f"step {self._steps}", self._step_ns, now)
             self._step_ns = now
-        if self._taken == self.window.after:
+        if self._steps == self.window.after:
             self.watch()
-        elif self._taken == self.window.after + self.window.steps:
+        elif self._steps == self.window.after + self.window.steps:
             self._end()
 
     def watch(self) -> None:
-        """Follow all groups and gradients from now on."""
-        assert self._part is not None
-        known = process_groups() if dist.is_initialized() else []
-        self._groups = [group for group in known if isinstance(group, ShoalGroup)]
+        """Record collectives of all process groups, and the arrival of gradients, from now on."""
+        assert self._local_model is not None
+        existing = process_groups() if dist.is_initialized() else []
+        self._groups = [group for group in existing if isinstance(group, ShoalGroup)]
         for group in self._groups:
             group.recorder = self.recorder
-        touch = self.recorder.mark_active
-        for parameter in self._part.trainable_params.values():
+        mark_active = self.recorder.mark_active
+        for parameter in self._local_model.trainable_params.values():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: touch()))
+                hook = parameter.register_post_accumulate_grad_hook(lambda _: mark_active())
+                self._hooks.append(hook)
         self.recorder.begin()
         self._step_ns = self.recorder.now()
 
     def unwatch(self) -> list[Span]:
-        """Forget them. Returns what whole steps left."""
+        """Stop recording. Return the spans that began in complete steps."""
         spans = [span for span in self.recorder.end() if span.start_ns < self._step_ns]
         for group in self._groups:
             group.recorder = None
         for hook in self._hooks:
             hook.remove()
-        self._groups, self._hooks = [], []
+        self._groups = []
+        self._hooks = []
         return spans
 
     def _end(self) -> None:
         """Make one file of all ranks' spans. Collective."""
-        spans, self._over = self.unwatch(), True
+        spans = self.unwatch()
+        self._ended = True
         atexit.unregister(self._warn_not_traced)
         host = socket.gethostname()
-        ahead = offsets(self.mesh, clock_id(host), self.recorder.now)
+        clock_offsets = offsets(self.mesh, clock_id(host), self.recorder.now)
         hosts = self.mesh.all_gather_str(host)
-        found = collected(self.mesh, spans)
+        spans_of_ranks = _gather_spans(self.mesh, spans)
         if self.mesh.rank == 0:
-            first = self.window.after + 1
-            steps = range(first, self._taken + 1)
-            self._write(trace_of(found, ahead, hosts, steps))
+            steps = range(self.window.after + 1, self._steps + 1)
+            self._write(_merge_spans(spans_of_ranks, clock_offsets, hosts, steps))
 
     def _write(self, trace: Trace) -> None:
         try:
             file = chrome.write(trace, self.directory)
-            _say(
+            _warn(
                 f"steps {trace.steps[0]} to {trace.steps[-1]} traced: shoal trace {file}, or open "
                 "it in https://ui.perfetto.dev"
             )
         except OSError as error:
-            _say(f"no trace was written: {self.directory}: {error.strerror}; training goes on")
+            _warn(f"no trace was written: {self.directory}: {error.strerror}; training goes on")
 
     def _warn_not_traced(self) -> None:
-        """Say so where there is no trace; once."""
+        """Warn once if the run ended before its window did."""
         atexit.unregister(self._warn_not_traced)
-        if not self._over and self.mesh.rank == 0:
-            cure = f" Trace earlier: --trace=1@{self._taken - 1}" if self._taken else ""
-            _say(
+        if not self._ended and self.mesh.rank == 0:
+            cure = f" Trace earlier: --trace=1@{self._steps - 1}" if self._steps else ""
+            _warn(
                 f"no trace was written: it was to be of {self.window.steps} steps after the first "
-                f"{self.window.after}, "
-                f"and the run took {self._taken}.{cure}"
+                f"{self.window.after}, and the run took {self._steps}.{cure}"
             )
-        self._over = True
+        self._ended = True
 
 
-def _refuse(mesh: Mesh) -> None:
-    """Raise StrategyRefused where a trace would show less than there is, and call communication
-    computing.
-    """
+def _check_traceable(mesh: Mesh) -> None:
+    """Raise StrategyRefused if spans would be wrong, or communication would look like compute."""
     if mesh.device.type != "cpu":
         raise StrategyRefused(
             f"--trace: this rank computes on {mesh.device}, where a kernel runs long after its "
-            "call; spans are read "
-            "from the CPU's clock and would be wrong. Use torch.profiler, or hide the GPU: "
-            "CUDA_VISIBLE_DEVICES= ..."
+            "call; spans are read from the CPU's clock and would be wrong. Use torch.profiler, or "
+            "hide the GPU: CUDA_VISIBLE_DEVICES= ..."
         )
     if mesh.size > 1 and not isinstance(dist.group.WORLD, ShoalGroup):
         raise StrategyRefused(
@@ -204,20 +208,25 @@ def _refuse(mesh: Mesh) -> None:
         )
 
 
-def trace_of(
-    found: list[list[Span]], ahead: list[ClockOffset], hosts: list[str], steps: range
+def _merge_spans(
+    spans_of_ranks: list[list[Span]],
+    clock_offsets: list[ClockOffset],
+    hosts: list[str],
+    steps: range,
 ) -> Trace:
-    """The spans of all ranks on rank 0's clock."""
-    spans = {
-        rank: [span.moved(-offset.ahead_ns) for span in mine]
-        for rank, (mine, offset) in enumerate(zip(found, ahead, strict=True))
-    }
-    error_s = max(offset.error_ns for offset in ahead) * 1e-9
+    """Return a trace of all ranks' spans, in the time of rank 0's clock."""
+    spans = {}
+    for rank, offset in enumerate(clock_offsets):
+        spans[rank] = [span.moved(-offset.ahead_ns) for span in spans_of_ranks[rank]]
+    error_s = max(offset.error_ns for offset in clock_offsets) * 1e-9
     return Trace(spans, dict(enumerate(hosts)), steps, error_s)
 
 
-def collected(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:
-    """On rank 0, the spans of all ranks; on others, their own. Collective. Nothing is unpickled."""
+def _gather_spans(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:
+    """Return the spans of all ranks on rank 0, and the rank's own elsewhere. Collective.
+
+    They travel as compressed JSON: nothing is unpickled.
+    """
     if mesh.rank != 0:
         data = torch.frombuffer(
             bytearray(zlib.compress(json.dumps(spans).encode(), 1)), dtype=torch.uint8
@@ -225,10 +234,10 @@ def collected(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:
         dist.send(torch.tensor([len(data)], device=mesh.device), 0)
         dist.send(data.to(mesh.device), 0)
         return [spans]
-    return [spans, *(list(_received(mesh, rank)) for rank in range(1, mesh.size))]
+    return [spans, *(list(_receive_spans(mesh, rank)) for rank in range(1, mesh.size))]
 
 
-def _received(mesh: Mesh, rank: int) -> Iterator[Span]:
+def _receive_spans(mesh: Mesh, rank: int) -> Iterator[Span]:
     length = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     dist.recv(length, rank)
     data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
@@ -238,5 +247,6 @@ def _received(mesh: Mesh, rank: int) -> Iterator[Span]:
         yield span._replace(ranks=tuple(span.ranks))
 
 
-def _say(text: str) -> None:
+def _warn(text: str) -> None:
+    # Not through `announce`: that is for the start of a run, and a script may print it anywhere.
     print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,4 @@
-"""What of a run is written down: the model as a file, and all that the rest of the run depends
-on.
-"""
+"""The state of a run that can be saved: the model alone, or all that later steps depend on."""
 
 from __future__ import annotations
 
@@ -27,59 +25,65 @@ from shoal.strategies.transforms.precision import LossScale
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that steps depend on and change: see `Run.state`."""
+    """All that steps depend on and change; see `Run.state`.
 
-    part: LocalModel
+    The names of the tensors begin with `model.`, `optimizer.` or `strategy.`.
+    """
+
+    local_model: LocalModel
     optimizer: Optimizer
     loader: DistributedBatchLoader | None
     loss_scale: LossScale | None
     mesh: Mesh
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
-        """(tensors, info, private). Collective; the ranks hold the same weights."""
-        part, kept = self.part, self.part.strategy_state
-        kept.pull_state(self.optimizer)
-        self.mesh.data.broadcast_buffers(part.module)
-        tensors = {f"model.{name}": value for name, value in tensors_of(part.module).items()}
-        counted = {
+        """Return (tensors, info, private). Collective; all ranks must hold the same weights."""
+        local_model, strategy_state = self.local_model, self.local_model.strategy_state
+        strategy_state.pull_state(self.optimizer)
+        self.mesh.data.broadcast_buffers(local_model.module)
+        tensors = {f"model.{name}": value for name, value in tensors_of(local_model.module).items()}
+        # A tied parameter that two stages own is saved once.
+        saved_params = {
             name: parameter
-            for name, parameter in part.trainable_params.items()
-            if name not in part.duplicated_params
+            for name, parameter in local_model.trainable_params.items()
+            if name not in local_model.duplicated_params
         }
-        gathered, scalars = optimizer_binding.optimizer_state(self.optimizer, counted)
-        held = {f"optimizer.{name}": value for name, value in gathered.items()}
-        tensors |= _first_ranks(held, self.mesh) if kept.has_rank_local_optimizer else held
-        tensors |= {f"strategy.{name}": value for name, value in kept.state_dict().items()}
-        private = (
-            random_state(self.mesh.device)
-            | kept.rank_state_dict()
-            | (held if kept.has_rank_local_optimizer else {})
+        by_name, scalars = optimizer_binding.optimizer_state(self.optimizer, saved_params)
+        optimizer_tensors = {f"optimizer.{name}": value for name, value in by_name.items()}
+        is_local = strategy_state.has_rank_local_optimizer
+        tensors |= (
+            _broadcast_copies(optimizer_tensors, self.mesh) if is_local else optimizer_tensors
         )
+        tensors |= {f"strategy.{n}": value for n, value in strategy_state.state_dict().items()}
+        private = random_state(self.mesh.device) | strategy_state.rank_state_dict()
+        if is_local:
+            private |= optimizer_tensors
         return tensors, self._info(scalars), private
 
     def load(
         self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
     ) -> list[str]:
-        """The inverse of `state`; sentences about what could not be kept. Collective; this rank
-        waits for no values.
+        """Load what `state` returned. Collective; call `wait` of the strategy's state before.
+
+        Returns: sentences about state that could not be used.
         """
-        part, kept = self.part, self.part.strategy_state
-        part.module.load_state_dict(self._own_weights(tensors))
+        strategy_state = self.local_model.strategy_state
+        self.local_model.module.load_state_dict(self._local_weights(tensors))
         self._load_optimizer(tensors, info, private)
-        kept.push_state(self.optimizer)
+        strategy_state.push_state(self.optimizer)
         if self.loader is not None and "data" in info:
             self.loader.load_state_dict(info["data"])
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
         if private:
             load_random_state(private)
-        return kept.load_state_dict(_strip_prefix("strategy.", tensors), private)
+        return strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
 
     def _info(self, scalars: optimizer_binding.Scalars) -> dict[str, Any]:
-        """Return JSON values: all that is no tensor. Collective."""
+        """Return all state that is no tensor, as JSON values. Collective."""
         groups = optimizer_binding.group_settings(self.optimizer)
         info: dict[str, Any] = {
-            "optimizer": gather_named_values(self.part.pipeline_axis, scalars),
+            "optimizer": gather_named_values(self.local_model.pipeline_axis, scalars),
             "groups": groups,
         }
         if self.loader is not None:
@@ -88,85 +92,97 @@ class TrainState:
             info["loss_scale"] = self.loss_scale.state()
         return info
 
-    def _own_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _local_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of the layers that this rank holds."""
         weights = _strip_prefix("model.", tensors)
-        if not self.part.is_partial:
+        if not self.local_model.is_partial:
             return weights
-        return {name: weights[name] for name in self.part.module.state_dict() if name in weights}
+        names = self.local_model.module.state_dict()
+        return {name: weights[name] for name in names if name in weights}
 
     def _load_optimizer(
         self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
     ) -> None:
         """Load the optimizer's settings, and its state of the layers that this rank holds."""
-        part, owned = self.part, self.part.trainable_params
-        found, scalars = _strip_prefix("optimizer.", tensors), info["optimizer"]
-        if part.strategy_state.has_rank_local_optimizer:
-            found |= _strip_prefix("optimizer.", private)
-        if part.is_partial:
-            found = {
-                path: t
-                for path, t in found.items()
+        owned = self.local_model.trainable_params
+        state = _strip_prefix("optimizer.", tensors)
+        scalars = info["optimizer"]
+        if self.local_model.strategy_state.has_rank_local_optimizer:
+            state |= _strip_prefix("optimizer.", private)
+        if self.local_model.is_partial:
+            state = {
+                path: tensor
+                for path, tensor in state.items()
                 if optimizer_binding.split_state_key(path, owned)[0] in owned
             }
             scalars = {name: values for name, values in scalars.items() if name in owned}
-        optimizer_binding.load_optimizer_state(self.optimizer, owned, found, scalars)
+        optimizer_binding.load_optimizer_state(self.optimizer, owned, state, scalars)
         optimizer_binding.load_group_settings(self.optimizer, info["groups"])
 
 
-def layout_of(part: LocalModel) -> Callable[[str], Tensor | None]:
-    """How this rank holds what has a name in the tensors of `Resumable.state`."""
-    held = {f"model.{name}": value for name, value in part.module.state_dict().items()}
-    # An average has the whole model's name of what hangs here under another.
-    held |= {f"model.{name}": held[f"model.{here}"] for here, name in part.tied_names.items()}
+def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
+    """Return a function from a name in the tensors of `TrainState.state` to a tensor like it.
 
-    def owner(name: str) -> Tensor | None:
-        return part.trainable_params.get(
-            optimizer_binding.split_state_key(
-                name.removeprefix("optimizer."), part.trainable_params
-            )[0]
-        )
-
-    return lambda name: held.get(name, owner(name) if name.startswith("optimizer.") else None)
-
-
-def refuse_incomplete(info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where `info` is not what `Resumable.state` gives."""
-    lacking = [name for name in ("optimizer", "groups") if name not in info]
-    if lacking:
-        raise CheckpointError(
-            f"the checkpoint lacks {' and '.join(lacking)}: another version of Shoal wrote it."
-        )
-
-
-def full_state_dict(part: LocalModel) -> dict[str, Tensor]:
-    """The whole model's `state_dict`. Collective; the ranks hold the same weights."""
-    found = gather_named_tensors(
-        part.pipeline_axis,
-        {name: full_tensor(value) for name, value in tensors_of(part.module).items()},
-    )
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def save_model(part: LocalModel, mesh: Mesh, path: str | Path) -> None:
-    """Write the whole `state_dict`, all of it or nothing. Collective; the ranks hold the same
-    weights.
+    State of the optimizer is laid out as its parameter is. The function returns None for a name of
+    which this rank holds nothing.
     """
-    mesh.data.broadcast_buffers(part.module)
+    owned = local_model.trainable_params
+    weights = {f"model.{name}": value for name, value in local_model.module.state_dict().items()}
+    # A moving average has the full model's name of a tied parameter, this stage has another one.
+    weights |= {
+        f"model.{full_name}": weights[f"model.{name}"]
+        for name, full_name in local_model.tied_names.items()
+    }
+
+    def layout(name: str) -> Tensor | None:
+        if name in weights or not name.startswith("optimizer."):
+            return weights.get(name)
+        key = name.removeprefix("optimizer.")
+        return owned.get(optimizer_binding.split_state_key(key, owned)[0])
+
+    return layout
+
+
+def check_complete(info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if `info` is not what `TrainState.state` returns."""
+    missing = [name for name in ("optimizer", "groups") if name not in info]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {' and '.join(missing)}: another version of Shoal wrote it."
+        )
+
+
+def full_state_dict(local_model: LocalModel) -> dict[str, Tensor]:
+    """Return the full model's `state_dict`. Collective; all ranks must hold the same weights."""
+    gathered = gather_named_tensors(
+        local_model.pipeline_axis,
+        {name: full_tensor(value) for name, value in tensors_of(local_model.module).items()},
+    )
+    return {name: value for name, value in gathered.items() if value is not None}
+
+
+def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
+    """Write the full model's `state_dict` to a file, all of it or nothing.
+
+    Collective; all ranks must hold the same weights.
+    """
+    mesh.data.broadcast_buffers(local_model.module)
     state = {}
-    if part.pipeline_axis is not None:
-        state = full_state_dict(part)
-    for name, value in tensors_of(part.module).items() if part.pipeline_axis is None else ():
-        full = full_tensor(value)  # one at a time: only rank 0 keeps them
-        if mesh.rank == 0:
-            state[name] = full.cpu() if full is not value else value
+    if local_model.is_partial:
+        state = full_state_dict(local_model)
+    else:
+        # One tensor at a time, so that no rank but 0 ever has room for the full model.
+        for name, value in tensors_of(local_model.module).items():
+            full = full_tensor(value)
+            if mesh.rank == 0:
+                state[name] = full.cpu() if full is not value else value
     if mesh.rank == 0:
-        _write(state, Path(path))
+        _write_file(state, Path(path))
     mesh.barrier()
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its `state_dict` as this rank holds it. Raises CheckpointError for what is no tensor."""
+    """Return this rank's `state_dict`. Raise CheckpointError if it holds anything but tensors."""
     state = module.state_dict()
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
@@ -176,25 +192,27 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _first_ranks(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Of what differs between ranks the first one's: what another number of ranks would go on
-    from. Collective.
+def _broadcast_copies(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Return copies of the first rank's tensors, on every rank. Collective.
+
+    A run that goes on with another number of ranks starts from these.
     """
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().to(mesh.device, copy=True).contiguous()
         mesh.data.broadcast_tensor(copy)
-        found[name] = copy
-    return found
+        copies[name] = copy
+    return copies
 
 
-def _write(state: dict[str, Tensor], target: Path) -> None:
+def _write_file(state: dict[str, Tensor], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target, survives="file") as file:
         torch.save(state, file)
 
 
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()

@@ -1,13 +1,21 @@
-"""A backend of torch.distributed for CPU tensors: ranks of one host meet in shared memory, and Gloo
-does the rest.
+"""A backend of torch.distributed for CPU tensors: shared memory inside a host, Gloo for the rest.
 
 import shoal
 torch.distributed.init_process_group("cpu:shoal")
 
-  torch.distributed ── group.py ────────── calling.py ──┬── order.py ── collectives.py ── exchange.py    shared memory
-                       reductions.py      (who does     │   (calls in   (who shows and    (phases, slots;
-                       copies.py           the call)    │    order)      takes what)       each writes its own)
-                       messages.py              │       │             └ express.py ── express.c              (compiled)
-                                                │       └── Gloo: other devices, types and hosts
-                                                └── Gloo: messages from rank to rank
+  torch.distributed
+        │
+    group.py ── reduction_ops.py, movement_ops.py     the collectives as torch calls them
+        │            └── dispatch.py                  shared memory or Gloo?
+        │                    │
+        │                    ├── call_queue.py        calls in order, with handles
+        │                    │     ├── collectives.py     who writes and who reads in which phase
+        │                    │     ├── native.py          the same in C, for all-reduces
+        │                    │     ├── inter_host.py      all-reduces over several hosts
+        │                    │     ├── waiter.py          spins, sleeps, checks the other ranks
+        │                    │     └── phase_board.py     phases and slots in shared memory
+        │                    │
+        │                    └── Gloo                 other devices, types and hosts
+        │
+        └── messages.py ─── Gloo                      messages from rank to rank
 """

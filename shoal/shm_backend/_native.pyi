@@ -2,23 +2,17 @@ from collections.abc import Sequence
 
 VERSION: int
 
-class Express:
-    wanted: int
-    of_this_call: int
+class NativeAllReduce:
+    awaited_phase: int
+    same_call: int
     def __init__(
         self,
         rank: int,
-        words: Sequence[int],
-        numbers: Sequence[int],
-        phase_at: int,
-        sleeps_at: int,
-        ring_at: int,
-        ring: int,
-        slots: int,
-        slot_bytes: int,
-        ahead: int,
-        slice_bytes: int,
-        one_pass_bytes: int,
+        words: Sequence[int],  # the address of the words of each rank
+        slots: Sequence[int],  # the address of the first slot of each rank
+        # indices of PHASE, SLEEPS and the first call; calls, slots, slot_bytes, max_phases_ahead
+        layout: tuple[int, int, int, int, int, int, int],
+        slicing: tuple[int, int],  # slice_bytes, one_pass_bytes
         spin_ns: int,
         yields: int,
     ) -> None: ...

@@ -1,8 +1,8 @@
-"""What a rank says that it is doing: a collective, in one word of 63 bits that every other rank
-compares with its own.
+"""The signature of a collective, in one word of 63 bits. Every rank publishes the word of its call,
+and all other ranks compare it with theirs.
 
 bits   0-4    5-8         9-14    15-24   25-62
-       kind   operation   dtype   root    numbers on each rank
+       kind   operation   dtype   root    elements on each rank
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import torch
 
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
 
+# The encoding of a call holds the index of its kind, so the order must not change.
 KINDS = (
-    *(
-        "barrier",
-        "all_reduce",
-        "broadcast",
-        "reduce",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-    ),
+    "barrier",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
     "all_to_all",
 )
 OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-MOST_RANKS = 1 << 10
+MAX_RANKS = 1 << 10
 
 
 class CallSignature(NamedTuple):
@@ -35,10 +34,10 @@ class CallSignature(NamedTuple):
 
     Args:
         kind: one of KINDS.
-        dtype: of the numbers.
-        length: numbers on each rank; of a call where ranks may differ in it, 0.
-        operation: one of OPERATIONS; "" where nothing is reduced.
-        root: rank in the group, where there is one.
+        dtype: of the elements.
+        length: elements on each rank; 0 for a call in which ranks may differ in it.
+        operation: one of OPERATIONS; "" if nothing is reduced.
+        root: rank in the group, for calls that have a root.
     """
 
     kind: str
@@ -49,43 +48,38 @@ class CallSignature(NamedTuple):
 
     @property
     def encoded(self) -> int:
-        """This call as a number below 2**63."""
-        kind, operation, dtype = (
-            KINDS.index(self.kind),
-            OPERATIONS.index(self.operation),
-            DTYPE_NUMBERS[self.dtype],
-        )
+        """Encode this call as an integer below 2**63."""
         return (
-            kind
-            | operation << 5
-            | dtype << 9
+            KINDS.index(self.kind)
+            | OPERATIONS.index(self.operation) << 5
+            | DTYPE_NUMBERS[self.dtype] << 9
             | self.root << 15
             | (self.length & (1 << 38) - 1) << 25
         )
 
     def describe(self) -> str:
-        """As a user reads it."""
-        root = (
-            f", root {self.root}"
-            if self.kind in ("broadcast", "reduce", "gather", "scatter")
-            else ""
-        )
+        """Describe this call for error messages, such as `all_reduce(1,000 x float32, sum)`."""
         if self.kind == "barrier":
             return "barrier()"
-        of = (
-            f"{self.length:,} x {str(self.dtype).removeprefix('torch.')}"
-            if self.length
-            else str(self.dtype)
-        )
-        return f"{self.kind}({of}{', ' if self.operation else ''}{self.operation}{root})"
+        arguments = [str(self.dtype)]
+        if self.length:
+            arguments = [f"{self.length:,} x {str(self.dtype).removeprefix('torch.')}"]
+        if self.operation:
+            arguments.append(self.operation)
+        if self.kind in ("broadcast", "reduce", "gather", "scatter"):
+            arguments.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(arguments)})"
 
 
 def decode(word: int) -> CallSignature:
-    """The call that this number stands for."""
+    """Decode a word of `CallSignature.encoded`.
+
+    A damaged word gives some signature and no error, because the result is for an error message.
+    """
     return CallSignature(
         KINDS[(word & 31) % len(KINDS)],
         DTYPES[(word >> 9 & 63) % len(DTYPES)],
         word >> 25,
         OPERATIONS[(word >> 5 & 15) % len(OPERATIONS)],
-        word >> 15 & MOST_RANKS - 1,
+        word >> 15 & MAX_RANKS - 1,
     )

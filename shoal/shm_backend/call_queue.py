@@ -1,12 +1,13 @@
-"""Calls in the order in which they were made, and a handle for each.
+"""The queue of a group's calls: they run in the order in which they were made, each with a handle.
 
-      caller    all_reduce ─ all others are there: done at once ──────────> handle, complete
+      caller    all_reduce ─ all ranks are there: done at once ───────────> handle, complete
       caller    all_reduce ─ not yet ─┐                                     handle
-      thread                          └─ waits asleep, goes on, completes ─────^
+      thread                          └─ sleeps, goes on, completes ───────────^
 
-A call that must be complete when it returns is driven by its caller. One that need not be is begun
-by its caller too: its numbers are shown, and often the others have come already. Only what is not
-done after a moment goes to the thread."""
+A synchronous call is driven by its caller. An asynchronous call is started by its caller too: its
+values are written to the slots, and often all other ranks have already come. Only a call that is
+not complete after INLINE_WAIT_S is left to the thread, because waking a thread takes longer than a
+small all-reduce."""
 
 from __future__ import annotations
 
@@ -29,18 +30,31 @@ from shoal.shm_backend.waiter import Condition, Waiter
 INLINE_WAIT_S = 1e-3
 GRACE_S = 5.0
 NO_LIMIT = timedelta(0)
-Future: Any = (
-    torch.Future
-)  # which Gloo gives too; the class above it, torch.futures', takes longer to make
+# Gloo returns this class too. Its subclass torch.futures.Future takes longer to construct.
+Future: Any = torch.Future
 
 
 class QueuedCall:
-    """A call on its way."""
+    """A call that is not complete.
+
+    Attributes:
+        call, word: the signature, and its encoding.
+        start: makes the steps.
+        results: the value of the call's future.
+        steps: the generator; None before the call has started.
+        pending: the condition and its argument that the caller did not wait for any longer.
+        error: the exception with which the call ended.
+        done: set when the call has ended.
+        futures: torch futures to resolve at the end.
+    """
 
     def __init__(
         self, call: CallSignature, word: int, start: Callable[[], Steps], results: Sequence[Tensor]
     ) -> None:
-        self.call, self.word, self.start, self.results = call, word, start, results
+        self.call = call
+        self.word = word
+        self.start = start
+        self.results = results
         self.steps: Steps | None = None
         self.pending: tuple[Condition, Any] | None = None
         self.error: BaseException | None = None
@@ -49,14 +63,18 @@ class QueuedCall:
 
 
 class ShmWork(Work):
-    """What torch knows a call by."""
+    """The handle of a queued call."""
 
     def __init__(self, job: QueuedCall) -> None:
         super().__init__()
         self._job = job
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Until it is complete. Raises what went wrong."""
+        """Wait until the call is complete.
+
+        Raises: CollectiveFailed: it is not complete after `timeout`. The error of the call, if it
+            failed.
+        """
         job = self._job
         if not job.done.is_set():
             limit_s = timeout.total_seconds()
@@ -85,24 +103,26 @@ class ShmWork(Work):
         return list(self._job.results)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Complete when the call is; its value is the list of result tensors."""
+        """Return a future that is complete when the call is; its value is the list of results."""
         job = self._job
         base: torch.futures.Future[Any] = Future([])
 
         def outcome(_: torch.futures.Future[Any]) -> list[Tensor]:
+            # Only an exception of a callback is an error for C++ code that waits for the future.
             if job.error is not None:
-                raise job.error  # only what a callback raises is an error for waiting C++ too
+                raise job.error
             return list(job.results)
 
         future = base.then(outcome)
         job.futures.append(base)
+        # The call may have ended before the future was in the list.
         if job.done.is_set():
             _resolve_futures(job)
         return future
 
 
 class CompletedWork(ShmWork):
-    """A call or a message that was complete when it returned."""
+    """The handle of a call or message that was complete when it returned."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
         Work.__init__(self)
@@ -130,18 +150,27 @@ class CompletedWork(ShmWork):
 
 
 class CallQueue:
-    """Drives the calls of one group, one after the other. Any thread may call."""
+    """Runs the calls of one group in sequence. Any thread may call.
 
-    def __init__(self, waiting: Waiter, name: str) -> None:
-        self._waiting, self._name = waiting, name
-        self._exchange = waiting.exchange
-        self._turn = threading.Lock()  # whoever drives the exchange holds it
+    Args:
+        waiter: waits for the other ranks.
+        name: of the group, for the name of the thread.
+
+    Attributes:
+        error: the exception of the first call that failed. No later call works.
+    """
+
+    def __init__(self, waiter: Waiter, name: str) -> None:
+        self._waiter = waiter
+        self._name = name
+        self._board = waiter.board
+        self._turn = threading.Lock()  # held by the thread that drives the board
         self._changed = threading.Condition()
         self._jobs: deque[QueuedCall] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.error: BaseException | None = None
-        self._done = CompletedWork(())
+        self._completed = CompletedWork(())  # shared by all synchronous calls
 
     def call(
         self,
@@ -149,36 +178,37 @@ class CallQueue:
         word: int,
         start: Callable[[], Steps],
         results: Sequence[Tensor],
-        at_once: bool,
+        is_sync: bool,
     ) -> Work:
-        """Make a call, after all that were made before it.
+        """Make a call, after all calls that were made before it.
 
         Args:
-            word: the call's, which is worth keeping.
-            start: makes its steps.
-            at_once: it must be complete when this returns.
+            word: the encoding of `call`, which the caller caches.
+            start: makes the steps.
+            is_sync: the call must be complete when this method returns.
 
-        Raises: CollectiveFailed: this call went wrong, or one before it.
+        Raises: CollectiveFailed: this call failed, or one before it.
         """
         if self.error is not None:
             raise self._repeat_error()
         if self._jobs or not self._turn.acquire(blocking=False):
-            return self._queue(QueuedCall(call, word, start, results), at_once, first=False)
+            return self._enqueue(QueuedCall(call, word, start, results), is_sync)
         job: QueuedCall | None = None
         try:
-            self._exchange.begin(call, word)
+            self._board.begin(call, word)
             steps = start()
-            if at_once:
+            if is_sync:
                 for condition, phase in steps:
                     if not condition(phase):
-                        self._waiting.until(condition, phase)
-                return self._done
+                        self._waiter.until(condition, phase)
+                return self._completed
             for condition, phase in steps:
-                if not condition(phase) and not self._waiting.poll_for(
+                if not condition(phase) and not self._waiter.poll_for(
                     condition, phase, INLINE_WAIT_S
                 ):
                     job = QueuedCall(call, word, start, results)
-                    job.steps, job.pending = steps, (condition, phase)
+                    job.steps = steps
+                    job.pending = (condition, phase)
                     break
             else:
                 return CompletedWork(results)
@@ -188,20 +218,25 @@ class CallQueue:
         finally:
             if job is None:
                 self._turn.release()
-        return self._queue(job, at_once, first=True)
+        return self._enqueue(job, is_sync, has_turn=True)
 
     def close(self) -> None:
-        """Finish what was begun, if the others come soon; no call is taken any more."""
-        self._waiting.set_deadline(GRACE_S)
+        """Refuse new calls, and finish those that were made if other ranks come within GRACE_S."""
+        self._waiter.set_deadline(GRACE_S)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _queue(self, job: QueuedCall, at_once: bool, first: bool) -> Work:
+    def _enqueue(self, job: QueuedCall, is_sync: bool, has_turn: bool = False) -> Work:
+        """Leave a call to the thread.
+
+        Args: has_turn: the caller has started the call and holds `_turn`, which the thread takes.
+        """
         with self._changed:
-            if first:  # it is under way, and the thread takes it over
+            if has_turn:
+                # First append, then release: no other caller may drive the board in between.
                 self._jobs.appendleft(job)
                 self._turn.release()
             else:
@@ -213,11 +248,12 @@ class CallQueue:
                 self._thread.start()
             self._changed.notify_all()
         handle = ShmWork(job)
-        if at_once:
+        if is_sync:
             handle.wait()
         return handle
 
     def _run(self) -> None:
+        """Drive the queued calls until the queue is closed. The thread's loop."""
         while True:
             with self._changed:
                 while not self._jobs and not self._closed:
@@ -227,31 +263,35 @@ class CallQueue:
             with self._turn:
                 job = self._jobs[0]
                 self._finish(job)
-                self._jobs.popleft()  # not before: who calls now must come after it
+                # Not before: `call` looks at the queue, and a new call must come after this one.
+                self._jobs.popleft()
             job.done.set()
             _resolve_futures(job)
-            del job  # and with it its tensors, however long it takes until the next
+            # Free the tensors of the call now: the next one may be far away.
+            del job
 
     def _finish(self, job: QueuedCall) -> None:
+        """Drive one call to its end, and store its error."""
         try:
             if self.error is not None:
                 raise self._repeat_error()
             if job.steps is None:
-                self._exchange.begin(job.call, job.word)
+                self._board.begin(job.call, job.word)
                 job.steps = job.start()
             elif job.pending is not None:
-                self._waiting.until_without_spinning(*job.pending)
+                self._waiter.until_without_spinning(*job.pending)
             for condition, phase in job.steps:
                 if not condition(phase):
-                    self._waiting.until_without_spinning(condition, phase)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job raises it
+                    self._waiter.until_without_spinning(condition, phase)
+        except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
             job.error = error
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
+        """Store the first error, and publish it to the other ranks."""
         if self.error is None:
             self.error = error
-            self._exchange.fail(str(error) or repr(error))
+            self._board.fail(str(error) or repr(error))
 
     def _repeat_error(self) -> CollectiveFailed:
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
@@ -259,9 +299,11 @@ class CallQueue:
 
 
 def _resolve_futures(job: QueuedCall) -> None:
-    """Tell those that hold a future. Whoever comes second, the job's end or the future, finds
-    the other.
+    """Resolve the futures of a call that has ended.
+
+    Both the end of the call and `get_future` call this function. The later of the two finds the
+    future in the list.
     """
     while job.futures:
-        with contextlib.suppress(IndexError):  # two threads may be here
+        with contextlib.suppress(IndexError):  # both may be here at the same time
             job.futures.pop().set_result(None)

@@ -1,30 +1,29 @@
-"""The collectives on shared memory, as generators: each yields what must be true before it can go
-on.
+"""The collectives on shared memory, as generators.
 
-A generator touches nothing but the exchange and its tensors, and never waits. Whoever drives it
-decides how waiting is
-done: spinning, asleep, in another thread, or, in tests, in any order at all.
+A generator yields the condition that must be true before it can go on. It touches nothing but the
+phase board and its tensors, and it never waits. Its driver decides how to wait: spinning, asleep,
+in another thread, or, in tests, in any order at all.
 
-    yield exchange.arrived, phase        go on when all others have published this phase
+    yield board.all_reached, phase       go on when all other ranks have published this phase
 
-Most of them are one pattern: in each phase some ranks *show* a slice of their numbers, and some
-ranks *take* what was shown. The next slice is shown before this one is waited for, so that nobody
-waits while there is something to copy:
+Most collectives are one pattern, `exchange_slices`. In each phase some ranks *write* a slice of
+their tensor into a slot, and some ranks *read* the slots of the others. A rank writes the next
+slice before it waits for this one, so it has work while it would wait:
 
-          rank 0   show a0 │ show b0 │ take a0 a1 │ show c0 │ take b0 b1 │ ...
-          rank 1   show a1 │ show b1 │ take a0 a1 │ show c1 │ take b0 b1 │ ...
+          rank 0   write a0 │ write b0 │ read a0 a1 │ write c0 │ read b0 b1 │ ...
+          rank 1   write a1 │ write b1 │ read a0 a1 │ write c1 │ read b0 b1 │ ...
 
-                            shows                       takes
-      all_reduce            everybody                   everybody: adds up
-      reduce, gather        everybody                   the root: adds up, copies
-      broadcast             the root                    everybody else
-      scatter               the root, all rows          everybody: its row
-      all_gather            everybody                   everybody
-      reduce_scatter        everybody, all rows         everybody: its row, added up
-      all_to_all            everybody, all rows         everybody: its row of each
+                            writes                      reads
+      all_reduce            all ranks                   all ranks: reduce
+      reduce, gather        all ranks                   the root: reduces, copies
+      broadcast             the root                    all other ranks
+      scatter               the root, all rows          all ranks: their row
+      all_gather            all ranks                   all ranks
+      reduce_scatter        all ranks, all rows         all ranks: reduce their row
+      all_to_all            all ranks, all rows         all ranks: their row of each rank
       barrier               nothing                     nothing
 
-Tensors are flat and contiguous here; *rows* are one flat tensor for each rank, all of one length.
+Tensors are flat and contiguous here. *Rows* are one flat tensor for each rank, all of one length.
 """
 
 from __future__ import annotations
@@ -39,298 +38,309 @@ from shoal.errors import CollectiveFailed
 from shoal.shm_backend.phase_board import MAX_PHASES_AHEAD, SLOT_BYTES, SLOTS, PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
 
-Publish: TypeAlias = Callable[[int, int], None]
-Consume: TypeAlias = Callable[[int, int], None]
-ONE_PASS_BYTES = (
-    1 << 19
-)  # which ranks beyond the second may show; up to here a second meeting costs more than adding
+# Called with the index of a slice and the slot to write into, or to read from.
+WriteSlice: TypeAlias = Callable[[int, int], None]
+ReadSlice: TypeAlias = Callable[[int, int], None]
+# The bytes that a rank reads in one pass from the ranks beyond the second. Up to here, a second
+# wait for all ranks costs more than the additions that it saves.
+ONE_PASS_BYTES = 1 << 19
 
 
-def phases(
-    exchange: PhaseBoard,
+def exchange_slices(
+    board: PhaseBoard,
     count: int,
-    show: Publish | None,
-    take: Consume | None,
+    write: WriteSlice | None,
+    read: ReadSlice | None,
     root: int | None = None,
 ) -> Steps:
-    """The pattern.
+    """Write and read `count` slices, as in the drawing above.
 
     Args:
-        count: how many slices there are.
-        show: writes slice `number` into `slot`; None where this rank has nothing to show.
-        take: reads slice `number` from `slot`; None where this rank needs nothing.
-        root: who must have come before anything is taken; None for all.
+        write: writes a slice into a slot; None if this rank has nothing to write.
+        read: reads a slice from a slot; None if this rank needs nothing.
+        root: the rank that must have published before a read; None for all ranks.
     """
-    first = exchange.phase + 1
-    for number in range(count + 1):
-        if number < count:
-            if show is not None:
-                yield exchange.all_at_phase, first + number - MAX_PHASES_AHEAD
-                show(number, (first + number) % SLOTS)
-            exchange.publish()
-        if number and take is not None:
-            shown = first + number - 1
+    first = board.phase + 1
+    for index in range(count + 1):
+        if index < count:
+            if write is not None:
+                # The slot is free when all ranks have read its previous values.
+                yield board.all_at_phase, first + index - MAX_PHASES_AHEAD
+                write(index, (first + index) % SLOTS)
+            board.publish()
+        if index and read is not None:
+            written = first + index - 1
             if root is None:
-                yield exchange.all_reached, shown
+                yield board.all_reached, written
             else:
-                yield exchange.has_reached, (shown, root)
-            take(number - 1, shown % SLOTS)
+                yield board.has_reached, (written, root)
+            read(index - 1, written % SLOTS)
 
 
-def barrier(exchange: PhaseBoard) -> Steps:
-    """Nobody leaves before everybody has come."""
-    return phases(exchange, 1, None, lambda number, slot: None)
+def barrier(board: PhaseBoard) -> Steps:
+    """Wait until all ranks have called this function."""
+    return exchange_slices(board, 1, None, lambda index, slot: None)
 
 
-def all_reduce(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks."""
-    if tensor.nbytes * (exchange.size - 2) > ONE_PASS_BYTES:
-        return all_reduce_in_two_passes(exchange, tensor, operation)
-    return all_reduce_in_one_pass(exchange, tensor, operation)
+def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
+    """Reduce `tensor` over all ranks in the order of ranks, in place."""
+    if tensor.nbytes * (board.size - 2) > ONE_PASS_BYTES:
+        return all_reduce_in_two_passes(board, tensor, operation)
+    return all_reduce_in_one_pass(board, tensor, operation)
 
 
-def all_reduce_in_one_pass(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """As `phases` with a show and a take; written out, for here each microsecond of Python counts.
+def all_reduce_in_one_pass(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
+    """Reduce each full slice on every rank.
 
-    Every rank adds up all of a slice. The first two ranks read their own part of it where it will
-    stand."""
-    slices, rank, first = in_slots(tensor), exchange.rank, exchange.phase + 1
-    own: Tensor | None = None
-    for number, coming in enumerate((*slices, None)):
-        before, own = own, coming
-        if own is not None:
-            phase = first + number
-            yield exchange.all_at_phase, phase - MAX_PHASES_AHEAD
-            shown = exchange.peer_slots(own, phase)
-            shown[rank].copy_(own)
-            exchange.publish()
-        if before is not None:
-            yield exchange.all_reached, first + number - 1
-            parts = exchange.peer_slots(before, first + number - 1)
-            reduce_into(
-                before,
-                [before if r == rank < 2 else part for r, part in enumerate(parts)],
-                operation,
-            )
+    This is `exchange_slices` written out, because each microsecond of Python counts here. Ranks 0
+    and 1 read their own values from `tensor` itself and not from their slot: their values are the
+    first two terms, so they are read before the result overwrites them."""
+    slices = slot_slices(tensor)
+    rank = board.rank
+    first = board.phase + 1
+    current: Tensor | None = None
+    for index, following in enumerate((*slices, None)):
+        previous, current = current, following
+        if current is not None:
+            phase = first + index
+            yield board.all_at_phase, phase - MAX_PHASES_AHEAD
+            board.slot_tensors(current, phase)[rank].copy_(current)
+            board.publish()
+        if previous is not None:
+            phase = first + index - 1
+            yield board.all_reached, phase
+            terms = board.slot_tensors(previous, phase)
+            if rank < 2:
+                terms = [previous if r == rank else term for r, term in enumerate(terms)]
+            reduce_into(previous, terms, operation)
 
 
-def reduce(exchange: PhaseBoard, tensor: Tensor, operation: str, root: int) -> Steps:
-    """The root's `tensor` becomes the reduction of all, in the order of ranks."""
-    slices = in_slots(tensor)
+def reduce(board: PhaseBoard, tensor: Tensor, operation: str, root: int) -> Steps:
+    """Reduce `tensor` over all ranks in the order of ranks, in place on the root."""
+    slices = slot_slices(tensor)
 
-    def take(number: int, slot: int) -> None:
-        out = slices[number]
-        reduce_into(out, exchange.layout(out.dtype, out.numel()).whole[slot], operation)
+    def read(index: int, slot: int) -> None:
+        out = slices[index]
+        reduce_into(out, board.slot_views(out.dtype, out.numel()).full[slot], operation)
 
-    return phases(
-        exchange, len(slices), _shows(exchange, slices), take if root == exchange.rank else None
+    return exchange_slices(
+        board,
+        len(slices),
+        _slice_writer(board, slices),
+        read if root == board.rank else None,
     )
 
 
-def broadcast(exchange: PhaseBoard, tensor: Tensor, root: int) -> Steps:
-    """Everybody's `tensor` becomes the root's."""
-    slices = in_slots(tensor)
-    if root == exchange.rank:
-        return phases(exchange, len(slices), _shows(exchange, slices), None)
-    return phases(exchange, len(slices), None, _takes(exchange, slices, root), root)
+def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
+    """Copy the root's `tensor` into the `tensor` of all other ranks."""
+    slices = slot_slices(tensor)
+    if root == board.rank:
+        return exchange_slices(board, len(slices), _slice_writer(board, slices), None)
+    return exchange_slices(board, len(slices), None, _slice_reader(board, slices, root), root)
 
 
 def all_gather(
-    exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int | None = None
+    board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int | None = None
 ) -> Steps:
-    """`rows` become the tensors of all ranks. Given a root, only the root has rows: a gather."""
-    slices = in_slots(tensor)
+    """Copy the tensors of all ranks into `rows`.
+
+    With a root this is a gather: only the root has rows, and `rows` is None on the others.
+    """
+    slices = slot_slices(tensor)
+    write = _slice_writer(board, slices)
     if rows is None:
-        return phases(exchange, len(slices), _shows(exchange, slices), None)
-    takes = [_takes(exchange, in_slots(row), rank) for rank, row in enumerate(rows)]
-    rows[exchange.rank].copy_(tensor)
+        return exchange_slices(board, len(slices), write, None)
+    readers = [_slice_reader(board, slot_slices(row), rank) for rank, row in enumerate(rows)]
+    rows[board.rank].copy_(tensor)
 
-    def take(number: int, slot: int) -> None:
-        for rank, one in enumerate(takes):
-            if rank != exchange.rank:
-                one(number, slot)
+    def read(index: int, slot: int) -> None:
+        for rank, read_row in enumerate(readers):
+            if rank != board.rank:
+                read_row(index, slot)
 
-    return phases(exchange, len(slices), _shows(exchange, slices), take)
+    return exchange_slices(board, len(slices), write, read)
 
 
-def scatter(
-    exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int
-) -> Steps:
-    """Everybody's `tensor` becomes its row of the root's rows."""
-    bounds = row_bounds(tensor, exchange.size)
+def scatter(board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int) -> Steps:
+    """Copy row r of the root's `rows` into the `tensor` of rank r. Other ranks have no rows."""
+    bounds = row_bounds(tensor, board.size)
     if rows is not None:
-        tensor.copy_(rows[exchange.rank])
-        return phases(
-            exchange, len(bounds), _shows_rows(exchange, rows, bounds, but=exchange.rank), None
-        )
+        tensor.copy_(rows[board.rank])
+        write = _row_writer(board, rows, bounds, skipped=board.rank)
+        return exchange_slices(board, len(bounds), write, None)
 
-    def take(number: int, slot: int) -> None:
-        begin, end = bounds[number]
+    def read(index: int, slot: int) -> None:
+        begin, end = bounds[index]
         out = tensor[begin:end]
-        out.copy_(
-            exchange.layout(out.dtype, (end - begin) * exchange.size).rows[slot][root][
-                exchange.rank
-            ]
-        )
+        slots = board.slot_views(out.dtype, (end - begin) * board.size).rows
+        out.copy_(slots[slot][root][board.rank])
 
-    return phases(exchange, len(bounds), None, take, root)
+    return exchange_slices(board, len(bounds), None, read, root)
 
 
 def reduce_scatter(
-    exchange: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor], operation: str
+    board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor], operation: str
 ) -> Steps:
-    """Everybody's `tensor`, which may be its own row, becomes the reduction of its row over all
-    ranks.
+    """Reduce row r of all ranks into the `tensor` of rank r.
+
+    `tensor` may be this rank's row itself.
     """
-    bounds, rank = row_bounds(tensor, exchange.size), exchange.rank
-    reads_own = (
-        rank < 2
-    )  # the others' own row may be overwritten before its turn in the order of ranks comes
+    rank = board.rank
+    bounds = row_bounds(tensor, board.size)
+    # Ranks 0 and 1 read their values from their row and not from their slot. On later ranks the
+    # result could overwrite the row before the turn of its values in the order of ranks.
+    reads_local_row = rank < 2
 
-    def take(number: int, slot: int) -> None:
-        begin, end = bounds[number]
+    def read(index: int, slot: int) -> None:
+        begin, end = bounds[index]
         out = tensor[begin:end]
-        parts = [
-            shown[rank]
-            for shown in exchange.layout(out.dtype, (end - begin) * exchange.size).rows[slot]
-        ]
-        if reads_own:
-            parts[rank] = rows[rank][begin:end]
-        reduce_into(out, parts, operation)
+        slots = board.slot_views(out.dtype, (end - begin) * board.size).rows
+        terms = [written[rank] for written in slots[slot]]
+        if reads_local_row:
+            terms[rank] = rows[rank][begin:end]
+        reduce_into(out, terms, operation)
 
-    return phases(
-        exchange,
-        len(bounds),
-        _shows_rows(exchange, rows, bounds, but=rank if reads_own else None),
-        take,
-    )
+    write = _row_writer(board, rows, bounds, skipped=rank if reads_local_row else None)
+    return exchange_slices(board, len(bounds), write, read)
 
 
-def all_to_all(exchange: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
-    """`out_rows` become everybody's row for this rank. Rows differ in length; all first show how
-    long theirs are.
+def all_to_all(board: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
+    """Copy row s of rank r into row r of rank s's `out_rows`.
 
-    Raises: CollectiveFailed: somebody sends more or less than is expected here.
+    Rows may differ in length, so all ranks first gather the lengths.
+
+    Raises: CollectiveFailed: a rank sends more or less than this rank expects of it.
     """
     lengths = torch.tensor([row.numel() for row in rows])
-    table = torch.empty(exchange.size, exchange.size, dtype=torch.int64)
-    yield from all_gather(exchange, lengths, table.unbind())
-    for rank, (sent, out) in enumerate(
-        zip(table[:, exchange.rank].tolist(), out_rows, strict=True)
-    ):
+    table = torch.empty(board.size, board.size, dtype=torch.int64)
+    yield from all_gather(board, lengths, table.unbind())
+    _check_lengths(board, table[:, board.rank].tolist(), out_rows)
+    out_rows[board.rank].copy_(rows[board.rank])
+    # A slot holds the slices for all ranks at once.
+    length = SLOT_BYTES // rows[0].element_size() // board.size
+    slots = board.slot_views(rows[0].dtype, length * board.size).rows
+    peers = [rank for rank in range(board.size) if rank != board.rank]
+
+    def write(index: int, slot: int) -> None:
+        for rank in peers:
+            values = rows[rank][index * length :][:length]
+            slots[slot][board.rank][rank][: len(values)].copy_(values)
+
+    def read(index: int, slot: int) -> None:
+        for rank in peers:
+            out = out_rows[rank][index * length :][:length]
+            out.copy_(slots[slot][rank][board.rank][: len(out)])
+
+    # All ranks make as many phases as the longest row of any rank needs.
+    yield from exchange_slices(board, -(-int(table.max()) // length), write, read)
+
+
+def _check_lengths(board: PhaseBoard, lengths: Sequence[int], out_rows: Sequence[Tensor]) -> None:
+    """Raise CollectiveFailed unless each rank sends as many values as are expected here."""
+    for rank, (sent, out) in enumerate(zip(lengths, out_rows, strict=True)):
         if sent != out.numel():
             raise CollectiveFailed(
-                f"all_to_all: rank {exchange.names[rank]} sends {sent:,} numbers to rank "
-                f"{exchange.names[exchange.rank]}, which expects {out.numel():,}. What one rank's "
-                "input_split_sizes "
-                "say of another, that one's output_split_sizes must say."
+                f"all_to_all: rank {board.names[rank]} sends {sent:,} numbers to rank "
+                f"{board.names[board.rank]}, which expects {out.numel():,}. What one rank's "
+                "input_split_sizes say of another, that one's output_split_sizes must say."
             )
-    out_rows[exchange.rank].copy_(rows[exchange.rank])
-    most = SLOT_BYTES // rows[0].element_size() // exchange.size
-    slots = exchange.layout(rows[0].dtype, most * exchange.size).rows
-
-    others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-
-    def show(number: int, slot: int) -> None:
-        for rank in others:
-            part = rows[rank][number * most :][:most]
-            slots[slot][exchange.rank][rank][: len(part)].copy_(part)
-
-    def take(number: int, slot: int) -> None:
-        for rank in others:
-            out = out_rows[rank][number * most :][:most]
-            out.copy_(slots[slot][rank][exchange.rank][: len(out)])
-
-    yield from phases(exchange, -(-int(table.max()) // most), show, take)
 
 
-def all_reduce_in_two_passes(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """Every rank adds up a piece of its own of every slice, and all read the sums.
+def all_reduce_in_two_passes(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
+    """Reduce one piece of every slice on each rank, then read the pieces of the other ranks.
 
           phase      1            2             3                         4             5
-          rank 0     a0 b0 c0     next slice    A = a0 + a1 + a2  shown   slice after   read A B C, sum the next
-          rank 1     a1 b1 c1                   B = b0 + b1 + b2
+          rank 0     a0 b0 c0     next slice    A = a0 + a1 + a2  shown   slice after   read A B C,
+          rank 1     a1 b1 c1                   B = b0 + b1 + b2                        sum the next
           rank 2     a2 b2 c2                   C = c0 + c1 + c2
 
-    Each number is added up once on the host and not once on each rank.
+    Each element is added up once on the host and not once on each rank.
     """
-    slices = in_slots(tensor)
-    shown: list[int] = []  # in which phase each slice was shown
-    summed: list[int] = []  # and its sums
-    for number in range(len(slices) + 2):
-        if number < len(slices):
-            yield exchange.all_at_phase, exchange.phase + 1 - MAX_PHASES_AHEAD
-            own = slices[number]
-            exchange.layout(own.dtype, own.numel()).whole[(exchange.phase + 1) % SLOTS][
-                exchange.rank
-            ].copy_(own)
-            exchange.publish()
-            shown.append(exchange.phase)
-        if number > 1:
-            yield exchange.all_reached, summed[number - 2]
-            _read_sums(exchange, summed[number - 2] % SLOTS, slices[number - 2])
-        if 0 < number <= len(slices):
-            yield exchange.all_reached, shown[number - 1]
-            yield exchange.all_at_phase, exchange.phase + 1 - MAX_PHASES_AHEAD
-            _reduce_piece(exchange, shown[number - 1] % SLOTS, slices[number - 1], operation)
-            exchange.publish()
-            summed.append(exchange.phase)
+    slices = slot_slices(tensor)
+    written_phases: list[int] = []  # the phase in which each slice is in the slots
+    reduced_phases: list[int] = []  # the phase in which its sums are
+    for index in range(len(slices) + 2):
+        if index < len(slices):
+            yield board.all_at_phase, board.phase + 1 - MAX_PHASES_AHEAD
+            values = slices[index]
+            board.slot_tensors(values, board.phase + 1)[board.rank].copy_(values)
+            board.publish()
+            written_phases.append(board.phase)
+        if index > 1:
+            yield board.all_reached, reduced_phases[index - 2]
+            _read_reduced(board, reduced_phases[index - 2] % SLOTS, slices[index - 2])
+        if 0 < index <= len(slices):
+            yield board.all_reached, written_phases[index - 1]
+            yield board.all_at_phase, board.phase + 1 - MAX_PHASES_AHEAD
+            _reduce_piece(board, written_phases[index - 1] % SLOTS, slices[index - 1], operation)
+            board.publish()
+            reduced_phases.append(board.phase)
 
 
-def _reduce_piece(exchange: PhaseBoard, shown: int, own: Tensor, operation: str) -> None:
-    layout, rank = exchange.layout(own.dtype, own.numel()), exchange.rank
-    out = layout.pieces[(exchange.phase + 1) % SLOTS][rank][rank]
+def _reduce_piece(board: PhaseBoard, slot: int, values: Tensor, operation: str) -> None:
+    """Reduce this rank's piece of the slice in `slot` into the next slot."""
+    views = board.slot_views(values.dtype, values.numel())
+    rank = board.rank
+    out = views.pieces[(board.phase + 1) % SLOTS][rank][rank]
     if out.numel():
-        reduce_into(out, [pieces[rank] for pieces in layout.pieces[shown]], operation)
+        reduce_into(out, [pieces[rank] for pieces in views.pieces[slot]], operation)
 
 
-def _read_sums(exchange: PhaseBoard, summed: int, out: Tensor) -> None:
-    layout = exchange.layout(out.dtype, out.numel())
-    for piece, (begin, end) in enumerate(layout.bounds):
+def _read_reduced(board: PhaseBoard, slot: int, out: Tensor) -> None:
+    """Copy each reduced piece from the rank that reduced it."""
+    views = board.slot_views(out.dtype, out.numel())
+    for piece, (begin, end) in enumerate(views.bounds):
         if end > begin:
-            out[begin:end].copy_(layout.pieces[summed][piece][piece])
+            out[begin:end].copy_(views.pieces[slot][piece][piece])
 
 
-def in_slots(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Slices of a flat tensor that fit into a slot; one at least."""
-    most = SLOT_BYTES // tensor.element_size()
-    return (tensor,) if tensor.numel() <= most else tensor.split(most)
+def slot_slices(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Split a flat tensor into slices that fit into a slot; at least one slice."""
+    max_length = SLOT_BYTES // tensor.element_size()
+    return (tensor,) if tensor.numel() <= max_length else tensor.split(max_length)
 
 
 def row_bounds(row: Tensor, size: int) -> list[tuple[int, int]]:
-    """Where to cut rows so that a slice of all of them fits into a slot; one slice at least."""
-    length, most = row.numel(), SLOT_BYTES // row.element_size() // size
-    return [(begin, min(begin + most, length)) for begin in range(0, max(length, 1), most)]
+    """Return (begin, end) of slices of a row, so that the slices of all rows fit into one slot.
+
+    There is at least one slice.
+    """
+    length = row.numel()
+    max_length = SLOT_BYTES // row.element_size() // size
+    begins = range(0, max(length, 1), max_length)
+    return [(begin, min(begin + max_length, length)) for begin in begins]
 
 
-def _shows(exchange: PhaseBoard, slices: Sequence[Tensor]) -> Publish:
-    def show(number: int, slot: int) -> None:
-        own = slices[number]
-        exchange.layout(own.dtype, own.numel()).whole[slot][exchange.rank].copy_(own)
+def _slice_writer(board: PhaseBoard, slices: Sequence[Tensor]) -> WriteSlice:
+    def write(index: int, slot: int) -> None:
+        values = slices[index]
+        board.slot_views(values.dtype, values.numel()).full[slot][board.rank].copy_(values)
 
-    return show
-
-
-def _takes(exchange: PhaseBoard, slices: Sequence[Tensor], rank: int) -> Consume:
-    def take(number: int, slot: int) -> None:
-        out = slices[number]
-        out.copy_(exchange.layout(out.dtype, out.numel()).whole[slot][rank])
-
-    return take
+    return write
 
 
-def _shows_rows(
-    exchange: PhaseBoard, rows: Sequence[Tensor], bounds: Sequence[tuple[int, int]], but: int | None
-) -> Publish:
-    """Args: but: whose row nobody needs to see."""
-    shown = [(rank, row) for rank, row in enumerate(rows) if rank != but]
+def _slice_reader(board: PhaseBoard, slices: Sequence[Tensor], rank: int) -> ReadSlice:
+    def read(index: int, slot: int) -> None:
+        out = slices[index]
+        out.copy_(board.slot_views(out.dtype, out.numel()).full[slot][rank])
 
-    def show(number: int, slot: int) -> None:
-        begin, end = bounds[number]
-        places = exchange.layout(rows[0].dtype, (end - begin) * exchange.size).rows[slot][
-            exchange.rank
-        ]
-        for rank, row in shown:
-            places[rank].copy_(row[begin:end])
+    return read
 
-    return show
+
+def _row_writer(
+    board: PhaseBoard,
+    rows: Sequence[Tensor],
+    bounds: Sequence[tuple[int, int]],
+    skipped: int | None,
+) -> WriteSlice:
+    """Return a function that writes slices of all rows, except that of the rank `skipped`."""
+    written_rows = [(rank, row) for rank, row in enumerate(rows) if rank != skipped]
+
+    def write(index: int, slot: int) -> None:
+        begin, end = bounds[index]
+        views = board.slot_views(rows[0].dtype, (end - begin) * board.size)
+        outs = views.rows[slot][board.rank]
+        for rank, row in written_rows:
+            outs[rank].copy_(row[begin:end])
+
+    return write

@@ -1,8 +1,7 @@
-"""How a call is made: on shared memory where it can be, else Gloo's affair; and what a trace is
-told of it.
+"""The choice between shared memory and Gloo for each call, and the record of the call in a trace.
 
-all_reduce ──> _does? ──┬── yes: _run, _run_each ──> order.py
-                        └── no:  _leave ───────────> Gloo
+all_reduce ──> _supports? ──┬── yes: _run, _run_each ────> call_queue.py
+                            └── no:  _fall_back_to_gloo ─> Gloo
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import can_reduce
-from shoal.shm_backend.tensor_utils import is_own, pairs
-from shoal.shm_backend.traced_work import watch_steps, watch_work
+from shoal.shm_backend.tensor_utils import pairs, shares_memory
+from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
 
 logger = logging.getLogger("shoal.comm")
-OPERATIONS = {  # by their numbers, which are found in half the time
+# The keys are the integers of the enum: a lookup by them takes half the time.
+OPERATIONS = {
     ReduceOp.SUM.value: "sum",
     ReduceOp.AVG.value: "avg",
     ReduceOp.PRODUCT.value: "product",
@@ -40,38 +40,52 @@ OPERATIONS = {  # by their numbers, which are found in half the time
     ReduceOp.BOR.value: "bor",
     ReduceOp.BXOR.value: "bxor",
 }
-MOST_KNOWN = 4096  # calls that a group keeps in mind
-Base: Any = (
-    dist.ProcessGroup
-)  # its stubs know each call in several forms, of which torch.distributed uses one
+MAX_CACHED_CALLS = 4096  # entries in each cache of a group
+# torch's stubs know each collective in several forms, of which torch.distributed uses one.
+Base: Any = dist.ProcessGroup
 
 
 class FastPath(NamedTuple):
-    """An all-reduce that was made before: its compiled steps. Each microsecond of Python counts."""
+    """The compiled steps of an all-reduce that was made before.
+
+    Each microsecond of Python counts here, so the checks of the first call are not repeated.
+    """
 
     call: tuple[CallSignature, int]
     steps: Callable[[Tensor], Steps]
 
 
 class CollectiveDispatch(Base):
-    """What every kind of call needs of its group. `ShoalGroup` sets the attributes."""
+    """Members that every kind of collective needs of its group. `ShoalGroup` sets the attributes.
+
+    Attributes:
+        recorder: records every call while a trace is taken, else None.
+    """
 
     recorder: Recorder | None
     _label: str
     _ranks: list[int]
-    _known: dict[tuple[Any, ...], tuple[CallSignature, int]]
-    _quick: dict[tuple[torch.dtype, int, int], FastPath]
-    _order: CallQueue | None
-    _exchange: PhaseBoard
-    _between: InterHost | None
-    _express: NativeCalls | None
+    # Signatures with their encodings, by the arguments of `_call`.
+    _signatures: dict[tuple[Any, ...], tuple[CallSignature, int]]
+    # By dtype, length and operation.
+    _fast_paths: dict[tuple[torch.dtype, int, int], FastPath]
+    _queue: CallQueue | None
+    _board: PhaseBoard
+    _inter_host: InterHost | None
+    _native_calls: NativeCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False
     ) -> bool:
+        """Return True if shared memory can carry this call.
+
+        Args:
+            operation: of a reduction; None for a call that only copies.
+            over_hosts: the call has an implementation for several hosts.
+        """
         return (
-            self._order is not None
-            and (over_hosts or self._between is None)
+            self._queue is not None
+            and (over_hosts or self._inter_host is None)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and (
@@ -80,8 +94,9 @@ class CollectiveDispatch(Base):
         )
 
     def _all_same_size(self, tensor: Tensor, rows: Sequence[Tensor]) -> bool:
-        """Whether there is a row as long as `tensor` for each rank; what is wrong otherwise,
-        Gloo says.
+        """Return True if there is a row with the length and dtype of `tensor` for each rank.
+
+        Other calls go to Gloo, whose error says what is wrong with them.
         """
         length, dtype = tensor.numel(), tensor.dtype
         return len(rows) == self.size() and all(
@@ -91,14 +106,15 @@ class CollectiveDispatch(Base):
     def _call(
         self, kind: str, tensor: Tensor, operation: str = "", root: int = 0
     ) -> tuple[CallSignature, int]:
+        """Return the signature of a call and its encoding, from the cache if possible."""
         key = (kind, tensor.dtype, tensor.numel(), operation, root)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
+        entry = self._signatures.get(key)
+        if entry is None:
+            if len(self._signatures) > MAX_CACHED_CALLS:
+                self._signatures.clear()
             call = CallSignature(kind, tensor.dtype, tensor.numel(), operation, root)
-            found = self._known[key] = call, call.encoded
-        return found
+            entry = self._signatures[key] = call, call.encoded
+        return entry
 
     def _run(
         self,
@@ -110,65 +126,77 @@ class CollectiveDispatch(Base):
         opts: Any,
         size_bytes: int = 0,
     ) -> Work:
-        assert self._order is not None
-        begin, order, at_once = start, self._order, not opts.asyncOp
-        for flat, output in zip(flats, outputs, strict=True):
-            if not is_own(flat, output):
-                begin = partial(_copy_back, flats, outputs, start)
-                break
+        """Make a call on shared memory, and copy results back where a flat tensor is a copy.
+
+        Args:
+            call: the signature and its encoding.
+            start: makes the steps.
+            outputs: the tensors of the caller that the call writes.
+            flats: the flat tensors of `outputs`, which the steps write.
+            results: the value of the call's future.
+            size_bytes: for the trace; computed from the signature if 0.
+        """
+        assert self._queue is not None
+        queue, is_sync = self._queue, not opts.asyncOp
+        begin = start
+        if not all(shares_memory(flat, out) for flat, out in zip(flats, outputs, strict=True)):
+            begin = partial(_copy_back, flats, outputs, start)
         if self.recorder is None:
-            return order.call(*call, begin, results, at_once)
+            return queue.call(*call, begin, results, is_sync)
         kind, root = call[0].kind, call[0].root
         size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
         flight = self.recorder.start(
             kind, size_bytes, self._label, self._ranks_waited_for(kind, root)
         )
-        return watch_steps(
-            self.recorder, flight, begin, lambda steps: order.call(*call, steps, results, at_once)
+        return trace_steps(
+            self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, is_sync)
         )
 
     def _run_each(
         self,
         kind: str,
-        each: list[tuple[Tensor, Callable[[], Steps]]],
+        starts: list[tuple[Tensor, Callable[[], Steps]]],
         outputs: Sequence[Tensor],
         flats: Sequence[Tensor],
         results: Sequence[Tensor],
         opts: Any,
         operation: str = "",
     ) -> Work:
-        """One call after the other, and one handle for all."""
-        calls = [(self._call(kind, flat, operation), start) for flat, start in each]
+        """Make several calls of one kind in sequence, with one handle for all.
+
+        Args: starts: for each call the tensor of its signature, and the function that makes its
+            steps.
+        """
+        calls = [(self._call(kind, flat, operation), start) for flat, start in starts]
         if len(calls) == 1:
             return self._run(*calls[0], outputs, flats, results, opts)
-        first = (
-            calls[0][0] if calls else (CallSignature("barrier"), CallSignature("barrier").encoded)
-        )
+        barrier = CallSignature("barrier")
+        first = calls[0][0] if calls else (barrier, barrier.encoded)
         size_bytes = sum(call.length * call.dtype.itemsize for (call, _), _ in calls)
-        steps = partial(_in_sequence, self._exchange, calls)
+        steps = partial(_in_sequence, self._board, calls)
         return self._run(first, steps, outputs, flats, results, opts, size_bytes)
 
     def _fall_back_to_gloo(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Work:
-        """Somebody else's affair: Gloo's."""
-        if self._order is not None:
+        """Make a call of Gloo. `name` is the method of torch's backend."""
+        if self._queue is not None:
             logger.debug(
                 "%s: Gloo does %s of %s", self, name, tensors[0].dtype if tensors else "nothing"
             )
-        # Asked for by name: the base class would ask this one again.
+        # The backend is asked directly: the base class would call this method again.
         backend = backend_for(self, tensors[0].device if tensors else torch.device("cpu"))
         call: Callable[[], Work] = partial(getattr(backend, name), *args)
         if self.recorder is None:
             return call()
-        flight = self._trace_start(
-            self.recorder, name, sum(tensor.nbytes for tensor in tensors), args
-        )
-        return watch_work(self.recorder, flight, call, tells=True)
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        flight = self._trace_start(self.recorder, name, size_bytes, args)
+        return trace_work(self.recorder, flight, call, has_future=True)
 
-    def _leave_each(
+    def _fall_back_each(
         self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]
     ) -> Work:
-        *before, last = calls
-        for args in before:
+        """Make several calls of Gloo in sequence, and return the handle of the last one."""
+        *earlier, last = calls
+        for args in earlier:
             self._fall_back_to_gloo(name, tensors, *args).wait()
         return self._fall_back_to_gloo(name, tensors, *last)
 
@@ -177,48 +205,57 @@ class CollectiveDispatch(Base):
     def _trace_start(
         self, recorder: Recorder, name: str, size_bytes: int, args: tuple[Any, ...]
     ) -> InFlight:
-        """A call of Gloo's, or a message, begins."""
+        """Record the start of a call of Gloo, or of a message.
+
+        Args: args: those of a collective; of a message (tensor, peer or None, tag).
+        """
         if name not in ("send", "recv"):
             root = int(getattr(args[-1], "rootRank", 0))
             return recorder.start(
                 f"{name} (Gloo)", size_bytes, self._label, self._ranks_waited_for(name, root)
             )
         if args[1] is None:
-            others = tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
             return recorder.start(
-                "recv from any", size_bytes, f"{self._label}: any > {self.rank()}", others
+                "recv from any",
+                size_bytes,
+                f"{self._label}: any > {self.rank()}",
+                self._peer_ranks(),
             )
         here, there = self._ranks[self.rank()], self._ranks[args[1]]
         ends = (here, there) if name == "send" else (there, here)
-        meeting = f"{self._label}: {ends[0]} > {ends[1]}, tag {args[2]}"
+        # Both ends record the same text, by which the trace matches a send with its recv.
+        match = f"{self._label}: {ends[0]} > {ends[1]}, tag {args[2]}"
         word = "to" if name == "send" else "from"
-        return recorder.start(
-            f"{name} {word} {there}", size_bytes, meeting, () if name == "send" else (there,)
-        )
+        waited_for = () if name == "send" else (there,)
+        return recorder.start(f"{name} {word} {there}", size_bytes, match, waited_for)
+
+    def _peer_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks of all other ranks of the group."""
+        return tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
 
     def _ranks_waited_for(self, kind: str, root: int) -> tuple[int, ...]:
-        """Whom a rank has to wait for in such a call."""
-        others = tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
+        """Return the global ranks that this rank waits for in a call of this kind."""
         if kind in ("broadcast", "scatter"):
             return () if root == self.rank() else (self._ranks[root],)
         if kind in ("reduce", "gather"):
-            return others if root == self.rank() else ()
-        return others
+            return self._peer_ranks() if root == self.rank() else ()
+        return self._peer_ranks()
 
 
 def _copy_back(
     flats: Sequence[Tensor], tensors: Sequence[Tensor], start: Callable[[], Steps]
 ) -> Steps:
-    """The steps, and then the numbers of copies back to where they belong."""
+    """Take the steps, then copy each flat tensor that is a copy back into its tensor."""
     yield from start()
     for flat, tensor in pairs(flats, tensors):
-        if not is_own(flat, tensor):
+        if not shares_memory(flat, tensor):
             tensor.data.copy_(flat.view(tensor.shape))
 
 
 def _in_sequence(
-    exchange: PhaseBoard, calls: Sequence[tuple[tuple[CallSignature, int], Callable[[], Steps]]]
+    board: PhaseBoard, calls: Sequence[tuple[tuple[CallSignature, int], Callable[[], Steps]]]
 ) -> Steps:
+    """Take the steps of all calls, one call after the other."""
     for call, start in calls:
-        exchange.begin(*call)
+        board.begin(*call)
         yield from start()

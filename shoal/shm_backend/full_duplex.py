@@ -1,16 +1,18 @@
-"""All-to-all and all-gather over Gloo that fill a link in both directions at once.
+"""All-to-all and all-gather over Gloo that use both directions of a network link at once.
 
-Gloo tells a peer that it may send by a note on the connection that the data goes by. Who sends
-first and receives then
-has its note wait behind its data, and the peer waits for the note: one direction after the other,
-on a link that could carry both (torch 2.13's own alltoall does so, its allgather for half of the
-time).
+Gloo tells a peer that it may send by a note on the same connection as the data. If a rank sends
+first and receives then, its note waits behind its data, and the peer waits for the note. The data
+then goes in one direction after the other, on a link that could carry both. (The alltoall of torch
+2.13 itself does so, and its allgather does for half of the time.)
 
-      send, then receive    rank 0   data ▓▓▓▓▓▓▓▓▓ note          receive, then send    rank 0   note data ▓▓▓▓▓▓▓▓▓
-                            rank 1                  data ▓▓▓▓▓▓▓▓                       rank 1   note data ▓▓▓▓▓▓▓▓▓
+      send, then receive     rank 0   data ▓▓▓▓▓▓▓▓▓ note
+                             rank 1                  data ▓▓▓▓▓▓▓▓
 
-So all receives are begun before the first send. Everybody sends to the rank after it first, then to
-the one after that, so that no rank is everybody's first."""
+      receive, then send     rank 0   note data ▓▓▓▓▓▓▓▓▓
+                             rank 1   note data ▓▓▓▓▓▓▓▓▓
+
+So all receives start before the first send. Every rank sends to the next rank first, then to the
+one after that, so that no rank is the first target of all."""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
-TAG = 0x5A0A1  # apart from messages of whoever else uses the group
+TAG = 0x5A0A1  # other users of the group are unlikely to use this tag
 
 
 def all_to_all(gloo: Any, into: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """`into[r]` becomes rank r's row for this rank. Collective.
+    """Copy row s of rank r into row r of rank s's `into`. Collective.
 
     Args:
-        gloo: a process group whose messages are Gloo's, or such a backend of one.
+        gloo: a process group whose messages go through Gloo, or its Gloo backend.
         into, rows: a contiguous tensor for each rank of the group; empty ones are not sent.
     """
     rank, size = gloo.rank(), gloo.size()
@@ -40,5 +42,8 @@ def all_to_all(gloo: Any, into: Sequence[Tensor], rows: Sequence[Tensor]) -> Non
 
 
 def all_gather(gloo: Any, into: Sequence[Tensor], row: Tensor) -> None:
-    """`into[r]` becomes rank r's `row`. Collective. Each rank sends as many bytes as in a ring."""
+    """Copy the `row` of rank r into row r of every rank's `into`. Collective.
+
+    Each rank sends as many bytes as in a ring.
+    """
     all_to_all(gloo, into, [row] * gloo.size())

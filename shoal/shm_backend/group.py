@@ -1,6 +1,4 @@
-"""The process group: what torch.distributed calls. Everything is either a call on shared memory
-or Gloo's affair.
-"""
+"""The process group of backend "shoal". Each call uses shared memory if it can, else Gloo."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from shoal.platform.torch_private.c10d import Options, add_backend
 from shoal.shm_backend import collectives
-from shoal.shm_backend.call import MOST_RANKS, CallSignature
+from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.messages import Messages
 from shoal.shm_backend.movement_ops import MovementOps
-from shoal.shm_backend.native import MOST_RANKS as MOST_EXPRESS
+from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard
 from shoal.shm_backend.reduction_ops import Reductions
@@ -36,18 +34,20 @@ GLOO = dist.ProcessGroup.BackendType.GLOO
 
 
 class ShoalGroup(Reductions, MovementOps, Messages):
-    """A group of ranks that meet in shared memory, with Gloo beside it. What is not done here, the
-    base class hands on.
+    """A process group on shared memory, with Gloo as its second backend.
+
+    The base class passes calls that are not implemented here to Gloo.
 
     Args:
         store: of this group alone.
-        ranks: the global ranks of the group, for messages; empty for all there are.
-        timeout: for each meeting in a call.
-        label: what all its ranks call the group, in traces.
-        meets: ranks use shared memory; without it Gloo does all.
+        rank, size: this rank in the group, and the number of ranks.
+        timeout: of each wait for other ranks.
+        ranks: the global ranks of the group, for messages; empty for all ranks of the world.
+        label: name of the group in traces, the same on all its ranks.
+        shared_memory: False to leave all calls to Gloo.
 
     Attributes:
-        recorder: is told of every call while a trace is taken.
+        recorder: records every call while a trace is taken, else None.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         timeout: timedelta,
         ranks: Sequence[int],
         label: str = "",
-        meets: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__(rank, size)
         self.recorder: Recorder | None = None
@@ -66,48 +66,53 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
         self._ranks = list(ranks) or list(range(size))
-        self._known, self._quick = {}, {}
-        self._order: CallQueue | None = None
+        self._signatures = {}
+        self._fast_paths = {}
+        self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
-        self._between: InterHost | None = None
-        self._express: NativeCalls | None = None
+        self._inter_host: InterHost | None = None
+        self._native_calls: NativeCalls | None = None
         self._timeout_s = timeout.total_seconds()
-        self._here: Sequence[int] = ()
-        if meets:
-            self._choose_transport(
-                store, rendezvous(PrefixStore("meeting", store), rank, size), timeout
-            )
+        self._host_ranks: Sequence[int] = ()
+        if shared_memory:
+            topology = rendezvous(PrefixStore("meeting", store), rank, size)
+            self._choose_transport(store, topology, timeout)
 
-    def _choose_transport(self, store: Store, meeting: Topology, timeout: timedelta) -> None:
-        """Use shared memory for collectives where the ranks of each host can reach each other's."""
-        here = next(ranks for ranks in meeting.hosts if self.rank() in ranks)
-        if meeting.memory is not None:
-            self._here = here
+    def _choose_transport(self, store: Store, topology: Topology, timeout: timedelta) -> None:
+        """Use shared memory for collectives if the ranks of each host can open each other's."""
+        host_ranks = next(ranks for ranks in topology.hosts if self.rank() in ranks)
+        if topology.memory is not None:
+            self._host_ranks = host_ranks
             self._peers = PeerLiveness(
-                {here.index(rank): pid for rank, pid in meeting.pids.items()}
+                {host_ranks.index(rank): pid for rank, pid in topology.pids.items()}
             )
-        if reason := _unsupported_reason(meeting, self.size()):
-            level = logging.WARNING if meeting.reason else logging.DEBUG
+        if reason := _unsupported_reason(topology, self.size()):
+            # A reason of the topology is a defect of the machine. The others are by design.
+            level = logging.WARNING if topology.reason else logging.DEBUG
             logger.log(level, "%s: Gloo does all: %s", self, reason)
             return
-        assert meeting.memory is not None
+        assert topology.memory is not None
         assert self._peers is not None
-        self._exchange = self._join_board(here, meeting.memory, meeting.reached)
-        spin_s = SPIN_S if len(here) <= len(os.sched_getaffinity(0)) else 0.0
-        if meeting.compiled and len(here) <= MOST_EXPRESS:
-            self._express = NativeCalls(self._exchange, yields=spin_s == 0)
-        if len(meeting.hosts) > 1:
-            self._between = InterHost(store, meeting.hosts, self.rank(), timeout)
-        waiting = Waiter(self._exchange, self._peers, timeout.total_seconds(), spin_s)
-        self._order = CallQueue(waiting, f"{self._ranks}")
+        self._board = self._join_board(host_ranks, topology.memory, topology.attached)
+        # With more ranks than cores, spinning would take the core from the rank that is late.
+        spin_s = SPIN_S if len(host_ranks) <= len(os.sched_getaffinity(0)) else 0.0
+        if topology.compiled and len(host_ranks) <= MAX_NATIVE_RANKS:
+            self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
+        if len(topology.hosts) > 1:
+            self._inter_host = InterHost(store, topology.hosts, self.rank(), timeout)
+        waiter = Waiter(self._board, self._peers, timeout.total_seconds(), spin_s)
+        self._queue = CallQueue(waiter, f"{self._ranks}")
 
     def _join_board(
-        self, here: Sequence[int], memory: SharedSegment, reached: Mapping[int, AttachedSegment]
+        self,
+        host_ranks: Sequence[int],
+        memory: SharedSegment,
+        attached: Mapping[int, AttachedSegment],
     ) -> PhaseBoard:
-        """Make this rank's end of its host's board, which numbers the ranks of the host."""
-        others = {here.index(rank): attached for rank, attached in reached.items()}
-        names = [self._ranks[rank] for rank in here]
-        return PhaseBoard(here.index(self.rank()), memory, others, names)
+        """Return this rank's phase board, whose ranks are indices into `host_ranks`."""
+        peers = {host_ranks.index(rank): segment for rank, segment in attached.items()}
+        names = [self._ranks[rank] for rank in host_ranks]
+        return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names)
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"
@@ -117,40 +122,43 @@ class ShoalGroup(Reductions, MovementOps, Messages):
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether numbers are added in one order wherever in a tensor they lie: that of ranks,
-        then that of hosts.
+        """True if the order of a sum does not depend on the position in the tensor.
+
+        Values are added in the order of ranks on a host, then in the order of hosts.
         """
-        return self._order is not None
+        return self._queue is not None
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all ranks meet in shared memory."""
-        return self._order is not None and self._between is None
+        """True if all ranks of the group use one phase board."""
+        return self._queue is not None and self._inter_host is None
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or Options.BarrierOptions()
         if not self.on_one_host:
             return self._fall_back_to_gloo("barrier", (), opts)
-        call = self._known.setdefault(
+        call = self._signatures.setdefault(
             (), (CallSignature("barrier"), CallSignature("barrier").encoded)
         )
-        return self._run(call, lambda: collectives.barrier(self._exchange), (), (), (), opts)
+        return self._run(call, lambda: collectives.barrier(self._board), (), (), (), opts)
 
     def shutdown(self) -> None:
-        """Finish what was begun, and leave."""
-        if self._order is not None:
-            self._order.close()
+        """Finish the calls that have been made, and leave the group."""
+        if self._queue is not None:
+            self._queue.close()
         if self._peers is not None:
             self._peers.close()
         super().shutdown()
 
 
-def _unsupported_reason(meeting: Topology, size: int) -> str:
-    """Why Gloo does everything; empty where it need not."""
-    if meeting.reason:
-        return meeting.reason
-    if size == 1 or size > MOST_RANKS:
+def _unsupported_reason(topology: Topology, size: int) -> str:
+    """Return why Gloo must make all calls; an empty string if shared memory can be used."""
+    if topology.reason:
+        return topology.reason
+    if size == 1 or size > MAX_RANKS:
         return f"{size} ranks"
-    if len({len(ranks) for ranks in meeting.hosts}) > 1 or len(meeting.hosts) == size:
-        return f"{', '.join(str(len(ranks)) for ranks in meeting.hosts)} ranks on {len(meeting.hosts)} hosts"
+    # Between hosts each rank works with the rank of the same index on the other hosts.
+    if len({len(ranks) for ranks in topology.hosts}) > 1 or len(topology.hosts) == size:
+        counts = ", ".join(str(len(ranks)) for ranks in topology.hosts)
+        return f"{counts} ranks on {len(topology.hosts)} hosts"
     return ""

@@ -1,14 +1,14 @@
-"""An all-reduce over several hosts: shared memory inside each, Gloo between them, every rank for a
-piece of its own.
+"""An all-reduce over several hosts: shared memory inside each host, Gloo between hosts.
 
-      host A   rank 0   a0 b0       [1] inside    A01         [2] between    A         [3] inside    A B
-               rank 1   a1 b1           ──────>       B01         ──────>        B         ──────>   A B
-      host B   rank 2   a2 b2       scatter the   A23         reduce over    A         gather the    A B
-               rank 3   a3 b3       sums              B23     hosts              B     pieces        A B
+      host A   rank 0   a0 b0     [1] inside   A01       [2] between   A       [3] inside   A B
+               rank 1   a1 b1         ─────>       B01       ─────>      B         ─────>   A B
+      host B   rank 2   a2 b2     reduce-      A23       all-reduce    A       all-gather   A B
+               rank 3   a3 b3     scatter          B23   over hosts      B                  A B
 
-A number crosses the wire between hosts once for each host, and not for each rank; all ranks of a
-host use the wire at once. Numbers are added in the order of ranks on a host, then in the order of
-hosts, wherever in the tensor they lie."""
+Each rank reduces one piece between hosts, with the ranks of the same index on the other hosts. So a
+value crosses the network once for each host and not for each rank, and all ranks of a host use the
+network at once. Values are added in the order of ranks on a host, then in the order of hosts, at
+every position in the tensor."""
 
 from __future__ import annotations
 
@@ -27,88 +27,87 @@ from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
 
-ONE_MESSAGE_BYTES = (
-    1 << 16
-)  # up to here everybody sends everything: one message's time counts, and not its bytes
+# Up to here each rank sends its full piece to all: the time of a message counts, not its bytes.
+ONE_MESSAGE_BYTES = 1 << 16
 
 
 class InterHost:
-    """This rank's connection to the ranks in the same place on the other hosts.
+    """The connection of this rank to the ranks of the same index on the other hosts.
 
     Args:
-        store: of the whole group.
+        store: of the full group.
         hosts: the ranks of each host, equally many on each.
-        rank: this one.
+        rank: this rank.
+        timeout: of each message.
     """
 
     def __init__(
         self, store: Store, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta
     ) -> None:
-        self.at = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-        self.hosts, self.ranks = len(hosts), sum(map(len, hosts))
-        place = hosts[self.at].index(rank)
+        self.host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+        self.num_hosts = len(hosts)
+        self.num_ranks = sum(map(len, hosts))
+        index_on_host = hosts[self.host].index(rank)
         Gloo: Any = dist.ProcessGroupGloo  # noqa: N806 - a class
-        self.gloo = Gloo(
-            PrefixStore(f"between/{place}", store), self.at, self.hosts, timeout=timeout
-        )
+        store = PrefixStore(f"between/{index_on_host}", store)
+        self.gloo = Gloo(store, self.host, self.num_hosts, timeout=timeout)
 
-    def agree(self, call: CallSignature) -> None:
-        """Make sure that the other hosts are in the same call. Collective.
+    def check_same(self, call: CallSignature) -> None:
+        """Check that the other hosts make the same call. Collective.
 
-        Raises: CollectiveFailed: one of them is not.
+        The phase board compares calls inside a host only.
+
+        Raises: CollectiveFailed: a host makes another call.
         """
-        words = torch.empty(self.hosts, 1, dtype=torch.int64)
+        words = torch.empty(self.num_hosts, 1, dtype=torch.int64)
         self.gloo.allgather([list(words.unbind())], [torch.tensor([call.encoded])]).wait()
         for host, word in enumerate(words.flatten().tolist()):
             if word != call.encoded:
                 raise CollectiveFailed(
-                    f"host {self.at} of {self.hosts} calls {call.describe()} where host {host} "
-                    "calls "
-                    f"{decode(word).describe()}. All ranks of a group must make the same calls in "
-                    "the same order."
+                    f"host {self.host} of {self.num_hosts} calls {call.describe()} where host "
+                    f"{host} calls {decode(word).describe()}. All ranks of a group must make the "
+                    "same calls in the same order."
                 )
 
     def reduce(self, piece: Tensor, operation: str) -> None:
-        """`piece` becomes the reduction over all hosts, in their order. Collective."""
-        if self.hosts == 2 or piece.nbytes <= ONE_MESSAGE_BYTES:
-            shown = torch.empty(self.hosts, piece.numel(), dtype=piece.dtype)
-            full_duplex.all_gather(self.gloo, shown.unbind(), piece)
-            reduce_into(piece, shown.unbind(), operation)
+        """Reduce `piece` over all hosts in their order, in place. Collective."""
+        if self.num_hosts == 2 or piece.nbytes <= ONE_MESSAGE_BYTES:
+            terms = torch.empty(self.num_hosts, piece.numel(), dtype=piece.dtype)
+            full_duplex.all_gather(self.gloo, terms.unbind(), piece)
+            reduce_into(piece, terms.unbind(), operation)
             return
-        length = -(-piece.numel() // self.hosts)
-        padded = piece.new_zeros(self.hosts * length)
+        # Divide the piece once more: host h reduces chunk h, and all gather the chunks.
+        length = -(-piece.numel() // self.num_hosts)
+        padded = piece.new_zeros(self.num_hosts * length)
         padded[: piece.numel()] = piece
-        columns, own = torch.empty_like(padded), piece.new_empty(length)
-        arriving, leaving = (
-            columns.view(self.hosts, length).unbind(),
-            padded.view(self.hosts, length).unbind(),
-        )
-        full_duplex.all_to_all(self.gloo, arriving, leaving)
-        reduce_into(own, arriving, operation)
-        full_duplex.all_gather(self.gloo, leaving, own)
+        chunks = padded.view(self.num_hosts, length).unbind()
+        terms = torch.empty_like(padded).view(self.num_hosts, length)
+        reduced = piece.new_empty(length)
+        full_duplex.all_to_all(self.gloo, terms.unbind(), chunks)
+        reduce_into(reduced, terms.unbind(), operation)
+        full_duplex.all_gather(self.gloo, chunks, reduced)
         piece.copy_(padded[: piece.numel()])
 
 
-def all_reduce(exchange: PhaseBoard, between: InterHost, tensor: Tensor, operation: str) -> Steps:
-    """`tensor` becomes the reduction of all ranks' tensors on all hosts."""
-    adding = "sum" if operation == "avg" else operation
-    length = -(-tensor.numel() // exchange.size)
-    whole = (
-        tensor
-        if tensor.numel() == exchange.size * length
-        else tensor.new_zeros(exchange.size * length)
-    )
-    if whole is not tensor:
-        whole[: tensor.numel()] = tensor
-    rows, piece = whole.view(exchange.size, length).unbind(), tensor.new_empty(length)
-    if exchange.size > 1:
-        yield from collectives.reduce_scatter(exchange, piece, rows, adding)  # [1]
+def all_reduce(board: PhaseBoard, inter_host: InterHost, tensor: Tensor, operation: str) -> Steps:
+    """Reduce `tensor` over all ranks of all hosts, in place."""
+    # A mean is a sum until the number of all ranks divides it.
+    summing = "sum" if operation == "avg" else operation
+    length = -(-tensor.numel() // board.size)
+    padded = tensor
+    if tensor.numel() != board.size * length:
+        padded = tensor.new_zeros(board.size * length)
+        padded[: tensor.numel()] = tensor
+    rows = padded.view(board.size, length).unbind()
+    piece = tensor.new_empty(length)
+    if board.size > 1:
+        yield from collectives.reduce_scatter(board, piece, rows, summing)  # [1]
     else:
         piece.copy_(rows[0])
-    between.agree(exchange.call)
-    between.reduce(piece, adding)  # [2]
+    inter_host.check_same(board.call)
+    inter_host.reduce(piece, summing)  # [2]
     if operation == "avg":
-        piece.div_(between.ranks)
-    yield from collectives.all_gather(exchange, piece, rows)  # [3]
-    if whole is not tensor:
-        tensor.copy_(whole[: tensor.numel()])
+        piece.div_(inter_host.num_ranks)
+    yield from collectives.all_gather(board, piece, rows)  # [3]
+    if padded is not tensor:
+        tensor.copy_(padded[: tensor.numel()])

@@ -1,6 +1,7 @@
-"""The other processes of the host: whether they live. The kernel says so at once when one has
-died, however it died.
-"""
+"""Liveness of the other processes of a host.
+
+A pidfd becomes readable when its process has ended, however it ended, so one poll answers for all
+processes without signals or heartbeats."""
 
 from __future__ import annotations
 
@@ -15,33 +16,30 @@ from shoal.platform.processes import process_state
 
 
 class PeerLiveness:
-    """Processes to look after. Any thread may ask.
+    """The processes of other ranks. Any thread may call.
 
-    Args: pids: by rank. They are alive now.
+    Args: pids: processes by rank. They are alive now.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = pids
-        self._poll, self._lock = (
-            select.poll(),
-            threading.Lock(),
-        )  # two threads cannot poll one object at once
+        self._poll = select.poll()
+        self._lock = threading.Lock()  # two threads cannot poll one object at the same time
         self._ranks: dict[int, int] = {}
         for rank, pid in pids.items():
-            with contextlib.suppress(
-                OSError, AttributeError
-            ):  # an old kernel: then only the time-out tells
+            # An old kernel has no pidfd: only the time-out of a call reveals a dead process then.
+            with contextlib.suppress(OSError, AttributeError):
                 descriptor = os.pidfd_open(pid)
                 self._ranks[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
 
     def dead(self) -> list[int]:
-        """Ranks whose processes have ended."""
+        """Return the ranks whose processes have ended."""
         with self._lock:
             return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
 
     def has_ended(self, rank: int, limit_s: float) -> bool:
-        """Wait up to `limit_s` for a process to end; True if it has.
+        """Wait up to `limit_s` for a process to end; return True if it has.
 
         The connections of a process close a moment before the kernel reports its end.
         """
@@ -53,7 +51,7 @@ class PeerLiveness:
         return True
 
     def state(self, rank: int) -> str:
-        """What a process that does not come is doing, as the end of a sentence."""
+        """Return the state of a process as the end of a sentence, such as "is alive"."""
         letter = process_state(self.pids[rank])
         if letter is None:
             return "has ended"
@@ -62,7 +60,7 @@ class PeerLiveness:
         )
 
     def close(self) -> None:
-        """Look after nobody any more."""
+        """Close the descriptors. No rank is reported dead afterwards."""
         with self._lock:
             for descriptor in self._ranks:
                 os.close(descriptor)

@@ -1,9 +1,9 @@
-"""Messages from one rank to another, as torch.distributed asks for them.
+"""Messages from one rank to another, with the methods that torch.distributed calls.
 
       recv ──> Gloo ──> MessageWork ── wait() ──┬── the message
                                                 └── Gloo's error ──> PeerLost, CollectiveFailed
 
-Gloo carries them. Its errors say which connection broke; ours name the rank and its state.
+Gloo carries the messages. Its errors name a connection; ours name the other rank and its state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
-from shoal.platform.torch_private.c10d import backend_for
+from shoal.platform.torch_private.c10d import backend_for, source_rank
 from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.liveness import PeerLiveness
-from shoal.shm_backend.traced_work import watch_work
+from shoal.shm_backend.traced_work import trace_work
 
 NO_LIMIT = timedelta(0)
-EXIT_S = 0.5  # between the end of a process's connections and that of the process
+EXIT_S = 0.5  # the longest time between the end of a process's connections and its own end
 
 
 class MessageSignature(NamedTuple):
@@ -32,20 +32,20 @@ class MessageSignature(NamedTuple):
 
     Args:
         kind: "send" or "recv".
-        other: rank in the group; None for a recv from any rank.
+        peer: the other rank in the group; None for a recv from any rank.
     """
 
     kind: str
     tensor: Tensor
-    other: int | None
+    peer: int | None
     tag: int
 
 
 class Messages(CollectiveDispatch):
-    """send, recv, and recv from whoever sends."""
+    """send, recv, and recv from any rank."""
 
     _peers: PeerLiveness | None
-    _here: Sequence[int]  # the ranks of the group on this host
+    _host_ranks: Sequence[int]  # ranks of the group on this host
     _timeout_s: float
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
@@ -58,95 +58,98 @@ class Messages(CollectiveDispatch):
         return self._post(MessageSignature("recv", tensors[0], None, tag))
 
     def _post(self, message: MessageSignature) -> Work:
+        """Start one end of a message, and record it while a trace is taken."""
         tensor = message.tensor
-        if not tensor.numel() and message.other is not None:
+        if not tensor.numel() and message.peer is not None:
             return CompletedWork((tensor,))  # Gloo cannot receive a message without bytes
         if self.recorder is None:
             return self._start(message)
-        args = (tensor, message.other, message.tag)
+        args = (tensor, message.peer, message.tag)
         flight = self._trace_start(self.recorder, message.kind, tensor.nbytes, args)
-        return watch_work(self.recorder, flight, lambda: self._start(message), tells=False)
+        return trace_work(self.recorder, flight, lambda: self._start(message), has_future=False)
 
     def _start(self, message: MessageSignature) -> Work:
         backend = backend_for(self, message.tensor.device)
-        kind, tensor, other, tag = message
+        kind, tensor, peer, tag = message
         try:
-            if other is None:
+            if peer is None:
                 work = backend.recv_anysource([tensor], tag)
             elif kind == "recv":
-                work = backend.recv([tensor], other, tag)
+                work = backend.recv([tensor], peer, tag)
             else:
-                work = backend.send([tensor], other, tag)
+                work = backend.send([tensor], peer, tag)
         except RuntimeError as error:
-            raise self._explained(error, message, 0.0) from None
+            raise self._explain(error, message, 0.0) from None
 
         def explain(error: RuntimeError, limit_s: float) -> RuntimeError:
-            return self._explained(error, message, limit_s)
+            return self._explain(error, message, limit_s)
 
         return MessageWork(work, tensor, explain)
 
-    def _explained(
+    def _explain(
         self, error: RuntimeError, message: MessageSignature, limit_s: float
     ) -> RuntimeError:
-        """Make of Gloo's error one that names the other rank.
+        """Return an error that names the other rank, for an error of Gloo.
 
-        An error that is not of the connection is returned as it is.
+        An error that is not about the connection is returned unchanged.
 
-        Args:
-            limit_s: how long was waited; 0 for the group's timeout.
+        Args: limit_s: the time that this rank waited; 0 for the group's timeout.
         """
+        # Gloo has one error class for all, so its texts are the only distinction.
         text = str(error)
         if "Timed out" in text:
-            return CollectiveFailed(self._who_is_late(message, limit_s or self._timeout_s))
+            return CollectiveFailed(self._timeout_text(message, limit_s or self._timeout_s))
         if "pair closure" in text:
             return CollectiveFailed(
                 f"{self._describe(message)}: no messages pass between these ranks any more, "
                 "since one was not complete within the timeout."
             )
         if "onnection" in text or "Broken pipe" in text:
-            return PeerLost(self._who_is_lost(message))
+            return PeerLost(self._lost_text(message))
         return error
 
-    def _who_is_late(self, message: MessageSignature, limit_s: float) -> str:
-        here, described = self._ranks[self.rank()], self._describe(message)
-        waited = f"rank {here} waited {limit_s:g} s in {described}"
-        if message.other is None:
+    def _timeout_text(self, message: MessageSignature, limit_s: float) -> str:
+        """Return the error text for a time-out, with the state of the peer if it is known."""
+        self_rank, described = self._ranks[self.rank()], self._describe(message)
+        waited = f"rank {self_rank} waited {limit_s:g} s in {described}"
+        if message.peer is None:
             return f"{waited}."
         state = ""
-        if self._peers is not None and message.other in self._here:
-            place = self._here.index(message.other)
-            state = f" (process {self._peers.pids[place]}), which {self._peers.state(place)}"
+        if self._peers is not None and message.peer in self._host_ranks:
+            index = self._host_ranks.index(message.peer)
+            state = f" (process {self._peers.pids[index]}), which {self._peers.state(index)}"
         return (
-            f"{waited} for rank {self._ranks[message.other]}{state}. Every send needs its recv, "
+            f"{waited} for rank {self._ranks[message.peer]}{state}. Every send needs its recv, "
             "with the same tag; a rank that computes for longer needs a longer timeout= in "
             "init_process_group."
         )
 
-    def _who_is_lost(self, message: MessageSignature) -> str:
-        here, described = self._ranks[self.rank()], self._describe(message)
-        if message.other is None:
-            return f"rank {here} waits in {described}, but another rank has ended or has left."
-        name = f"rank {self._ranks[message.other]}"
-        doing = f"while rank {here} waited for it in {described}."
-        if self._peers is not None and message.other in self._here:
-            place = self._here.index(message.other)
-            if self._peers.has_ended(place, EXIT_S):
-                return f"{name} (process {self._peers.pids[place]}) has ended {doing}"
+    def _lost_text(self, message: MessageSignature) -> str:
+        """Return the error text for a broken connection."""
+        self_rank, described = self._ranks[self.rank()], self._describe(message)
+        if message.peer is None:
+            return f"rank {self_rank} waits in {described}, but another rank has ended or has left."
+        name = f"rank {self._ranks[message.peer]}"
+        doing = f"while rank {self_rank} waited for it in {described}."
+        if self._peers is not None and message.peer in self._host_ranks:
+            index = self._host_ranks.index(message.peer)
+            if self._peers.has_ended(index, EXIT_S):
+                return f"{name} (process {self._peers.pids[index]}) has ended {doing}"
         return f"{name} has ended, or has left the group, {doing}"
 
     def _describe(self, message: MessageSignature) -> str:
-        """As a user reads it."""
-        other = "any rank" if message.other is None else f"rank {self._ranks[message.other]}"
+        """Describe a message for errors, such as `send(1,000 x float32 to rank 1, tag 0)`."""
+        peer = "any rank" if message.peer is None else f"rank {self._ranks[message.peer]}"
         direction = "to" if message.kind == "send" else "from"
         dtype = str(message.tensor.dtype).removeprefix("torch.")
         count = f"{message.tensor.numel():,} x {dtype}"
-        return f"{message.kind}({count} {direction} {other}, tag {message.tag})"
+        return f"{message.kind}({count} {direction} {peer}, tag {message.tag})"
 
 
 class MessageWork(Work):
-    """A handle of Gloo's whose errors name the other rank.
+    """A handle of Gloo whose errors name the other rank.
 
-    Args: explain: Gloo's error, and the limit of the wait in seconds -> the error to raise.
+    Args: explain: makes the error to raise of Gloo's error and the limit of the wait in seconds.
     """
 
     def __init__(
@@ -158,7 +161,8 @@ class MessageWork(Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until a send has left or a recv has arrived.
 
-        Raises: CollectiveFailed: it was not complete in time. PeerLost: the other rank is gone.
+        Raises: CollectiveFailed: the message was not complete in time. PeerLost: the other rank has
+            ended or left the group.
         """
         try:
             return bool(self._work.wait(timeout))
@@ -186,4 +190,4 @@ class MessageWork(Work):
         return self._source_rank()
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return source_rank(self._work)

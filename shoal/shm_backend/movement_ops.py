@@ -1,4 +1,8 @@
-"""The collectives that copy numbers from rank to rank, as torch.distributed asks for them."""
+"""The collectives that copy tensors from rank to rank, with the methods that torch.distributed
+calls.
+
+Each method first asks whether shared memory can carry the call, and leaves it to Gloo if not. Then
+it flattens tensors, and gives the steps of `collectives.py` to `_run`."""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class MovementOps(CollectiveDispatch):
         flat, root = flattened(tensors[0]), opts.rootRank
         return self._run(
             self._call("broadcast", flat, root=root),
-            lambda: collectives.broadcast(self._exchange, flat, root),
+            lambda: collectives.broadcast(self._board, flat, root),
             tensors,
             (flat,),
             tensors,
@@ -68,22 +72,27 @@ class MovementOps(CollectiveDispatch):
         inputs: list[Tensor],
         results: Sequence[Tensor],
         opts: Any,
-        other: str,
-        others: list[tuple[Any, ...]],
+        gloo_name: str,
+        gloo_calls: list[tuple[Any, ...]],
     ) -> Work:
+        """Gather `inputs[i]` of all ranks into `rows[i]`, for all i in sequence.
+
+        Args:
+            results: the value of the call's future.
+            gloo_name, gloo_calls: the method of Gloo, and the arguments of each of its calls, if
+                shared memory cannot carry the calls.
+        """
         if not all(
             self._supports(tensor) and self._all_same_size(tensor, r)
             for tensor, r in pairs(inputs, rows)
         ):
-            return self._leave_each(other, inputs, others)
-        flats, flat_rows = (
-            [flattened(tensor) for tensor in inputs],
-            [[flattened(row) for row in each] for each in rows],
-        )
+            return self._fall_back_each(gloo_name, inputs, gloo_calls)
+        flats = [flattened(tensor) for tensor in inputs]
+        flat_rows = [[flattened(row) for row in group] for group in rows]
         return self._run_each(
             "all_gather",
             [
-                (flat, partial(collectives.all_gather, self._exchange, flat, r))
+                (flat, partial(collectives.all_gather, self._board, flat, r))
                 for flat, r in pairs(flats, flat_rows)
             ],
             [row for r in rows for row in r],
@@ -93,16 +102,16 @@ class MovementOps(CollectiveDispatch):
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        root, is_root = opts.rootRank, opts.rootRank == self.rank()
+        root = opts.rootRank
+        is_root = root == self.rank()
         rows = list(outputs[0]) if is_root else []
         if not self._supports(inputs[0]) or (is_root and not self._all_same_size(inputs[0], rows)):
             return self._fall_back_to_gloo("gather", inputs, outputs, inputs, opts)
-        flat, flat_rows = flattened(inputs[0]), [flattened(row) for row in rows]
+        flat = flattened(inputs[0])
+        flat_rows = [flattened(row) for row in rows]
         return self._run(
             self._call("gather", flat, root=root),
-            lambda: collectives.all_gather(
-                self._exchange, flat, flat_rows if is_root else None, root
-            ),
+            lambda: collectives.all_gather(self._board, flat, flat_rows if is_root else None, root),
             rows,
             flat_rows,
             rows,
@@ -110,8 +119,8 @@ class MovementOps(CollectiveDispatch):
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
-        root, is_root = opts.rootRank, opts.rootRank == self.rank()
-        rows = [flattened(row) for row in inputs[0]] if is_root else None
+        root = opts.rootRank
+        rows = [flattened(row) for row in inputs[0]] if root == self.rank() else None
         if not self._supports(outputs[0]) or (
             rows is not None and not self._all_same_size(outputs[0], rows)
         ):
@@ -119,7 +128,7 @@ class MovementOps(CollectiveDispatch):
         flat = flattened(outputs[0])
         return self._run(
             self._call("scatter", flat, root=root),
-            lambda: collectives.scatter(self._exchange, flat, rows, root),
+            lambda: collectives.scatter(self._board, flat, rows, root),
             outputs,
             (flat,),
             outputs,
@@ -142,10 +151,8 @@ class MovementOps(CollectiveDispatch):
     ) -> Work:
         opts = opts or Options.AllToAllOptions()
         args = (output, tensor, out_sizes, sizes, opts)
-        rows, out_rows = (
-            split_for(tensor, sizes, self.size()),
-            split_for(output, out_sizes, self.size()),
-        )
+        rows = split_for(tensor, sizes, self.size())
+        out_rows = split_for(output, out_sizes, self.size())
         return self._all_to_all(out_rows, rows, [output], opts, "alltoall_base", [args])
 
     alltoall_base = all_to_all_single
@@ -156,18 +163,18 @@ class MovementOps(CollectiveDispatch):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
         opts: Any,
-        other: str,
-        others: list[tuple[Any, ...]],
+        gloo_name: str,
+        gloo_calls: list[tuple[Any, ...]],
     ) -> Work:
+        """Send `inputs[r]` to rank r, and receive `outputs[r]` from it. Arguments as above."""
         if not all(self._supports(tensor) for tensor in inputs):
-            return self._leave_each(other, inputs, others)
-        flats, rows = (
-            [flattened(output) for output in outputs],
-            [flattened(tensor) for tensor in inputs],
-        )
+            return self._fall_back_each(gloo_name, inputs, gloo_calls)
+        flats = [flattened(output) for output in outputs]
+        rows = [flattened(tensor) for tensor in inputs]
+        # Ranks may differ in the length of rows, so the signature has the length 0.
         return self._run(
             self._call("all_to_all", rows[0][:0]),
-            lambda: collectives.all_to_all(self._exchange, flats, rows),
+            lambda: collectives.all_to_all(self._board, flats, rows),
             outputs,
             flats,
             results,

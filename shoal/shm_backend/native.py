@@ -1,11 +1,10 @@
-"""All-reduces of float32 and float64 whose steps are compiled (native.c), where there was a
-compiler.
+"""All-reduces of float32 and float64 with compiled steps (native.c), if a compiler was found.
 
-      rank 0   advance ──> show a0 │ take a0 a1 ──> done
-      rank 1   advance ──> show a1 │ rank 0 is late ──> Python waits for it ──> advance ──> take a0 a1 ──> done
+      rank 0   advance ──> write a0 │ read a0 a1 ──> done
+      rank 1   advance ──> write a1 │ rank 0 is late ──> wait in Python ──> advance ──> read a0 a1
 
-Only calls whose steps all ranks of a host have compiled go this way, for they cut tensors into
-smaller slices than collectives.py does. Sums are the same to the last bit."""
+Compiled steps cut tensors into smaller slices than collectives.py does, so a call uses them only if
+all ranks of the host have them. Sums are the same to the last bit."""
 
 from __future__ import annotations
 
@@ -34,20 +33,23 @@ if TYPE_CHECKING:
 else:
     try:
         from shoal.shm_backend import _native as compiled
-    except ImportError:  # no compiler when Shoal was installed
+    except ImportError:  # there was no compiler when Shoal was installed
         compiled = None
 
-# of what ranks do with each other's memory: raised here and in native.c by whoever changes it
-VERSION = 1
-SLICE_BYTES = 1 << 15  # a few of every rank's stay in the caches
-# From here on slices are as large as a slot: ranks that lose their cores to other processes now and
-# then wait for each other less often.
-LARGE_BYTES, LARGE_SLICE_BYTES = 1 << 21, SLOT_BYTES
-ONE_PASS_BYTES = (
-    1 << 17
-)  # what a rank reads of others to add up all by itself; beyond it, sums are shared
+# The version of what ranks write into their memory, and of the compiled module's arguments. Raise
+# it here and in native.c with every change of either.
+VERSION = 2
+SLICE_BYTES = 1 << 15  # slices of all ranks stay in the processor's caches together
+# Tensors from LARGE_BYTES on have slices as large as a slot: ranks that lose their cores to other
+# processes now and then wait for each other less often.
+LARGE_BYTES = 1 << 21
+LARGE_SLICE_BYTES = SLOT_BYTES
+# The bytes of other ranks that a rank reads to reduce a slice alone. Above it, each rank reduces
+# one piece of the slice.
+ONE_PASS_BYTES = 1 << 17
 SPIN_S = 50e-6
-MOST_RANKS = 64  # as in native.c, and so are these numbers
+MAX_RANKS = 64  # the same limit as in native.c
+# The codes of native.c for a dtype and an operation.
 CODES: Mapping[tuple[torch.dtype, str], int] = {
     (torch.float32, "sum"): 0,
     (torch.float32, "avg"): 1,
@@ -57,68 +59,75 @@ CODES: Mapping[tuple[torch.dtype, str], int] = {
 
 
 def version() -> int:
-    """Which steps there are; 0 without any, where they are of another version, and with
-    SHOAL_COMPILED=0.
+    """Return VERSION if there are compiled steps of this version, else 0.
+
+    SHOAL_COMPILED=0 in the environment disables them.
     """
-    there = (
+    is_usable = (
         compiled is not None
         and compiled.VERSION == VERSION
         and os.environ.get("SHOAL_COMPILED") != "0"
     )
-    return VERSION if there else 0
+    return VERSION if is_usable else 0
 
 
 class NativeCalls:
-    """The compiled steps of one rank in one group of at most MOST_RANKS.
+    """The compiled steps of one rank in one group of at most MAX_RANKS ranks.
 
-    Args: yields: the processor is given to others while a rank waits, for there are more ranks than
-    processors."""
+    Args:
+        board: the phase board of the group.
+        yields: give the processor to other processes while this rank waits, because there are more
+            ranks than processors.
+    """
 
-    def __init__(self, exchange: PhaseBoard, yields: bool = True) -> None:
-        self._exchange = (
-            exchange  # and with it the memory, of which the compiled steps have but the addresses
-        )
-        self._compiled = _compiled_steps(exchange, SLICE_BYTES, yields)
-        self._compiled_large = _compiled_steps(exchange, LARGE_SLICE_BYTES, yields)
+    def __init__(self, board: PhaseBoard, yields: bool = True) -> None:
+        self._board = board  # keeps the memory alive, of which C has only the addresses
+        self._compiled = _native_all_reduce(board, SLICE_BYTES, yields)
+        self._compiled_large = _native_all_reduce(board, LARGE_SLICE_BYTES, yields)
 
     def all_reduce(self, tensor: Tensor, code: int) -> Steps:
-        """`tensor` becomes the reduction of all ranks' tensors, in the order of ranks. What can be
-        is done at once.
+        """Reduce `tensor` over all ranks in the order of ranks, in place.
+
+        All steps that need no wait are taken before this method returns.
 
         Args: code: one of CODES.
         """
-        exchange, address, size_bytes = self._exchange, tensor.data_ptr(), tensor.nbytes
-        first = exchange.phase + 1
-        steps = self._compiled if size_bytes < LARGE_BYTES else self._compiled_large
-        step = steps.advance(address, size_bytes, code, exchange.word, first, 0)
-        exchange.resync_phase()
-        return (
-            self._timeout_error(steps, address, size_bytes, code, first, step) if step >= 0 else ()
-        )
+        board, address, size_bytes = self._board, tensor.data_ptr(), tensor.nbytes
+        first = board.phase + 1
+        native = self._compiled if size_bytes < LARGE_BYTES else self._compiled_large
+        step = native.advance(address, size_bytes, code, board.word, first, 0)
+        board.resync_phase()
+        if step < 0:
+            return ()
+        return self._remaining_steps(native, address, size_bytes, code, first, step)
 
-    def _timeout_error(
+    def _remaining_steps(
         self,
-        steps: compiled.Express,
+        native: compiled.NativeAllReduce,
         address: int,
         size_bytes: int,
         code: int,
         first: int,
         step: int,
     ) -> Steps:
-        exchange = self._exchange
+        """Yield the condition of each step that had to wait, then go on in C."""
+        board = self._board
         while step >= 0:
-            yield (
-                exchange.all_reached if steps.of_this_call else exchange.all_at_phase,
-                steps.wanted,
-            )
-            step = steps.advance(address, size_bytes, code, exchange.word, first, step)
-            exchange.resync_phase()
+            condition = board.all_reached if native.same_call else board.all_at_phase
+            yield condition, native.awaited_phase
+            step = native.advance(address, size_bytes, code, board.word, first, step)
+            board.resync_phase()
 
 
-def _compiled_steps(exchange: PhaseBoard, slice_bytes: int, yields: bool) -> compiled.Express:
-    words = [memory.head_address(0) for memory in exchange.memories]
-    numbers = [memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in exchange.memories]
-    offsets = PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, MAX_PHASES_AHEAD
-    sizes = slice_bytes, ONE_PASS_BYTES // (exchange.size - 1)
-    spin_ns = int(SPIN_S * 1e9)
-    return compiled.Express(exchange.rank, words, numbers, *offsets, *sizes, spin_ns, yields)
+def _native_all_reduce(
+    board: PhaseBoard, slice_bytes: int, yields: bool
+) -> compiled.NativeAllReduce:
+    return compiled.NativeAllReduce(
+        rank=board.rank,
+        words=[memory.head_address(0) for memory in board.memories],
+        slots=[memory.tensor(SLOTS_AT, 1, torch.uint8).data_ptr() for memory in board.memories],
+        layout=(PHASE, SLEEPS, RING_AT, RING, SLOTS, SLOT_BYTES, MAX_PHASES_AHEAD),
+        slicing=(slice_bytes, ONE_PASS_BYTES // (board.size - 1)),
+        spin_ns=int(SPIN_S * 1e9),
+        yields=yields,
+    )

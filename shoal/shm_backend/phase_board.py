@@ -1,15 +1,15 @@
-"""Where the ranks of one host meet: every rank's memory, which it alone writes and all others read.
+"""The phase board of one host: a memory of each rank, written by that rank and read by all others.
 
       rank 0's memory    phase 7 | calls 3 | call of each phase | slots  4  5  6  7  0  1  2  3
       rank 1's memory    phase 6 | calls 3 | call of each phase | slots  4  5  6  .  0  1  2  3
 
-A collective is a row of *phases*. In each, a rank writes numbers into the next slot, or nothing,
-and *publishes*: it notes which call it is in, then raises its phase. Whoever sees the phase sees
-the numbers. Phases are counted over all calls of a group, so that nothing needs to be reset, and a
-slot is used again when all ranks have read it.
+A collective is a row of *phases*. In each phase, a rank may write values into the next slot. Then
+the rank *publishes*: it stores the signature of its call, and after that raises its phase word. A
+rank that sees the phase also sees the values. Phases are counted over all calls of a group, so
+nothing has to be reset between calls. A slot is used again when all ranks have read it.
 
-What has been read: a rank that publishes phase p has read everything up to phase p - LAG. This is a
-promise of every collective in `collectives.py`."""
+A rank that publishes phase p has read all slots up to phase p - LAG. This is a promise of every
+collective in `collectives.py`, and the board needs no other word to know that a slot is free."""
 
 from __future__ import annotations
 
@@ -26,40 +26,50 @@ from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.futex import futex_wait, futex_wake
 from shoal.shm_backend.segment import TOKEN_BYTES, AttachedSegment, SharedSegment
 
-Steps: TypeAlias = Iterable[
-    tuple[Callable[[Any], bool], Any]
-]  # of a call: what must be true before each
+# A collective as a generator: each item is a condition and its argument, which must be true before
+# the generator may go on.
+Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]
+
 LAG = 3
 SLOTS = 8
-MAX_PHASES_AHEAD = (
-    SLOTS - LAG
-)  # what all others have published so many phases ago has been read, and its slot is free again
+# Once all other ranks have published a phase, the slot so many phases later is free again.
+MAX_PHASES_AHEAD = SLOTS - LAG
 SLOT_BYTES = 1 << 19
-RING = 2 * SLOTS  # of calls: more than any rank can be ahead of another
+# Entries for the calls of phases: more than any rank can be ahead of another.
+RING = 2 * SLOTS
+
+# Indices of the 64-bit words at the start of a rank's memory.
 PHASE, CALLS, FAILED, SLEEPS, RING_AT = 0, 1, 2, 3, 8
 WORDS_BYTES, TEXT_BYTES = 512, 3072
+# The segment begins with a token, so this aligns the slots to a page.
 SLOTS_AT = 4096 - TOKEN_BYTES
 SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
-LAYOUTS = 1024
+MAX_CACHED_LAYOUTS = 1024
 
 
-class Layout:
-    """Flat tensors of one dtype and length in the slots.
+class SlotViews:
+    """Flat tensors of one dtype and length that lie in the slots.
 
-    Attributes: whole: whole[slot][rank], each rank's. rows: rows[slot][rank][row], where it is cut
-        into as many rows of one length as there are ranks. bounds: where it is cut into as many
-        pieces, each beginning on a cache line; the last ones may be empty. pieces:
-        pieces[slot][rank][piece].
+    Attributes:
+        full: full[slot][rank], the tensor of each rank.
+        rows: rows[slot][rank][row], the same tensor divided into one row for each rank. All rows
+            have the same length.
+        bounds: (begin, end) of one piece for each rank. Every piece begins on a cache line; the
+            last pieces may be empty.
+        pieces: pieces[slot][rank][piece], the same tensor divided at `bounds`.
     """
 
     def __init__(
         self, memories: Sequence[SharedSegment | AttachedSegment], dtype: torch.dtype, length: int
     ) -> None:
-        self.size, self.dtype, self.length = len(memories), dtype, length
-        at = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
-        some = max(length, 1)  # torch makes no tensor of nothing from memory
-        self.whole = [
-            [memory.tensor(start, some, dtype)[:length] for memory in memories] for start in at
+        self.size = len(memories)
+        self.dtype = dtype
+        self.length = length
+        starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
+        nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
+        self.full = [
+            [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
+            for start in starts
         ]
         step = -(-length // (self.size * 64)) * 64
         self.bounds = [
@@ -67,116 +77,125 @@ class Layout:
             for piece in range(self.size)
         ]
 
+    # Rows and pieces are made at first use, because most collectives need only one of the two.
     @cached_property
     def rows(self) -> list[list[tuple[Tensor, ...]]]:
         return [
-            [whole.view(self.size, self.length // self.size).unbind() for whole in ranks]
-            for ranks in self.whole
+            [tensor.view(self.size, self.length // self.size).unbind() for tensor in ranks]
+            for ranks in self.full
         ]
 
     @cached_property
     def pieces(self) -> list[list[list[Tensor]]]:
-        return [[[whole[a:b] for a, b in self.bounds] for whole in ranks] for ranks in self.whole]
+        return [[[tensor[a:b] for a, b in self.bounds] for tensor in ranks] for ranks in self.full]
 
 
 class PhaseBoard:
-    """One rank's end of the meeting.
+    """One rank's access to the phase board.
 
     Args:
-        rank: in this group and on this host, as all ranks here count.
-        memory: this rank's own, of SIZE_BYTES.
-        others: the memory of every other rank.
-        names: what ranks are called in messages; their own numbers unless given.
+        rank: index of this rank among the ranks of this host.
+        memory: the segment of this rank, of SIZE_BYTES.
+        peers: the segments of all other ranks of this host.
+        names: ranks as error messages show them; the indices unless given.
 
     Attributes:
-        phase: the last that this rank has published.
-        call: the one that it is in, and its `word`.
+        phase: the last phase that this rank has published.
+        calls: number of calls that this rank has started.
+        call, word: the signature of the present call, and its encoding.
     """
 
     def __init__(
         self,
         rank: int,
         memory: SharedSegment,
-        others: Mapping[int, AttachedSegment],
+        peers: Mapping[int, AttachedSegment],
         names: Sequence[int] | None = None,
     ) -> None:
-        self.rank, self.size = rank, len(others) + 1
+        self.rank = rank
+        self.size = len(peers) + 1
         self.names = list(names or range(self.size))
         self.memories: list[SharedSegment | AttachedSegment] = [
-            others.get(r, memory) for r in range(self.size)
+            peers.get(r, memory) for r in range(self.size)
         ]
         self.words = [m.raw(0, WORDS_BYTES).cast("q") for m in self.memories]
-        self._mine = self.words[rank]
-        self._others = [(r, words) for r, words in enumerate(self.words) if r != rank]
-        self._phase_at = [m.head_address(8 * PHASE) for m in self.memories]
-        self._layouts: dict[tuple[torch.dtype, int], Layout] = {}
-        self._last = Layout(self.memories, torch.uint8, 1)
-        self._barrier = threading.Lock()
-        self._barrier.acquire()
-        self.phase, self.calls, self.call, self.word = 0, 0, CallSignature("barrier"), 0
+        self._self_words = self.words[rank]
+        self._peer_words = [(r, words) for r, words in enumerate(self.words) if r != rank]
+        self._phase_addresses = [m.head_address(8 * PHASE) for m in self.memories]
+        self._views: dict[tuple[torch.dtype, int], SlotViews] = {}
+        self._last_views = SlotViews(self.memories, torch.uint8, 1)
+        self._fence_lock = threading.Lock()
+        self._fence_lock.acquire()
+        self.phase = 0
+        self.calls = 0
+        self.call = CallSignature("barrier")
+        self.word = 0
 
     def begin(self, call: CallSignature, word: int) -> None:
-        """From now on this rank is in `call`, whose `word` it is."""
-        self.call, self.word = call, word
+        """Start a call. `word` is the encoding of `call`, which callers cache."""
+        self.call = call
+        self.word = word
         self.calls += 1
-        self._mine[CALLS] = self.calls
+        self._self_words[CALLS] = self.calls
 
-    def layout(self, dtype: torch.dtype, length: int) -> Layout:
-        """Tensors in the slots, of at most SLOT_BYTES."""
-        last = self._last
-        if (
-            last.length == length and last.dtype is dtype
-        ):  # as for all slices of a tensor but the last one
+    def slot_views(self, dtype: torch.dtype, length: int) -> SlotViews:
+        """Return tensors in the slots, of at most SLOT_BYTES each."""
+        last = self._last_views
+        # All slices of a tensor but the last one have the same length.
+        if last.length == length and last.dtype is dtype:
             return last
-        found = self._layouts.get((dtype, length))
-        if found is None:
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[dtype, length] = Layout(self.memories, dtype, length)
-        self._last = found
-        return found
+        views = self._views.get((dtype, length))
+        if views is None:
+            if len(self._views) >= MAX_CACHED_LAYOUTS:
+                self._views.clear()
+            views = self._views[dtype, length] = SlotViews(self.memories, dtype, length)
+        self._last_views = views
+        return views
 
-    def peer_slots(self, like: Tensor, phase: int) -> list[Tensor]:
-        """Where each rank shows a tensor of this dtype and length in this phase."""
-        return self.layout(like.dtype, like.numel()).whole[phase % SLOTS]
+    def slot_tensors(self, like: Tensor, phase: int) -> list[Tensor]:
+        """Return the slot of each rank in `phase`, with the dtype and length of `like`."""
+        return self.slot_views(like.dtype, like.numel()).full[phase % SLOTS]
 
     def publish(self) -> None:
-        """What this rank has written for the next phase is there."""
+        """Publish the next phase, with the values that this rank has written into its slot."""
         phase = self.phase + 1
-        self._mine[RING_AT + phase % RING] = self.word
+        self._self_words[RING_AT + phase % RING] = self.word
         self._memory_fence()
-        self._mine[PHASE] = self.phase = phase
+        self._self_words[PHASE] = self.phase = phase
         self._wake()
 
     def resync_phase(self) -> None:
-        """Somebody else has published in this rank's name."""
-        self.phase = self._mine[PHASE]
+        """Read this rank's phase again, after compiled code has published phases."""
+        self.phase = self._self_words[PHASE]
 
     def all_at_phase(self, phase: int) -> bool:
-        """Whether all others have published this phase, of whatever call."""
-        for _, words in self._others:  # noqa: SIM110 - a generator would take longer than the question
+        """Return True if all other ranks have published `phase`, in any call."""
+        for _, words in self._peer_words:  # noqa: SIM110 - a generator expression is slower
             if words[PHASE] < phase:
                 return False
         return True
 
     def all_reached(self, phase: int) -> bool:
-        """Whether all others have published this phase of the same call.
+        """Return True if all other ranks have published `phase` in the same call as this rank.
 
-        Raises: CollectiveFailed: one of them has called something else.
+        Raises: CollectiveFailed: another rank makes another call.
         """
-        for _, words in self._others:
+        for _, words in self._peer_words:
             if words[PHASE] < phase:
                 return False
         self._memory_fence()
-        at = RING_AT + phase % RING
-        for rank, words in self._others:
-            if words[at] != self.word:
-                raise self.mismatch(rank, words[at])
+        index = RING_AT + phase % RING
+        for rank, words in self._peer_words:
+            if words[index] != self.word:
+                raise self.mismatch(rank, words[index])
         return True
 
-    def has_reached(self, which: tuple[int, int]) -> bool:
-        """The same of one other rank: (phase, rank)."""
-        phase, rank = which
+    def has_reached(self, phase_and_rank: tuple[int, int]) -> bool:
+        """Return True if one other rank has published a phase in the same call as this rank.
+
+        Raises: CollectiveFailed: that rank makes another call.
+        """
+        phase, rank = phase_and_rank
         words = self.words[rank]
         if words[PHASE] < phase:
             return False
@@ -186,70 +205,74 @@ class PhaseBoard:
         return True
 
     def not_arrived(self, phase: int) -> list[int]:
-        """Who has not published this phase."""
-        return [rank for rank, words in self._others if words[PHASE] < phase]
+        """Return the ranks that have not published `phase`."""
+        return [rank for rank, words in self._peer_words if words[PHASE] < phase]
 
     def calls_of(self, rank: int) -> int:
-        """How many calls another rank has made."""
+        """Return the number of calls that another rank has started."""
         return self.words[rank][CALLS]
 
     def mismatch(self, rank: int, word: int) -> CollectiveFailed:
-        """The error that another rank has called something else."""
+        """Return the error for a rank that makes another call, whose encoding is `word`."""
         return CollectiveFailed(
             f"rank {self.names[self.rank]} calls {self.call.describe()} where rank "
-            f"{self.names[rank]} calls "
-            f"{decode(word).describe()} (call {self.calls} of a group of ranks {self.names}). All "
-            "ranks of a group must "
-            "make the same calls in the same order, with as many numbers of the same type. Nothing "
-            "was reduced."
+            f"{self.names[rank]} calls {decode(word).describe()} (call {self.calls} of a group of "
+            f"ranks {self.names}). All ranks of a group must make the same calls in the same "
+            "order, with as many numbers of the same type. Nothing was reduced."
         )
 
     def fail(self, text: str) -> None:
-        """Tell all others that this rank gives up, and why."""
+        """Publish that this rank gives up. `text` is the reason; only the first one is stored."""
         data = text.encode()[:TEXT_BYTES]
-        if self._mine[FAILED] == 0:
+        if self._self_words[FAILED] == 0:
             self.memories[self.rank].raw(WORDS_BYTES, TEXT_BYTES)[: len(data)] = data
             self._memory_fence()
-            self._mine[FAILED] = max(len(data), 1)
+            self._self_words[FAILED] = max(len(data), 1)
             self._wake()
 
     def failure(self) -> tuple[int, str] | None:
-        """Who gave up, and why."""
-        for rank, words in self._others:
+        """Return the first rank that gave up and its reason; None if no rank did."""
+        for rank, words in self._peer_words:
             if length := words[FAILED]:
                 self._memory_fence()
-                return rank, bytes(self.memories[rank].raw(WORDS_BYTES, length)).decode(
-                    errors="replace"
-                )
+                text = bytes(self.memories[rank].raw(WORDS_BYTES, length))
+                return rank, text.decode(errors="replace")
         return None
 
     def sleep(self, phase: int, limit_s: float, rank: int | None = None) -> None:
-        """Sleep until a rank that has not published `phase` publishes something or gives up; it may
-        be less.
+        """Sleep until a rank that has not published `phase` publishes something or gives up.
 
-        Args: rank: who is waited for; None for all.
+        The sleep may end earlier, so the caller must test its condition again.
+
+        Args:
+            limit_s: the longest sleep.
+            rank: the rank to wait for; None for all.
         """
-        self._mine[SLEEPS] = 1
+        self._self_words[SLEEPS] = 1
         self._memory_fence()
-        for other, words in self._others:
-            late = (seen := words[PHASE]) < phase and not words[FAILED]
-            if late and rank in (None, other):
-                futex_wait(self._phase_at[other], seen, limit_s)
+        for peer, words in self._peer_words:
+            seen = words[PHASE]
+            is_late = seen < phase and not words[FAILED]
+            if is_late and rank in (None, peer):
+                # The kernel compares the word with `seen`, so a phase that is published between
+                # these two lines is not missed.
+                futex_wait(self._phase_addresses[peer], seen, limit_s)
                 break
-        self._mine[SLEEPS] = 0
+        self._self_words[SLEEPS] = 0
 
     def _wake(self) -> None:
-        """Whoever has begun to sleep before it could see what is published now."""
+        """Wake the ranks that sleep on this rank's phase."""
         self._memory_fence()
-        for _, words in self._others:
+        for _, words in self._peer_words:
             if words[SLEEPS]:
-                futex_wake(self._phase_at[self.rank])
+                futex_wake(self._phase_addresses[self.rank])
                 break
 
     def _memory_fence(self) -> None:
-        """What was written before is seen before what is written after, and likewise what is read.
+        """Order memory accesses: those before this call happen before those after it.
 
-        Some processors (ARM) need to be told; to give back a semaphore and to take it does.
+        Some processors (ARM) reorder them otherwise. Python has no fence, but releasing and
+        acquiring a lock is one.
         """
-        self._barrier.release()
-        self._barrier.acquire()
+        self._fence_lock.release()
+        self._fence_lock.acquire()

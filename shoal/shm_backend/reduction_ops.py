@@ -1,6 +1,4 @@
-"""The collectives that add numbers up, or take the least of them, as torch.distributed asks for
-them.
-"""
+"""The collectives that reduce, with the methods that torch.distributed calls."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
 from shoal.shm_backend import collectives, inter_host
-from shoal.shm_backend.dispatch import MOST_KNOWN, OPERATIONS, CollectiveDispatch, FastPath
+from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
 from shoal.shm_backend.native import CODES
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.tensor_utils import flattened, is_flat_contiguous, pairs, rows_of
@@ -24,28 +22,29 @@ class Reductions(CollectiveDispatch):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or Options.AllreduceOptions()
-        tensor, number = tensors[0], opts.reduceOp.op.value
-        key = tensor.dtype, tensor.numel(), number
-        quick = self._quick.get(key)
+        tensor = tensors[0]
+        op_code = opts.reduceOp.op.value
+        key = tensor.dtype, tensor.numel(), op_code
+        fast = self._fast_paths.get(key)
         if (
-            quick is not None
+            fast is not None
             and self.recorder is None
             and len(tensors) == 1
             and is_flat_contiguous(tensor)
         ):
-            assert self._order is not None
-            return self._order.call(
-                *quick.call, lambda: quick.steps(tensor), tensors, not opts.asyncOp
+            assert self._queue is not None
+            return self._queue.call(
+                *fast.call, lambda: fast.steps(tensor), tensors, not opts.asyncOp
             )
-        operation = OPERATIONS.get(number, "")
+        operation = OPERATIONS.get(op_code, "")
         if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
         flat = flattened(tensor)
         call = self._call("all_reduce", flat, operation)
         if (steps := self._compiled_steps(flat, operation)) is not None:
-            if len(self._quick) > MOST_KNOWN:
-                self._quick.clear()
-            self._quick[key] = FastPath(call, steps)
+            if len(self._fast_paths) > MAX_CACHED_CALLS:
+                self._fast_paths.clear()
+            self._fast_paths[key] = FastPath(call, steps)
         return self._run(
             call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts
         )
@@ -67,21 +66,21 @@ class Reductions(CollectiveDispatch):
         )
 
     def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
-        """Those of every all-reduce like this one, if they are compiled."""
+        """Return the compiled steps of an all-reduce with this dtype and operation, if any."""
         code = CODES.get((flat.dtype, operation))
-        if code is None or self._between is not None:
+        native = self._native_calls
+        if code is None or native is None or self._inter_host is not None:
             return None
-        if (express := self._express) is None:
-            return None
-        return lambda tensor: express.all_reduce(tensor, code)
+        return lambda tensor: native.all_reduce(tensor, code)
 
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
-        if self._between is None:
+        """Return the steps of an all-reduce: compiled, in Python, or over several hosts."""
+        if self._inter_host is None:
             compiled = self._compiled_steps(flat, operation)
             if compiled is not None:
                 return compiled(flat)
-            return collectives.all_reduce(self._exchange, flat, operation)
-        return inter_host.all_reduce(self._exchange, self._between, flat, operation)
+            return collectives.all_reduce(self._board, flat, operation)
+        return inter_host.all_reduce(self._board, self._inter_host, flat, operation)
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
         operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
@@ -90,7 +89,7 @@ class Reductions(CollectiveDispatch):
         flat = flattened(tensors[0])
         return self._run(
             self._call("reduce", flat, operation, root),
-            lambda: collectives.reduce(self._exchange, flat, operation, root),
+            lambda: collectives.reduce(self._board, flat, operation, root),
             tensors,
             (flat,),
             tensors,
@@ -135,23 +134,26 @@ class Reductions(CollectiveDispatch):
         outputs: list[Tensor],
         rows: list[Sequence[Tensor]],
         opts: Any,
-        other: str,
-        others: list[tuple[Any, ...]],
+        gloo_name: str,
+        gloo_calls: list[tuple[Any, ...]],
     ) -> Work:
+        """Reduce and scatter `rows[i]` into `outputs[i]`, for all i in sequence.
+
+        Args: gloo_name, gloo_calls: the method of Gloo, and the arguments of each of its calls, if
+            shared memory cannot carry the calls.
+        """
         operation = OPERATIONS.get(opts.reduceOp.op.value, "")
         if not all(
             self._supports(output, operation) and self._all_same_size(output, r)
             for output, r in pairs(outputs, rows)
         ):
-            return self._leave_each(other, outputs, others)
-        flats, flat_rows = (
-            [flattened(output) for output in outputs],
-            [[flattened(row) for row in each] for each in rows],
-        )
+            return self._fall_back_each(gloo_name, outputs, gloo_calls)
+        flats = [flattened(output) for output in outputs]
+        flat_rows = [[flattened(row) for row in group] for group in rows]
         return self._run_each(
             "reduce_scatter",
             [
-                (flat, partial(collectives.reduce_scatter, self._exchange, flat, r, operation))
+                (flat, partial(collectives.reduce_scatter, self._board, flat, r, operation))
                 for flat, r in pairs(flats, flat_rows)
             ],
             outputs,

@@ -1,9 +1,8 @@
-"""How torch.distributed learns that there is a backend "shoal": by `import shoal`, before or after
-`import torch`.
+"""Registration of backend "shoal" with torch.distributed, by `import shoal` alone.
 
-`import shoal` must not wait for torch, which takes seconds. So where torch is not there yet, an
-entry is put where Python looks for modules; it waits for torch.distributed, registers the backend,
-and has gone by then."""
+`import shoal` may come before or after `import torch`, and it must not wait for torch, which takes
+seconds to import. If torch is not imported yet, a finder is put into Python's import path. When
+torch.distributed is imported, the finder removes itself and registers the backend."""
 
 from __future__ import annotations
 
@@ -16,58 +15,64 @@ from types import ModuleType
 from typing import Any
 
 GLOO_BACKEND_NAME = "shoal_gloo"
-"""Gloo in a group of ours, for what goes on beside training: a trace sees it."""
-HOME = "torch.distributed.distributed_c10d"
+"""Gloo in a `ShoalGroup`, for messages in the background of training: a trace records them."""
+C10D_MODULE = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Let torch know of the backend, now or when it is imported."""
-    if (module := sys.modules.get(HOME)) is not None:
+    """Register the backend with torch, now or when torch is imported."""
+    if (module := sys.modules.get(C10D_MODULE)) is not None:
         register_with(module)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    elif not any(isinstance(finder, _C10dFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _C10dFinder())
 
 
 def register_with(module: ModuleType) -> None:
-    """`module` is torch.distributed.distributed_c10d."""
+    """Register the backend. `module` is torch.distributed.distributed_c10d."""
     if not hasattr(module.Backend, "SHOAL"):
         module.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
         module.Backend.register_backend(
-            GLOO_BACKEND_NAME, _create_beside, extended_api=True, devices=["cpu"]
+            GLOO_BACKEND_NAME, _create_gloo, extended_api=True, devices=["cpu"]
         )
 
 
-def _create(options: Any, _: Any, meets: bool = True) -> Any:
+def _create(options: Any, _: Any, shared_memory: bool = True) -> Any:
+    """Make a group. torch calls this function with its own two option objects."""
     from shoal.shm_backend.group import ShoalGroup
 
     timeout: timedelta = options.timeout
-    ranks, label = options.global_ranks_in_group, str(options.group_id)
     return ShoalGroup(
-        options.store, options.group_rank, options.group_size, timeout, ranks, label, meets
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timeout,
+        options.global_ranks_in_group,
+        str(options.group_id),
+        shared_memory,
     )
 
 
-def _create_beside(options: Any, more: Any) -> Any:
-    return _create(options, more, meets=False)
+def _create_gloo(options: Any, backend_options: Any) -> Any:
+    return _create(options, backend_options, shared_memory=False)
 
 
-class _WhenImported(MetaPathFinder):
+class _C10dFinder(MetaPathFinder):
     """Finds torch.distributed.distributed_c10d, and nothing else."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != HOME:
+        if fullname != C10D_MODULE:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader)
         return spec
 
 
-class _ThenRegister(Loader):
-    """Loads as the real loader does, and registers the backend then."""
+class _RegisteringLoader(Loader):
+    """Loads a module with its real loader, then registers the backend."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

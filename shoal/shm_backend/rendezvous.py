@@ -1,12 +1,12 @@
-"""How the ranks of a group find out who is on one host, and reach each other's memory. Collective.
+"""Rendezvous of the ranks of a group: find the ranks of each host, and attach their segments.
 
-      [1] every rank notes in the group's store: which host it is on, and where its memory is
-      [2] it opens the memory of all others on its host
-      [3] it notes whether it could; only if all could, the host's memory is used
+      [1] every rank writes its host and its segment into the store of the group
+      [2] it attaches the segments of the other ranks on its host
+      [3] it writes whether it could; the segments are used only if all ranks could
 
-A host is a machine since its last start, seen from one process namespace: containers that do not
-see each other's processes are several hosts. SHOAL_HOST names another one, which is how several
-hosts are tried out on one machine."""
+A host is a machine since its last boot, seen from one process namespace: containers that do not see
+each other's processes are several hosts. SHOAL_HOST overrides the host, to try several hosts on one
+machine. Collective."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
 
 @dataclass(frozen=True)
 class Topology:
-    """Who is where.
+    """The hosts of a group, and the segments of this rank's host.
 
     Attributes:
-        hosts: the ranks on each host, hosts in the order of their first ranks.
-        memory: this rank's own; None where some host's ranks cannot reach each other.
-        reached: the memory of the other ranks on this host.
+        hosts: the ranks of each host; hosts in the order of their first ranks.
+        memory: the segment of this rank; None if some host's ranks cannot attach each other's.
+        attached: the segments of the other ranks on this host.
         pids: processes of those ranks.
-        compiled: all ranks have what express.py needs.
-        reason: why there is no memory.
+        compiled: True if all ranks have the compiled steps of `native.py`.
+        reason: why there is no memory; empty if there is.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     memory: SharedSegment | None
-    reached: dict[int, AttachedSegment]
+    attached: dict[int, AttachedSegment]
     pids: dict[int, int]
     compiled: bool
     reason: str = ""
 
 
 class _RendezvousRecord(NamedTuple):
-    """One rank's entry in the group's store.
+    """One rank's entry in the store of the group.
 
     Args:
-        memory: the description of its memory; empty where it has none.
-        compiled: the version of its compiled steps; 0 for none.
+        host_id: the same text on all ranks of a host.
+        memory: the description of its segment; empty if it has none.
+        compiled: the version of its compiled steps; 0 if it has none.
     """
 
     host_id: str
@@ -62,71 +63,71 @@ class _RendezvousRecord(NamedTuple):
 
 
 def rendezvous(store: Store, rank: int, size: int) -> Topology:
-    """Meet all ranks of a group. Collective."""
+    """Exchange hosts and segments with all ranks of a group. Collective."""
     memory, problem = _create_segment()
     description = memory.description if memory is not None else {}
-    own = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
-    ranks = [
-        _RendezvousRecord(*fields) for fields in _all_gather(store, "here", rank, size, own)
-    ]  # [1]
+    record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
+    entries = _all_gather(store, "here", rank, size, record)  # [1]
+    records = [_RendezvousRecord(*fields) for fields in entries]
     neighbours = [
-        other for other in range(size) if other != rank and ranks[other].host_id == own.host_id
+        peer
+        for peer, entry in enumerate(records)
+        if peer != rank and entry.host_id == record.host_id
     ]
-    reached = _attach_peers(ranks, neighbours)  # [2]
-    problem = problem or _out_of_reach(rank, ranks, neighbours, reached)
+    attached = _attach_peers(records, neighbours)  # [2]
+    problem = problem or _attach_problem(rank, records, neighbours, attached)
     problems = _all_gather(store, "reached", rank, size, problem)  # [3]
     if memory is not None:
-        memory.close()  # every rank that wanted it has opened it
+        memory.close()  # all ranks have attached it by now
     reason = next(filter(None, problems), "")
     return Topology(
-        hosts=_by_host(ranks),
+        hosts=_ranks_by_host(records),
         memory=None if reason else memory,
-        reached=reached,
-        pids={other: ranks[other].pid for other in neighbours},
-        compiled=all(each.compiled == native.VERSION for each in ranks),
+        attached=attached,
+        pids={peer: records[peer].pid for peer in neighbours},
+        compiled=all(entry.compiled == native.VERSION for entry in records),
         reason=reason,
     )
 
 
 def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Every rank's value, as JSON has it, in the order of ranks. Collective."""
+    """Return the JSON value of every rank, in the order of ranks. Collective."""
     store.set(f"{key}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
+    return [json.loads(store.get(f"{key}/{peer}")) for peer in range(size)]
 
 
 def _attach_peers(
-    ranks: Sequence[_RendezvousRecord], neighbours: Sequence[int]
+    records: Sequence[_RendezvousRecord], neighbours: Sequence[int]
 ) -> dict[int, AttachedSegment]:
-    """The memory of those neighbours whose memory can be opened."""
-    attached = {other: attach(ranks[other].memory) for other in neighbours}
-    return {other: memory for other, memory in attached.items() if memory is not None}
+    """Return the segments that can be attached, by rank."""
+    segments = {peer: attach(records[peer].memory) for peer in neighbours}
+    return {peer: segment for peer, segment in segments.items() if segment is not None}
 
 
-def _out_of_reach(
+def _attach_problem(
     rank: int,
-    ranks: Sequence[_RendezvousRecord],
+    records: Sequence[_RendezvousRecord],
     neighbours: Sequence[int],
-    reached: Mapping[int, AttachedSegment],
+    attached: Mapping[int, AttachedSegment],
 ) -> str:
-    """A sentence about the first neighbour whose memory cannot be opened; empty for none."""
-    missing = next((other for other in neighbours if other not in reached), None)
+    """Return a sentence about the first segment that is not attached; empty if all are."""
+    missing = next((peer for peer in neighbours if peer not in attached), None)
     if missing is None:
         return ""
-    where = f"/proc/{ranks[missing].pid}/fd"
-    return f"rank {rank} cannot open the memory of rank {missing} ({where})"
+    path = f"/proc/{records[missing].pid}/fd"
+    return f"rank {rank} cannot open the memory of rank {missing} ({path})"
 
 
-def _by_host(ranks: Sequence[_RendezvousRecord]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, hosts in the order of their first ranks."""
-    names = [each.host_id for each in ranks]
-    return tuple(
-        tuple(rank for rank, name in enumerate(names) if name == wanted)
-        for wanted in dict.fromkeys(names)
-    )
+def _ranks_by_host(records: Sequence[_RendezvousRecord]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host; hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
+        hosts.setdefault(record.host_id, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 def host_id() -> str:
-    """Which host this is: the same text for processes that can reach each other's memory."""
+    """Return a text that is the same for processes that can attach each other's segments."""
     if name := os.environ.get("SHOAL_HOST"):
         return name
     namespace = ""
@@ -136,6 +137,7 @@ def host_id() -> str:
 
 
 def _create_segment() -> tuple[SharedSegment | None, str]:
+    """Return this rank's segment and an empty string, or None and the reason."""
     try:
         memory = SharedSegment(SIZE_BYTES)
     except OSError as error:

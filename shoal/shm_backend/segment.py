@@ -1,14 +1,13 @@
-"""Memory that other processes of this machine can read: numbers of a rank, gradients of a worker,
-values of a server.
+"""Segments: memory that one process writes and other processes of the machine read.
 
-      a process                                another process
-        its memory  <── writes                   the same memory, in a mapping of its own  ──> reads
+      owner                                    another process
+        segment  <── writes                      the same memory, in another mapping  ──> reads
 
-Everybody writes to its own memory alone. A process that was stopped and wakes up long after it was
-given up can thus
-spoil nothing. The memory has no name that could be left behind: others open it through its owner's
-descriptor, which takes the same user on the same machine, and a random token says whether it is the
-one that was meant."""
+Ranks, workers and servers use segments for gradients and values. Only the owner writes to a
+segment, so a process that was stopped and wakes up long after the others gave it up can damage
+nothing. A segment has no name, so none is left behind after a crash: another process opens it
+through the owner's descriptor, which needs the same user on the same machine. A random token shows
+that it is the right segment and not a later one with the same descriptor."""
 
 from __future__ import annotations
 
@@ -25,14 +24,16 @@ from torch import Tensor
 
 TOKEN_BYTES = 64
 ALIGNMENT_BYTES = 64
-NO_RESERVE = getattr(
-    mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0
-)  # Python names it since 3.13
+# Python has a name for this flag since 3.13.
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class SharedSegment:
-    """So many bytes, zeros at first. Raises nothing where it cannot be shared: `description` is
-    empty then.
+    """Memory of this process, zeros at first.
+
+    On systems that cannot share it, the memory works and `description` is empty.
+
+    Args: size_bytes: usable bytes; the token lies before them.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -48,7 +49,7 @@ class SharedSegment:
 
     @property
     def description(self) -> dict[str, Any]:
-        """With which another process finds it."""
+        """The arguments of `attach` in another process, as JSON values."""
         if self._descriptor < 0:
             return {}
         return {
@@ -59,58 +60,59 @@ class SharedSegment:
         }
 
     def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in this memory."""
+        """Return a flat tensor in this memory."""
         return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
 
     def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
-        """The same memory as bytes."""
+        """Return the same memory as bytes."""
         return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
 
     def head_address(self, at_bytes: int) -> int:
-        """Where in this process's addresses a byte is."""
+        """Return the address of a byte in this process."""
         return np.frombuffer(self._map, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
 
     def release_pages(self, at_bytes: int, length_bytes: int) -> None:
-        """Give what lies there back to the machine, page by whole page; it reads as zeros from
-        now on.
-        """
+        """Return full pages of a range to the system. They read as zeros from now on."""
         begin = -(-(TOKEN_BYTES + at_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (TOKEN_BYTES + at_bytes + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin and hasattr(mmap, "MADV_REMOVE"):
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:
-        """Nobody can open it any more; tensors stay."""
+        """Close the descriptor, so that no process can attach any more. The memory stays."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class AttachedSegment:
-    """Another process's memory, to read.
+    """The segment of another process, for reading.
 
-    Attributes: head: its first page once more, at `head_address`. Sleeping on a number in it
-        changes nothing there.
+    Attributes: head: a second mapping of the first page, at `head_address`, for a futex.
     """
 
     def __init__(self, mapped: mmap.mmap, head: mmap.mmap) -> None:
-        self._map, self.head = mapped, head
+        self._map = mapped
+        self.head = head
 
     def head_address(self, at_bytes: int) -> int:
-        """Where in this process's addresses a byte of the first page is."""
+        """Return the address of a byte of the first page in this process."""
         return np.frombuffer(self.head, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
 
     def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in it. Raises ValueError where it would lie outside."""
+        """Return a flat tensor in this memory.
+
+        Raises: ValueError: it would not fit.
+        """
         return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
 
     def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
-        """The same memory as bytes."""
+        """Return the same memory as bytes."""
         return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
 
 
 def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
-    """The memory that another process has described; None where it cannot be reached."""
+    """Attach the segment with this `SharedSegment.description`; None if it cannot be opened."""
     try:
         path = f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
         size_bytes, token = int(description["bytes"]), str(description["token"])
@@ -120,12 +122,12 @@ def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
     try:
         if os.fstat(descriptor).st_size != size_bytes:
             return None
-        # A private mapping: what is written here, by mistake, nobody else sees. torch wants memory
-        # that it could write. It takes no room, and must not be counted as if it could.
+        # torch wants writable memory. In a private mapping, a write by mistake is not seen by other
+        # processes. The pages are never copied, so the system need not reserve memory for copies.
         flags = mmap.MAP_PRIVATE | NO_RESERVE
         mapped = mmap.mmap(descriptor, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-        # The system's sleeping queues (futex) would make a private copy of a page that could be
-        # written.
+        # A futex in a private writable mapping would be another futex than the owner's, so this
+        # page gets a shared mapping that is read-only.
         first_page = min(size_bytes, mmap.PAGESIZE)
         head = mmap.mmap(descriptor, first_page, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError):

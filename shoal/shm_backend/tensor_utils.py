@@ -1,4 +1,4 @@
-"""Tensors as collectives want them: the numbers in a row, and a row for each rank."""
+"""Tensors in the forms that collectives need: flat, and in one row for each rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shoal.platform.torch_private.tensor_state import is_zerotensor
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The numbers of `tensor` in a row, as memory has them: its own where they lie so, else a copy.
+    """Return the elements of `tensor` as a flat tensor: a view if it is contiguous, else a copy.
 
-    Autograd sees nothing of it. Who writes into it must see with `is_own` whether `tensor` has it.
+    Autograd does not record the view. A caller that writes into the flat tensor must copy the
+    values back unless `shares_memory` is True.
     """
     data = tensor.data
     if is_flat_contiguous(data):
@@ -24,14 +25,16 @@ def flattened(tensor: Tensor) -> Tensor:
     return flat
 
 
-def is_own(flat: Tensor, tensor: Tensor) -> bool:
-    """Whether what `flattened` has made of `tensor` is its own memory."""
+def shares_memory(flat: Tensor, tensor: Tensor) -> bool:
+    """Return True if `flat`, made by `flattened(tensor)`, is a view and not a copy."""
     return flat.data_ptr() == tensor.data_ptr()
 
 
 def is_flat_contiguous(tensor: Tensor) -> bool:
-    """Whether its numbers are those in its memory, one after the other: torch puts off changes of
-    sign, and keeps no zeros."""
+    """Return True if the memory of `tensor` holds exactly its elements, one after the other.
+
+    A contiguous tensor may still differ from its memory: torch delays negation and conjugation,
+    and its zero tensors have no memory at all."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -42,18 +45,18 @@ def is_flat_contiguous(tensor: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """A flat buffer as a row for each rank; none where it cannot be cut so."""
+    """Divide a flat buffer into `size` rows; no rows if it cannot be divided evenly."""
     if tensor.numel() % size or not tensor.is_contiguous():
         return ()
     return tensor.data.view(size, tensor.numel() // size).unbind()
 
 
 def split_for(tensor: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:
-    """What of dimension 0 belongs to each rank."""
+    """Split dimension 0 into one part for each of `size` ranks; equal parts if `sizes` is empty."""
     rows: Sequence[Tensor] = tensor.data.split(list(sizes) or [len(tensor) // size] * size)
     return rows
 
 
 def pairs(first: Sequence[Any], second: Sequence[Any]) -> zip[tuple[Any, Any]]:
-    """What belongs together; both are equally long."""
+    """Iterate over two sequences of the same length together."""
     return zip(first, second, strict=True)

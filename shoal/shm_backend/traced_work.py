@@ -1,8 +1,7 @@
-"""Calls of a group while a trace is taken: when this rank came, when the call was complete, and who
-waited for it.
+"""Calls of a group while a trace is taken: their start, their end, and the time spent waiting.
 
-_run, _leave ── call ──┬── the caller waits in the call            blocked
-                       └── a handle ── wait(), where it is used    blocked
+_run, _fall_back_to_gloo ── call ──┬── the caller waits in the call            blocked
+                                   └── a handle ── wait(), where it is used    blocked
 """
 
 from __future__ import annotations
@@ -21,48 +20,55 @@ from shoal.trace.recorder import InFlight, Recorder
 NO_LIMIT = timedelta(0)
 
 
-def watch_steps(
+def trace_steps(
     recorder: Recorder,
     flight: InFlight,
     start: Callable[[], Steps],
     call: Callable[[Callable[[], Steps]], Work],
 ) -> Work:
-    """Make a call on shared memory; it is complete when its last step is done, in whatever
-    thread.
+    """Make a call on shared memory, and record its end after the last step, in any thread.
+
+    Args:
+        start: makes the steps of the call.
+        call: makes the call, given a function that makes its steps.
     """
-    begun_ns = recorder.now()
-    work = call(lambda: _landing(flight, start()))
-    recorder.blocked(flight, begun_ns)
+    start_ns = recorder.now()
+    work = call(lambda: _finish_after(flight, start()))
+    recorder.blocked(flight, start_ns)
     return TracedWork(work, recorder, flight)
 
 
-def watch_work(recorder: Recorder, flight: InFlight, call: Callable[[], Work], tells: bool) -> Work:
+def trace_work(
+    recorder: Recorder, flight: InFlight, call: Callable[[], Work], has_future: bool
+) -> Work:
     """Make a call on another backend.
 
-    Args: tells: it has a future. Where it has none, as messages from rank to rank, it ends for us
-        when somebody has waited for it.
+    Args: has_future: the handle has a future, which records the end of the call. Messages have
+        none: their end is recorded after the first `wait`.
     """
-    begun_ns = recorder.now()
+    start_ns = recorder.now()
     work = call()
-    recorder.blocked(flight, begun_ns)
-    if tells:
+    recorder.blocked(flight, start_ns)
+    if has_future:
         work.get_future().add_done_callback(lambda _: flight.finish())
     return TracedWork(work, recorder, flight)
 
 
 class TracedWork(Work):
-    """A handle that notes who waits for it, and for how long."""
+    """A handle that records how long its caller waits for it."""
 
     def __init__(self, work: Work, recorder: Recorder, flight: InFlight) -> None:
         super().__init__()
-        self._work, self._recorder, self._flight = work, recorder, flight
+        self._work = work
+        self._recorder = recorder
+        self._flight = flight
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Until it is complete. Raises what went wrong."""
-        begun_ns = self._recorder.now()
+        """Wait until the call is complete. Raises the error of the call."""
+        start_ns = self._recorder.now()
         done = bool(self._work.wait(timeout))
         self._flight.finish()
-        self._recorder.blocked(self._flight, begun_ns)
+        self._recorder.blocked(self._flight, start_ns)
         return done
 
     def synchronize(self) -> None:
@@ -94,6 +100,7 @@ class TracedWork(Work):
         return source_rank(self._work)
 
 
-def _landing(flight: InFlight, steps: Steps) -> Steps:
+def _finish_after(flight: InFlight, steps: Steps) -> Steps:
+    """Take the steps, then record the end of the call."""
     yield from steps
     flight.finish()

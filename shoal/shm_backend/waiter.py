@@ -1,15 +1,14 @@
-"""How a rank waits for the others: it spins briefly, then sleeps until it is woken, and looks after
-their health.
+"""The wait of a rank for other ranks: spin, then sleep, and check that the others are alive.
 
       0       50 us to 1 ms                                                              time-out
-      │ spin  │ sleep until somebody publishes; every 20 ms: is everybody alive?         │ error
+      │ spin  │ sleep until a rank publishes; every 20 ms: are all ranks alive?          │ error
 
-To be woken takes longer than an all-reduce, so it spins for longer where this has paid: twice as
-long after others came in time, half as long after they did not. Where others need the processor, or
-are late by far, it soon hardly spins.
+A wake-up takes longer than a small all-reduce, so spinning pays if the others come soon. The spin
+time adapts: it doubles after the others came in time, and halves after they did not. If the others
+need the processor, or are very late, a rank soon hardly spins.
 
-It never yields: on a busy machine Linux gives a process that yields its turn back only after
-everybody else's, while one that sleeps is woken at once."""
+A waiting rank never yields the processor. On a busy machine, Linux lets a process that yields run
+again only after all other processes, but it wakes a sleeping process at once."""
 
 from __future__ import annotations
 
@@ -30,133 +29,141 @@ Condition = Callable[[Any], bool]
 
 
 class AdaptiveSpin:
-    """How long it pays to spin.
+    """The adaptive limit of spinning.
 
-    Attributes:
-        limit_s: for the next time.
+    Args: max_s: the largest limit; 0 to never spin.
+
+    Attributes: limit_s: of the next spin.
     """
 
-    def __init__(self, most_s: float) -> None:
-        self.limit_s = self._most_s = most_s
-        self._least_s = min(SHORT_SPIN_S, most_s)
+    def __init__(self, max_s: float) -> None:
+        self.limit_s = max_s
+        self._max_s = max_s
+        self._min_s = min(SHORT_SPIN_S, max_s)
 
     def on_hit(self) -> None:
-        """What was waited for came while this rank was spinning."""
-        self.limit_s = min(2 * self.limit_s, self._most_s)
+        """Record that the condition became true during a spin."""
+        self.limit_s = min(2 * self.limit_s, self._max_s)
 
     def on_miss(self) -> None:
-        """It did not."""
-        self.limit_s = max(self.limit_s / 2, self._least_s)
+        """Record that a spin ended before the condition became true."""
+        self.limit_s = max(self.limit_s / 2, self._min_s)
 
 
 class Waiter:
-    """Waits until others have come, or raises.
+    """Waits for conditions of a phase board. A condition's argument is a phase or (phase, rank).
 
     Args:
-        spin_s: how long to look before sleeping, at most; 0 where there are more ranks than cores.
-        timeout_s: for each meeting.
+        board: the phase board.
+        peers: the processes of the other ranks.
+        timeout_s: of each wait.
+        spin_s: the longest spin before a sleep; 0 if there are more ranks than cores.
     """
 
     def __init__(
-        self, exchange: PhaseBoard, peers: PeerLiveness, timeout_s: float, spin_s: float = SPIN_S
+        self, board: PhaseBoard, peers: PeerLiveness, timeout_s: float, spin_s: float = SPIN_S
     ) -> None:
-        self.exchange, self.peers, self.timeout_s = exchange, peers, timeout_s
+        self.board = board
+        self.peers = peers
+        self.timeout_s = timeout_s
         self.spins = AdaptiveSpin(spin_s)
-        self._leave_at = math.inf
+        self._leave_at_s = math.inf
 
     def set_deadline(self, grace_s: float) -> None:
-        """Whoever waits is to give up then."""
-        self._leave_at = time.monotonic() + grace_s
+        """Let all waits fail after `grace_s` from now, because this rank leaves its group."""
+        self._leave_at_s = time.monotonic() + grace_s
 
     def until(self, condition: Condition, phase: Any) -> None:
-        """Returns when `condition(phase)` is true.
+        """Wait until `condition(phase)` is true.
 
-        Raises: PeerLost, CollectiveFailed: it will never be, or was not within the time-out.
+        Raises: PeerLost: a rank that is waited for has ended or given up. CollectiveFailed: the
+            time-out has passed.
         """
-        if not self._spinning(condition, phase):
+        if not self._spin(condition, phase):
             self.until_without_spinning(condition, phase)
 
     def poll_for(self, condition: Condition, phase: Any, limit_s: float) -> bool:
-        """Whether the condition comes true within a moment: while spinning, or so long after
-        that.
-        """
-        if self._spinning(condition, phase):
+        """Spin, then sleep for up to `limit_s`. Return True if the condition became true."""
+        if self._spin(condition, phase):
             return True
-        end = time.perf_counter() + limit_s
+        end_s = time.perf_counter() + limit_s
         while not condition(phase):
-            left_s = end - time.perf_counter()
-            if left_s <= 0:
+            remaining_s = end_s - time.perf_counter()
+            if remaining_s <= 0:
                 return False
-            self._sleep(phase, left_s)
+            self._sleep(phase, remaining_s)
         return True
 
     def _sleep(self, phase: Any, limit_s: float) -> None:
-        number, rank = (phase, None) if isinstance(phase, int) else phase
-        self.exchange.sleep(number, limit_s, rank)
+        if isinstance(phase, int):
+            self.board.sleep(phase, limit_s)
+        else:
+            self.board.sleep(phase[0], limit_s, phase[1])
 
-    def _spinning(self, condition: Condition, phase: Any) -> bool:
-        end = time.perf_counter() + self.spins.limit_s
+    def _spin(self, condition: Condition, phase: Any) -> bool:
+        """Spin until the condition is true; return False at the limit."""
+        end_s = time.perf_counter() + self.spins.limit_s
         while not condition(phase):
-            if time.perf_counter() > end:
+            if time.perf_counter() > end_s:
                 self.spins.on_miss()
                 return False
         self.spins.on_hit()
         return True
 
     def until_without_spinning(self, condition: Condition, phase: Any) -> None:
-        """As `until`, without computing."""
-        begin = time.monotonic()
-        end, check_at = begin + self.timeout_s, begin + HEALTH_EVERY_S
+        """Wait like `until`, but asleep from the beginning."""
+        start_s = time.monotonic()
+        end_s = start_s + self.timeout_s
+        check_at_s = start_s + HEALTH_EVERY_S
         while not condition(phase):
             self._sleep(phase, HEALTH_EVERY_S)
-            now = time.monotonic()
-            # One of several others may have come, which is no reason to ask the system after all of
-            # them.
-            if (now >= check_at or self.exchange.failure() is not None) and not condition(phase):
-                check_at = now + HEALTH_EVERY_S
+            now_s = time.monotonic()
+            # A sleep also ends when one of several late ranks has come. The system is asked about
+            # the processes only when the time has passed.
+            if (now_s >= check_at_s or self.board.failure() is not None) and not condition(phase):
+                check_at_s = now_s + HEALTH_EVERY_S
                 self._check_health(condition, phase)
-                if now > self._leave_at:
+                if now_s > self._leave_at_s:
                     raise CollectiveFailed(
-                        f"this rank left its group before {self.exchange.call.describe()} was "
+                        f"this rank left its group before {self.board.call.describe()} was "
                         "complete."
                     )
-                if now > end and not condition(phase):
-                    raise CollectiveFailed(self._stragglers(phase))
+                if now_s > end_s and not condition(phase):
+                    raise CollectiveFailed(self._timeout_text(phase))
 
     def _check_health(self, condition: Condition, phase: Any) -> None:
-        exchange = self.exchange
-        failure, dead = exchange.failure(), self.peers.dead()
-        if condition(phase):  # it had come before it died
+        """Raise PeerLost if a rank has given up, or a late rank has ended."""
+        board = self.board
+        failure, dead = board.failure(), self.peers.dead()
+        # Look again: a rank may have published this phase just before its end.
+        if condition(phase):
             return
-        doing = f"while rank {exchange.names[exchange.rank]} waited for it in {exchange.call.describe()}"
+        doing = f"while rank {board.names[board.rank]} waited for it in {board.call.describe()}"
         if failure is not None:
             rank, text = failure
-            raise PeerLost(f"rank {exchange.names[rank]} gave up {doing}: {text}")
-        late = self._late(phase)
+            raise PeerLost(f"rank {board.names[rank]} gave up {doing}: {text}")
+        late = self._late_ranks(phase)
         if lost := [rank for rank in dead if rank in late]:
             rank = lost[0]
             raise PeerLost(
-                f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}) has ended {doing} "
-                f"(call {exchange.calls} of a group of ranks {exchange.names})."
+                f"rank {board.names[rank]} (process {self.peers.pids[rank]}) has ended {doing} "
+                f"(call {board.calls} of a group of ranks {board.names})."
             )
 
-    def _late(self, phase: Any) -> list[int]:
-        return self.exchange.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
+    def _late_ranks(self, phase: Any) -> list[int]:
+        return self.board.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
 
-    def _stragglers(self, phase: Any) -> str:
-        exchange = self.exchange
+    def _timeout_text(self, phase: Any) -> str:
+        """Return the error text for a time-out, which names the late ranks."""
+        board = self.board
         late = [
-            f"rank {exchange.names[rank]} (process {self.peers.pids[rank]}), which "
-            f"{self.peers.state(rank)} and has "
-            f"made {exchange.calls_of(rank)} calls"
-            for rank in self._late(phase)
+            f"rank {board.names[rank]} (process {self.peers.pids[rank]}), which "
+            f"{self.peers.state(rank)} and has made {board.calls_of(rank)} calls"
+            for rank in self._late_ranks(phase)
         ]
         return (
-            f"rank {exchange.names[exchange.rank]} waited {self.timeout_s:g} s in "
-            f"{exchange.call.describe()} "
-            f"(call {exchange.calls} of a group of ranks {exchange.names}) for "
-            f"{', '.join(late) or 'others'}. "
-            "Every rank must make the same calls; a rank that computes for longer needs a longer "
-            "timeout= in "
-            "init_process_group."
+            f"rank {board.names[board.rank]} waited {self.timeout_s:g} s in "
+            f"{board.call.describe()} (call {board.calls} of a group of ranks {board.names}) for "
+            f"{', '.join(late) or 'others'}. Every rank must make the same calls; a rank that "
+            "computes for longer needs a longer timeout= in init_process_group."
         )

@@ -1,14 +1,14 @@
-"""Strategies by name, and the one line that chooses them: `ddp`, `zero3,hybrid=2`,
+"""Strategies by name, and the text that chooses them: `ddp`, `zero3,hybrid=2`,
 `recompute=2,zero3,offload=true`.
 
-A new strategy is one file, one line in `STRATEGIES`, one row in the conformance table of the tests;
-its options are a class in `options.py`. One that is not ours is named by its class,
-`my_module:MyStrategy`. This module imports no torch: a wrong name, option or value is said before
-any process is started.
-
       text ── parse_line ──> StrategyLine ── build_strategies ──> list[Strategy]
-              once            what checks                          in a rank, where
-              a process       are given                            there is torch
+              once in the    names and options                    in each rank, where
+              launcher       that are checked                     torch is imported
+
+This module imports no torch, so a wrong name, option or value is an error before any process is
+started. A new strategy is one file, one entry of `STRATEGIES`, a class of options in `options.py`,
+and one row in the conformance table of the tests. A strategy that is not part of Shoal is named by
+its class, `my_module:MyStrategy`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class StrategyEntry(NamedTuple):
-    """One of our strategies."""
+    """One strategy of Shoal."""
 
-    where: str  # file:Class
-    options: type[options.StrategyOptions]  # what can be asked of it: what its class is made of
+    class_path: str  # file:Class, below shoal.strategies
+    options: type[options.StrategyOptions]  # the base class that declares the strategy's options
     splits_batch: bool = True
 
 
@@ -56,9 +56,12 @@ STRATEGIES = {
     "local": StrategyEntry("local_sgd:LocalSgd", options.LocalOptions),
     "diloco": StrategyEntry("local_sgd:Diloco", options.DilocoOptions),
 }
-"""By name, in the order in which they cut."""
-DATA = [name for name, strategy in STRATEGIES.items() if strategy.splits_batch]
-"""What shares out the batch: one of them in a line; ddp where none is named."""
+"""Strategies by name, in the order in which they apply."""
+DATA = [name for name, entry in STRATEGIES.items() if entry.splits_batch]
+"""Names of the strategies that split the global batch over ranks.
+
+A run has exactly one of them: ddp if the text names none.
+"""
 
 
 SYNCHRONOUS = (
@@ -77,12 +80,13 @@ NO_SERVERS = (
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """One strategy of a line: `name=value` and the options that follow it.
+    """One strategy of a text: `name=value`, and the options that follow it.
 
     Attributes:
-        value, words: as text.
-        options: the same as an object, with defaults. None for a strategy of one's own, whose
-            class may need torch.
+        value: text after the name's equals sign; None without one.
+        words: names and texts of the other options.
+        options: value and words as an object, with defaults. None for a strategy that is not part
+            of Shoal, whose class may need torch.
     """
 
     name: str
@@ -97,7 +101,7 @@ class StrategySpec:
 
 @dataclass(frozen=True)
 class StrategyLine:
-    """A line that was read: its text, and its strategies in the order in which they apply."""
+    """A strategy text and its strategies, in the order in which they apply."""
 
     text: str
     specs: tuple[StrategySpec, ...]
@@ -107,105 +111,107 @@ class StrategyLine:
 
 
 def parse_line(text: str) -> StrategyLine:
-    """Read a line of strategies. Needs no torch.
+    """Parse a strategy text. Needs no torch.
 
-    Raises: ConfigError: with every wrong name; with every option that makes no sense whatever the
-        model and the world.
+    Raises: ConfigError: with all unknown names; or with all options that no model and no world
+        could use.
     """
     specs = _parse_specs(text)
     problems: list[str] = []
-    checked = tuple(_with_options(spec, problems) for spec in specs)
-    _raise(text, problems)
+    checked = tuple(_with_parsed_options(spec, problems) for spec in specs)
+    _raise_problems(text, problems)
     return StrategyLine(text, checked)
 
 
 def _parse_specs(text: str) -> list[StrategySpec]:
-    """Split a line into its strategies, in the order in which they apply.
+    """Split a text into strategies, in the order in which they apply.
 
-    Raises: ConfigError: with every wrong name.
+    Raises: ConfigError: with all unknown names.
     """
-    found: list[StrategySpec] = []
+    specs: list[StrategySpec] = []
     problems = []
     for word in (word.strip() for word in text.split(",")):
         name, equals, value = word.partition("=")
         if name in STRATEGIES or ":" in name:
-            found.append(StrategySpec(name, value if equals else None, ()))
-        elif found and equals:
-            last = found.pop()
-            found.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
+            specs.append(StrategySpec(name, value if equals else None, ()))
+        elif specs and equals:  # an option of the strategy before it
+            last = specs.pop()
+            specs.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
         else:
             problems.append(f"'{name}' is not known; {did_you_mean(name, STRATEGIES)}")
-    names = [spec.name for spec in found]
+    names = [spec.name for spec in specs]
     problems += [f"{name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
-    sharing = [name for name in names if _shares_batch(name)]
-    if len(set(sharing)) > 1:
-        problems.append(f"{' and '.join(sharing)} share out the batch in different ways; keep one")
-    _raise(text, problems)
-    if not sharing:
-        found.append(StrategySpec("ddp", None, ()))
-    return _in_order(found)
+    splitting = [name for name in names if _splits_batch(name)]
+    if len(set(splitting)) > 1:
+        clash = " and ".join(splitting)
+        problems.append(f"{clash} share out the batch in different ways; keep one")
+    _raise_problems(text, problems)
+    if not splitting:
+        specs.append(StrategySpec("ddp", None, ()))
+    return _in_order(specs)
 
 
-def _shares_batch(name: str) -> bool:
+def _splits_batch(name: str) -> bool:
+    """Return True for `DATA`, and for every strategy that is not part of Shoal."""
     return name in DATA or name not in STRATEGIES
 
 
 def _in_order(specs: Iterable[StrategySpec]) -> list[StrategySpec]:
-    """Sort strategies in the order in which they apply; one's own last, as it shares out the
-    batch.
+    """Sort strategies in the order in which they apply.
+
+    A strategy that is not part of Shoal comes last, because it splits the batch.
     """
-    places = {name: place for place, name in enumerate(STRATEGIES)}
-    return sorted(specs, key=lambda spec: places.get(spec.name, len(places)))
+    positions = {name: position for position, name in enumerate(STRATEGIES)}
+    return sorted(specs, key=lambda spec: positions.get(spec.name, len(positions)))
 
 
-def _with_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:
+def _with_parsed_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:
     if spec.name not in STRATEGIES:
         return spec
-    made = _made(spec, STRATEGIES[spec.name].options, problems)
-    return StrategySpec(spec.name, spec.value, spec.words, made)
+    parsed = _instantiate(spec, STRATEGIES[spec.name].options, problems)
+    return StrategySpec(spec.name, spec.value, spec.words, parsed)
 
 
 def add_allreduce_option(line: StrategyLine, algorithm: str) -> StrategyLine:
-    """Give ddp the option `allreduce=algorithm`, as the flag --allreduce does. Raises
-    ConfigError.
+    """Return `line` with the option `allreduce=algorithm` of ddp, as the flag --allreduce asks.
+
+    Raises: ConfigError: the batch is split by another strategy; the algorithm is unknown.
     """
     specs: list[StrategySpec] = []
     problems: list[str] = []
     for spec in line.specs:
         if spec.name in DATA and spec.name != "ddp":
-            problem = f"only ddp has algorithms to choose from; the strategy is '{line}'. Leave one of both out"
-            raise ConfigError([f"flag --allreduce: {problem}"])
+            only_ddp = f"only ddp has algorithms to choose from; the strategy is '{line}'"
+            raise ConfigError([f"flag --allreduce: {only_ddp}. Leave one of both out"])
         if spec.name == "ddp":
-            words = dict(spec.words) | {"allreduce": algorithm}
-            spec = _with_options(
-                StrategySpec(spec.name, spec.value, tuple(words.items())), problems
-            )
+            words = tuple((dict(spec.words) | {"allreduce": algorithm}).items())
+            spec = _with_parsed_options(StrategySpec(spec.name, spec.value, words), problems)
         specs.append(spec)
     text = ",".join(str(spec) for spec in specs)
-    _raise(text, problems)
+    _raise_problems(text, problems)
     return StrategyLine(text, tuple(specs))
 
 
 def build_strategies(line: StrategyLine) -> list[Strategy]:
     """Make the strategies of a line. Needs torch.
 
-    Raises: ConfigError: with every problem of one's own strategies.
+    Raises: ConfigError: with all problems of strategies that are not part of Shoal.
     """
     problems: list[str] = []
-    built = [_built(spec, problems) for spec in line.specs]
-    _raise(line.text, problems)
-    return built
+    strategies = [_build(spec, problems) for spec in line.specs]
+    _raise_problems(line.text, problems)
+    return strategies
 
 
-def _raise(text: str, problems: Sequence[str]) -> None:
+def _raise_problems(text: str, problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError([f"strategy '{text}': {problem}" for problem in problems])
 
 
 def check_recordable(line: StrategyLine) -> None:
-    """Raise ConfigError where runs of these strategies are the same every time.
+    """Raise ConfigError if runs of these strategies are equal every time.
 
-    A strategy of one's own is asked later.
+    A strategy that is not part of Shoal is checked later, in the rank.
     """
     servers = [
         spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)
@@ -216,23 +222,26 @@ def check_recordable(line: StrategyLine) -> None:
         raise ConfigError([f"{NO_SERVERS}; the strategy is {line}."])
 
 
-def _built(spec: StrategySpec, problems: list[str]) -> Any:
-    """Make one strategy. Adds to `problems` where one's own cannot be made, and gives None."""
-    if spec.options is not None:
-        file, _, name = STRATEGIES[spec.name].where.partition(":")
-        return _class_in(f"shoal.strategies.{file}", name)(**vars(spec.options))
-    kind = _own_class(spec.name, problems)
-    return None if kind is None else _made(spec, kind, problems)
+def _build(spec: StrategySpec, problems: list[str]) -> Any:
+    """Make one strategy.
 
-
-def _own_class(name: str, problems: list[str]) -> type[Strategy] | None:
-    """Import the class that MODULE:CLASS stands for.
-
-    Adds to `problems` where it cannot be found or is no strategy, and gives None.
+    Return None, and add to `problems`, if a strategy that is not part of Shoal cannot be made.
     """
-    path, _, kind = name.partition(":")
+    if spec.options is not None:
+        file, _, name = STRATEGIES[spec.name].class_path.partition(":")
+        return _import_member(f"shoal.strategies.{file}", name)(**vars(spec.options))
+    strategy_class = _import_strategy(spec.name, problems)
+    return None if strategy_class is None else _instantiate(spec, strategy_class, problems)
+
+
+def _import_strategy(class_path: str, problems: list[str]) -> type[Strategy] | None:
+    """Import the class MODULE:CLASS.
+
+    Return None, and add to `problems`, if there is no such class or it is no strategy.
+    """
+    module, _, name = class_path.partition(":")
     try:
-        found = _class_in(path, kind)
+        member = _import_member(module, name)
     except (ImportError, AttributeError) as error:
         problems.append(
             f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path"
@@ -240,62 +249,67 @@ def _own_class(name: str, problems: list[str]) -> type[Strategy] | None:
         return None
     from shoal.strategies.base import Strategy
 
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
+    if not (isinstance(member, type) and issubclass(member, Strategy)):
         problems.append(
-            f"{name} is no strategy; derive the class from shoal.strategies.base.Strategy"
+            f"{class_path} is no strategy; derive the class from shoal.strategies.base.Strategy"
         )
         return None
-    if found.__abstractmethods__:
-        lacking = ", ".join(sorted(found.__abstractmethods__))
-        problems.append(f"{name} lacks {lacking}; see shoal.strategies.base.Strategy")
+    if member.__abstractmethods__:
+        missing = ", ".join(sorted(member.__abstractmethods__))
+        problems.append(f"{class_path} lacks {missing}; see shoal.strategies.base.Strategy")
         return None
-    return found
+    return member
 
 
-def _class_in(module: str, name: str) -> Any:
+def _import_member(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _made(spec: StrategySpec, kind: type[options.StrategyOptions], problems: list[str]) -> Any:
-    """Make an object of `kind` with the options of `spec`.
+def _instantiate(
+    spec: StrategySpec, options_class: type[options.StrategyOptions], problems: list[str]
+) -> Any:
+    """Make an object of `options_class` with the options of `spec`.
 
-    Adds to `problems` where one of them is wrong, and gives None.
+    Return None, and add to `problems`, if an option is wrong.
     """
-    before = len(problems)
-    known = _types(kind)
+    num_problems = len(problems)
+    types = _option_types(options_class)
     given = list(spec.words)
-    if spec.value is not None and kind.value:
-        given.insert(0, (kind.value, spec.value))
+    if spec.value is not None and options_class.value:
+        given.insert(0, (options_class.value, spec.value))
     elif spec.value is not None:
         problems.append(f"{spec.name} takes no value; it is '{spec.value}'")
     values = {}
     for key, text in given:
-        if key not in known:
-            hint = did_you_mean(key, known) if known else f"{spec.name} has no options"
+        if key not in types:
+            hint = did_you_mean(key, types) if types else f"{spec.name} has no options"
             problems.append(f"option '{key}' is not known; {hint}")
             continue
-        values[key] = _value(text, known[key])
-        if type(values[key]) is not known[key]:
-            problems.append(f"{key} must be of type {known[key].__name__}; it is '{text}'")
-    if len(problems) > before:
+        values[key] = _parse_value(text, types[key])
+        if type(values[key]) is not types[key]:
+            problems.append(f"{key} must be of type {types[key].__name__}; it is '{text}'")
+    if len(problems) > num_problems:
         return None
     try:
-        return kind(**values)
+        return options_class(**values)
     except ConfigError as error:
         problems += error.problems
         return None
 
 
-def _types(kind: type) -> dict[str, type]:
+def _option_types(options_class: type) -> dict[str, type]:
     """Map the name of each option to its type, which is that of its default."""
-    return {field.name: type(field.default) for field in fields(kind)} if is_dataclass(kind) else {}
+    if not is_dataclass(options_class):
+        return {}
+    return {field.name: type(field.default) for field in fields(options_class)}
 
 
-def _value(text: str, kind: type) -> Any:
-    if kind is str:
+def _parse_value(text: str, expected: type) -> Any:
+    """Parse an option's text as YAML. Return the text itself for a string, or if it is no YAML."""
+    if expected is str:
         return text
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return float(value) if kind is float and type(value) is int else value
+    return float(value) if expected is float and type(value) is int else value

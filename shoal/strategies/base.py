@@ -1,14 +1,20 @@
-"""The one idea: every strategy is a function `Part -> Part`, and every step is run, reduce, step,
-gather.
+"""The contract of all strategies: functions from `LocalModel` to `LocalModel`.
 
-    batch ──> run ──────> reduce ─────> step ──────────> gather
-              forward     gradients     the owner's      new values reach
-              backward    are global    optimizer        every rank that
-                          means                          reads them
+A `LocalModel` is what one rank holds, and how it takes a step. Each step has four phases:
 
-A `Part` is what one rank holds. `whole` makes the part of a world of one; `cut` folds strategies
-over it, in the order that they are given. A strategy says which of the fields it replaces and never
-looks at another strategy: what it has to know of one that was applied before is a fact of the part.
+      batch ──> run ──────> reduce_gradients ──> optimizer.step ──> gather_params
+                forward     gradients become     each rank steps    new values reach
+                backward    global means         what it owns       all ranks that read them
+
+`single_device` (`single.py`) makes the local model of a world of one rank: the full model, and no
+communication. `apply_strategies` then applies the strategies of a run, one after the other:
+
+      single_device(module) ──> Pipeline.apply ──> TensorParallel.apply ──> Ddp.apply ──> LocalModel
+                                keeps its stage    keeps its shards         adds the all-reduce
+
+A strategy replaces some fields of the local model and leaves the others. It never asks which other
+strategies there are. Facts that it must know about earlier ones are fields too, such as
+`collective_forward`.
 """
 
 from __future__ import annotations
@@ -16,18 +22,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import global_norm, to_local
-from shoal.errors import UsageError
-from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.colocation import Colocation, ColocationRequest
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import StrategyOptions
@@ -40,342 +41,208 @@ Measure = Callable[[Any, Any], Tensor]
 """(output, target) -> 1-D tensor of sums over the batch, detached; summed over all ranks."""
 
 LOSS_SUM, COUNT, STOP, MEASURED = 0, 1, 2, 3
-"""Where things stand in the totals of a step; measures begin at MEASURED."""
+"""Indices into the totals of a step. Measures begin at MEASURED."""
 TOTALS_LENGTH = 16
 """Length of the totals: loss sum, count, stop requests, up to 13 measures, and zeros."""
 
 
 class LocalBatch(NamedTuple):
-    """One rank's share of a global batch, or a micro-batch of that share."""
+    """The samples of a global batch that one rank computes, or a micro-batch of them."""
 
     loss_fn: LossFunction
+    """The user's loss function."""
     inputs: tuple[Any, ...]
+    """Positional arguments of the model: tensors, or nests of tensors. Dimension 0 is the batch."""
     target: Any
-    # samples in this share; 0 marks a stand-in sample, there only so that every rank takes part
+    """The second argument of `loss_fn`."""
     num_samples: int
-    global_batch_size: int  # samples in the global batch
+    """Samples in this batch. 0 marks a stand-in: one sample of weight 0, so that a rank without
+    samples takes part in all collectives.
+    """
+    global_batch_size: int
+    """Samples of this step over all ranks and micro-batches."""
     measure: Measure | None = None
-    stop_requested: bool = False  # this rank was asked to stop
-    grad_weight: float = (
-        1.0  # multiplies objective and totals; a strategy that averages over n ranks asks for n
-    )
-    previous_totals: Tensor | None = None  # totals of the micro-batches that came before this one
-    is_last_microbatch: bool = (
-        True  # the last micro-batch of the step: gradients are reduced after it
-    )
-    stage: int = 0  # of a pipeline, whose forward pass is wanted
-    values: tuple[Tensor, ...] = ()  # what the stage before it sends
+    """The user's measure, or None."""
+    stop_requested: bool = False
+    """True if this rank was asked to stop after the step, by a signal for example."""
+    grad_weight: float = 1.0
+    """Factor of the loss and of the totals. A strategy that averages over n ranks sets n."""
+    previous_totals: Tensor | None = None
+    """(TOTALS_LENGTH,), summed over the earlier micro-batches of this step; None for the first."""
+    is_last_microbatch: bool = True
+    """True for the last micro-batch of a step. Gradients are reduced after it."""
+    stage: int = 0
+    """The pipeline stage whose forward pass is to run; 0 without a pipeline."""
+    values: tuple[Tensor, ...] = ()
+    """Activations that the previous pipeline stage has sent; empty for stage 0."""
 
 
 class ForwardOutput(NamedTuple):
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
-    loss: Tensor  # scalar with a graph: what is differentiated
-    step_totals: Tensor  # (SLOTS,), detached
-    is_sum_and_count: (
-        bool  # the loss counted for itself: gradients are still to be divided by the global count
-    )
-    totals_param: Tensor | None = None  # gets the totals as its gradient
-    values: tuple[
-        Tensor, ...
-    ] = ()  # what a stage of a pipeline sends to the next; the last one has an objective
+    loss: Tensor
+    """Scalar with an autograd graph. The backward pass begins here."""
+    step_totals: Tensor
+    """(TOTALS_LENGTH,), detached, of this rank. Includes `LocalBatch.previous_totals`."""
+    is_sum_and_count: bool
+    """True if `loss_fn` returned (sum, count). Gradients are then still to be rescaled by the
+    global count: see `local_step.rescale_by_count`.
+    """
+    totals_param: Tensor | None = None
+    """(TOTALS_LENGTH,), a parameter whose gradient is to become `step_totals`, so that an engine
+    which reduces gradients reduces the totals too. None for other engines.
+    """
+    values: tuple[Tensor, ...] = ()
+    """Activations for the next pipeline stage. Empty for the last stage, which has a loss."""
 
 
 Forward = Callable[[LocalBatch], ForwardOutput]
 
 
 class StepResult(NamedTuple):
-    """What a step gives."""
+    """The result of the forward and backward passes of a step."""
 
-    step_totals: Tensor  # (SLOTS,), over all ranks after the last micro-batch
+    step_totals: Tensor
+    """(TOTALS_LENGTH,), summed over all ranks if the last micro-batch was among them."""
     is_sum_and_count: bool
+    """As in `ForwardOutput`."""
 
 
 class ExampleBatch(NamedTuple):
-    """What the model will be called with, as far as a loader tells."""
+    """Inputs as the data loader will give them, for strategies that trace or measure the model."""
 
-    inputs: tuple[Any, ...]  # a few samples
-    num_samples: int  # samples of a whole batch on this rank
+    inputs: tuple[Any, ...]
+    """Positional arguments of the model, with a few samples."""
+    num_samples: int
+    """Samples of a complete batch on this rank."""
 
 
 @dataclass(frozen=True)
 class PassTraits:
-    """Facts about the way in which `forward` and `run` of a part go through its module.
-
-    Attributes: module_called: `forward` calls `module` itself. Otherwise it calls modules inside,
-        one by one. complete_after_run: gradients and totals are complete only when `run` has
-        returned, for it
-            makes many passes through parts of `module`, in any order. Otherwise it makes one
-            forward and one backward pass for each micro-batch: totals are complete after the
-            forward pass, and each gradient is as soon as it arrives.
-        recorded: `run` puts its own passes into a trace.
-    """
+    """Facts about the passes of a step through the module."""
 
     module_called: bool = True
+    """`forward` calls `module` itself. False: it calls modules inside, one by one."""
     complete_after_run: bool = False
+    """Gradients and totals are complete only after `run` has returned, because `run` makes many
+    passes through parts of `module`, in any order. False: `run` makes one forward and one backward
+    pass for each micro-batch, totals are complete after the forward pass, and each gradient is
+    complete when it arrives.
+    """
     recorded: bool = False
+    """`run` records its own passes in a trace."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What one rank holds, and how it takes a step."""
+    """The model that one rank holds, and how it takes a step.
+
+    Parameter names are those of the full model, on every rank.
+    """
 
     module: nn.Module
-    """Its layers, or its slices of them."""
+    """The layers of this rank, or its shards of them."""
     forward: Forward
-    """One micro-batch through `module` and the loss."""
+    """Compute one micro-batch through `module`, and its loss."""
     run: Callable[[Forward, LocalBatch], StepResult]
-    """Forward and backward; fills `.grad`."""
+    """Compute the forward and backward passes of a batch; fills `.grad`. The first argument is the
+    forward function to use, so that a caller can wrap it.
+    """
     trainable_params: Mapping[str, nn.Parameter]
-    """What this rank's optimizer steps, under whole-model names."""
+    """Parameters that this rank's optimizer steps, by name. This rank *owns* them."""
     reduce_gradients: Callable[[], None]
-    """Owned gradients become global means, or the wait for it."""
+    """Turn the gradients of owned parameters into global means, or wait until they are."""
     gather_params: Callable[[], None]
-    """New values reach every rank that reads them, or the wait for it."""
+    """Bring new values to all ranks that read them, or wait until they are there."""
     reshard: Callable[[], None] = lambda: None
-    """Lets go of what a forward pass without a backward pass has gathered."""
+    """Free the parameters that a forward pass without a backward pass has gathered."""
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
     grads_not_ready_reason: str = ""
-    """Why an owned `.grad` cannot be used as soon as it is accumulated; empty where it is the
+    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
     global mean by then.
     """
     maybe_unused: Set[str] = frozenset()
-    """Names of owned parameters whose `.grad` may be taken away again by `reduce`; known as
-    they get it.
+    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
+    is filled during the backward pass, before the parameter gets its gradient.
     """
     remote_optimizer: RemoteOptimizer | None = None
-    """Who really owns `owned`, where that is another process; there is no `.grad` here after a
-    backward pass.
+    """The optimizer in other processes that steps `trainable_params`. There is no `.grad` on this
+    rank after a backward pass then. None if this rank steps.
     """
     strategy_state: StrategyState = STATELESS
-    """What the strategy itself keeps from step to step."""
+    """State that the strategy itself keeps from step to step, for checkpoints."""
     example_inputs: ExampleBatch | None = None
-    """What the model will be called with; None where there is no loader."""
+    """Inputs as the data loader will give them; None without a loader."""
     pipeline_axis: Axis | None = None
-    """Ranks that hold other parts of the model, as the stages of a pipeline do: `module` and
-    `owned` are a part.
-    """
+    """Axis of the ranks that hold the other stages. None if `module` has all layers."""
     full_model: FullModel | None = None
-    """The whole model, where `line` has parts of it."""
+    """The full model, of which `module` has one or more stages; None without a pipeline."""
     colocations: tuple[ColocationRequest, ...] = ()
-    """Requests of strategies that apply later for modules in one stage of a pipeline."""
+    """Requests of later strategies for modules that must lie in one pipeline stage."""
     duplicated_params: Set[str] = frozenset()
-    """Names of owned parameters that a rank further up the line owns too: with equal gradients,
-    to be counted once.
+    """Names of owned parameters that an earlier rank of `pipeline_axis` owns too. Their gradients
+    are equal, so sums over the axis must count them once.
     """
     tied_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in `module` of parameters that the whole model calls otherwise: another name of a
-    tied one is left here.
+    """Name in `module` -> name in the full model, for tied parameters. A stage may hold such a
+    parameter only under its second name.
     """
-    passes: PassTraits = PassTraits()
-    """How `forward` and `run` go through `module`."""
+    pass_traits: PassTraits = PassTraits()
+    """Facts about the passes that `forward` and `run` make through `module`."""
     summary_lines: tuple[str, ...] = ()
-    """Lines about what was cut how, for the beginning of a run."""
+    """Lines for the beginning of a run: which layers are divided, and how."""
 
     @property
     def is_partial(self) -> bool:
-        """True where other ranks hold other layers of the model; this rank may train none."""
+        """True if other ranks hold other layers of the model. This rank may train none."""
         return self.pipeline_axis is not None
 
     @property
     def has_sharded_params(self) -> bool:
-        """True where an owned parameter is a DTensor, of which this rank holds a slice."""
+        """True if an owned parameter is a DTensor, of which this rank holds a shard."""
         return any(isinstance(parameter, DTensor) for parameter in self.trainable_params.values())
 
 
 class Strategy(StrategyOptions, ABC):
-    """A way to train on many ranks. Every strategy derives from this class; its options are its
-    fields.
+    """A way to train on many ranks. Every strategy derives from this class.
 
-    Attributes: helpers: it starts processes beside the ranks. slices: it needs `Part.sample`, a
-        batch as the model will get it, and applies before all others.
+    The options of a strategy are its fields.
+
+    Attributes:
+        needs_helper_processes: it starts processes beside the ranks.
+        needs_example_batch: it needs `LocalModel.example_inputs`, and applies before all others.
     """
 
     needs_helper_processes: ClassVar[bool] = False
     needs_example_batch: ClassVar[bool] = False
 
     @abstractmethod
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Return what this rank holds afterwards. Collective: every rank of the mesh calls it."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Return the local model that this strategy makes of `model`.
+
+        Collective: every rank of the mesh calls it.
+        """
 
     @property
     def deviations(self) -> list[str]:
-        """Sentences for the beginning of a run, about numbers that are not those of one device."""
+        """Sentences for the beginning of a run: how numbers differ from those of one device."""
         return []
 
-    def colocations(self, uncut: FullModel) -> Sequence[Colocation]:
+    def colocations(self, full_model: FullModel) -> Sequence[Colocation]:
         """Return modules that must lie in one stage of a pipeline. Called on one rank.
 
-        Args: uncut: a model that is one stage as yet.
-        Raises: StrategyRefused: its options do not fit the model.
+        Args: full_model: a model that is still one stage.
+
+        Raises: StrategyRefused: the options of this strategy do not fit the model.
         """
         return []
 
 
-def single_device(module: nn.Module, sample: ExampleBatch | None = None) -> LocalModel:
-    """The part of a world of one: all of the model, and nobody to talk to."""
-
-    def forward(batch: LocalBatch) -> ForwardOutput:
-        return loss(module(*batch.inputs), batch)
-
-    owned = {
-        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
-    return LocalModel(
-        module,
-        forward,
-        backward,
-        owned,
-        reduce_gradients=no_op,
-        gather_params=no_op,
-        example_inputs=sample,
-    )
-
-
-def no_op() -> None:
-    """The reduce and the gather of a rank that has nobody to talk to."""
-
-
-def apply_strategies(part: LocalModel, strategies: Iterable[Strategy], mesh: Mesh) -> LocalModel:
-    """Fold the strategies over a part. Collective."""
+def apply_strategies(model: LocalModel, strategies: Iterable[Strategy], mesh: Mesh) -> LocalModel:
+    """Apply strategies to a local model, one after the other. Collective."""
     strategies = list(strategies)
-    part = replace(part, colocations=tuple(strategy.colocations for strategy in strategies))
+    model = replace(model, colocations=tuple(strategy.colocations for strategy in strategies))
     for strategy in strategies:
-        part = strategy.apply_strategies(part, mesh)
-    return part
-
-
-def backward(forward: Forward, batch: LocalBatch) -> StepResult:
-    """Forward and backward of one micro-batch on one rank."""
-    outcome = forward(batch)
-    if outcome.totals_param is None:
-        outcome.loss.backward()
-    else:
-        torch.autograd.backward((outcome.loss, outcome.totals_param), (None, outcome.step_totals))
-    return StepResult(outcome.step_totals, outcome.is_sum_and_count)
-
-
-def refuse_unless_scalar(loss: Tensor) -> None:
-    """Raise UsageError where a loss function gave a tensor of many numbers, such as one for
-    each sample.
-    """
-    if loss.dim() != 0:
-        raise UsageError(
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return the mean over "
-            "its batch "
-            "(a scalar), or a (sum, count) pair of scalars."
-        )
-
-
-def loss(output: Any, batch: LocalBatch) -> ForwardOutput:
-    """The loss of a micro-batch, weighed by its share of the global batch, and its totals.
-
-    The objectives of all shares sum to the global mean: sum_i (rows_i / global_rows) mean_i. A loss
-    that counts for itself is divided by `global_rows` for now, which every rank knows, and by the
-    true count once that is known (`settle`), so that no rank waits for a count before its backward
-    pass."""
-    value = batch.loss_fn(output, batch.target)
-    weighed = isinstance(value, tuple)
-    total, count = value if isinstance(value, tuple) else (value, batch.num_samples)
-    refuse_unless_scalar(total)
-    rows = (
-        min(batch.num_samples, 1) if weighed else batch.num_samples
-    )  # by which `total` is to be multiplied; 0 for a stand-in
-    share = rows / batch.global_batch_size * batch.grad_weight
-    # Few operations: each takes as long as a small layer.
-    exact = total.detach() if total.dtype.itemsize >= 4 else total.detach().float()
-    weight, known = _known(
-        rows, batch.num_samples, batch.stop_requested, batch.grad_weight, exact.dtype, exact.device
-    )
-    totals = torch.cat((exact * weight, known))
-    if weighed and rows:
-        totals[COUNT] = count * batch.grad_weight
-    if batch.measure is not None and rows:
-        measured = batch.measure(output, batch.target).detach()
-        if len(measured) > TOTALS_LENGTH - MEASURED:
-            raise UsageError(
-                f"measure returned {len(measured)} numbers; a step carries "
-                f"{TOTALS_LENGTH - MEASURED}."
-            )
-        totals[MEASURED : MEASURED + len(measured)] = measured * batch.grad_weight
-    if batch.previous_totals is not None:
-        totals += batch.previous_totals
-    return ForwardOutput(total if share == 1.0 else total * share, totals, weighed)
-
-
-@lru_cache(maxsize=64)
-def _known(
-    rows: int, count: int, stop: bool, scale: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """By what the loss is multiplied, (1,), and the totals from COUNT on, as far as they are known
-    beforehand.
-
-    Both are the same in nearly every step, and a number of Python's would be made a tensor in each.
-    """
-    known = [rows * scale, count * scale, stop * scale] + [0.0] * (TOTALS_LENGTH - MEASURED)
-    made = torch.tensor(known, dtype=dtype, device=device)
-    return made[:COUNT], made[COUNT:]
-
-
-@lru_cache(maxsize=64)
-def cached_scalar_tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar tensor, never to be written: torch makes one anew for each operation with a
-    number of Python's.
-    """
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
-def forward_backward(part: LocalModel, batch: LocalBatch) -> StepResult:
-    """Forward and backward of a rank's share, until the owned gradients are global means.
-    Collective.
-    """
-    loss = part.run(part.forward, batch)
-    part.reduce_gradients()
-    return loss
-
-
-def rescale_by_count(part: LocalModel, loss: StepResult, global_rows: int) -> None:
-    """Divide owned gradients by the global count that a loss counted for itself, now that it is
-    known.
-    """
-    if not loss.is_sum_and_count:
-        return
-    scale_gradients(part, global_rows / count_or_one(loss.step_totals))
-
-
-def scale_gradients(part: LocalModel, factor: Tensor) -> None:
-    """Multiply the global gradients by a scalar tensor, wherever they lie."""
-    gradients = [
-        to_local(parameter.grad)
-        for parameter in part.trainable_params.values()
-        if parameter.grad is not None
-    ]
-    if gradients:
-        foreach_mul_(gradients, factor)
-    if part.remote_optimizer is not None:
-        part.remote_optimizer.scale(factor)
-
-
-def gradient_norm(part: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of gradients by the names of `part.owned`, over all ranks that hold parts of
-    the model. Collective.
-    """
-    if part.pipeline_axis is None:
-        return global_norm(gradients.values())
-    mine = global_norm(
-        gradient for name, gradient in gradients.items() if name not in part.duplicated_params
-    )
-    # In one type on all ranks: a stage without parameters has none of its own, and all must clip by
-    # the same factor.
-    return part.pipeline_axis.all_reduce(
-        mine.to(part.pipeline_axis.device, torch.float64).square()
-    ).sqrt()
-
-
-def count_or_one(totals: Tensor) -> Tensor:
-    """The global count; 1 where nothing counted, so that a batch of ignored tokens gives zeros
-    and no NaN.
-    """
-    count = totals[COUNT]
-    return torch.where(count == 0, torch.ones_like(count), count)
+        model = strategy.apply(model, mesh)
+    return model

@@ -25,7 +25,10 @@ class BufferVersion(NamedTuple):
 
 
 def mutable_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return buffers by name, in the order of names; a buffer of two names is there twice."""
+    """Return buffers by name, sorted by name. A buffer with two names is there twice.
+
+    The order is the same on all ranks, which broadcast them one after the other.
+    """
     buffers = {}
     for name, owner in module.named_modules():
         if isinstance(owner, NormBase):
@@ -36,7 +39,7 @@ def mutable_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def snapshot(module: nn.Module) -> dict[str, BufferVersion]:
-    """Return the present versions, for `changed_since`."""
+    """Return the versions of all buffers, to be given to `changed_since` later."""
     buffers = mutable_buffers(module)
     return {name: BufferVersion(buffer, version(buffer)) for name, buffer in buffers.items()}
 

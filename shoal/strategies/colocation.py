@@ -1,8 +1,8 @@
 """Requests of a strategy for modules that must lie in one stage of a pipeline.
 
-A strategy that slices a pair of layers can do so only where no stage begins inside the pair. The
-pipeline is cut first, so it is handed these requests, and begins its stages elsewhere as far as
-that is possible."""
+Tensor parallelism divides a pair of layers only if no stage begins between them. The pipeline
+applies first, so it receives these requests, and begins its stages elsewhere as far as possible.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shoal.strategies.full_model import FullModel
 class Colocation(NamedTuple):
     """Modules that must lie in one stage.
 
-    Args:
-        names: of modules that steps call, or that lie in what they call. What is computed between
-            them belongs to it.
-        to_the_end: so does all that comes after them.
+    Attributes:
+        names: paths of modules. Each is a module that a node of the graph calls, or a module inside
+            such a one. All nodes between them belong to the colocation.
+        through_output: all nodes after them belong to it too.
     """
 
     names: Set[str]
@@ -26,4 +26,4 @@ class Colocation(NamedTuple):
 
 
 ColocationRequest = Callable[[FullModel], Sequence[Colocation]]
-"""Takes a model that is one stage as yet, on one rank. May raise StrategyRefused."""
+"""Takes a model that is still one stage; called on one rank. May raise StrategyRefused."""

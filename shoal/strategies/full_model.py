@@ -1,9 +1,9 @@
-"""The whole model, for strategies that apply after it was cut in pipeline stages.
+"""The full model, for strategies that apply after the pipeline has divided it into stages.
 
-      stage 0   token_embedding  blocks.0         alive on this rank
-      stage 1   blocks.1  norm  head              hollow here: names, shapes, and who is tied to whom
+      stage 0   token_embedding  blocks.0     on this rank: tensors with values
+      stage 1   blocks.1  norm  head          elsewhere: names, shapes and ties, tensors on `meta`
 
-Every rank knows the same, so whatever follows from it is the same decision on all of them.
+Every rank has the same description, so decisions that follow from it are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shoal.platform.torch_private.module_state import own_buffers, own_parameter
 
 @dataclass(frozen=True)
 class FullModel:
-    """All of a model of which a rank holds some stages.
+    """The full model of which this rank holds some stages.
 
     Attributes:
-        model: its tensors have shapes, and memory only where this rank holds them.
-        graphs: its forward pass in training and in evaluation; a unit is one node.
-        steps: of each graph the nodes that are computed once, in order.
-        begins: steps that stages 1, 2, ... begin with.
+        model: all modules. A tensor of another rank's stage has a shape and no memory.
+        graphs: fx graphs of the forward pass in training and in evaluation. A wrap unit is one
+            node.
+        steps: for each graph the nodes that are computed once, in order.
+        begins: indices into `steps` at which stages 1, 2, ... begin.
     """
 
     model: nn.Module
@@ -37,29 +38,30 @@ class FullModel:
 
     @property
     def output_stage(self) -> int:
-        """The stage that gives the model's output."""
+        """Index of the stage that returns the model's output."""
         return len(self.begins)
 
     def stages_in(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """Step of one of `graphs` -> its stage."""
+        """Map each step of one of `graphs` to its stage."""
         steps = self.steps[self.graphs.index(graph)]
-        marks = [0, *self.begins, len(steps)]
-        return {step: stage for stage, (a, b) in enumerate(pairwise(marks)) for step in steps[a:b]}
+        boundaries = [0, *self.begins, len(steps)]
+        stages = {}
+        for stage, (start, end) in enumerate(pairwise(boundaries)):
+            stages.update(dict.fromkeys(steps[start:end], stage))
+        return stages
 
     @cached_property
     def stages_by_module(self) -> dict[str, set[int]]:
-        """Paths of the modules that stages call, with these stages."""
-        found: dict[str, set[int]] = {}
+        """Map the path of each module that is called to the stages that call it."""
+        stages_by_path: dict[str, set[int]] = {}
         for step, stage in self.stages_in(self.graphs[0]).items():
             if step.op == "call_module":
-                found.setdefault(str(step.target), set()).add(stage)
-        return found
+                stages_by_path.setdefault(str(step.target), set()).add(stage)
+        return stages_by_path
 
     @cached_property
     def directly_read_tensors(self) -> list[Tensor]:
-        """Parameters and buffers that stages read by themselves, not through a module that they
-        call.
-        """
+        """Parameters and buffers that a stage reads without calling the module that owns them."""
         paths = {
             str(node.target).rpartition(".")
             for node in self.graphs[0].nodes
@@ -68,31 +70,31 @@ class FullModel:
         return [getattr(self.model.get_submodule(owner), name) for owner, _, name in sorted(paths)]
 
     def stages_running(self, path: str) -> set[int]:
-        """Stages in which a module's own forward function runs: they call it, or what it lies
-        in.
+        """Return the stages in which a module's own forward function runs.
+
+        They call the module itself, or a module that contains it.
         """
-        words = path.split(".")
-        outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        return set().union(*(self.stages_by_module.get(name, set()) for name in outer))
+        paths = _prefixes(path)
+        return set().union(*(self.stages_by_module.get(prefix, set()) for prefix in paths))
 
     def called_twice(self, path: str) -> bool:
-        """Whether a module is called by itself, and something that it lies in is called too."""
-        words = path.split(".")
-        return (
-            sum(
-                ".".join(words[:count]) in self.stages_by_module
-                for count in range(1, len(words) + 1)
-            )
-            > 1
-        )
+        """Return True if a module is called, and a module that contains it is called too."""
+        return sum(prefix in self.stages_by_module for prefix in _prefixes(path)) > 1
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return a module's path and those of the modules that contain it: a, a.b, a.b.c."""
+    words = path.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
 
 def free_other_params(model: nn.Module, kept: nn.Module) -> None:
-    """Take from `model` what is not in `kept`: its tensors have a shape and no memory
-    afterwards.
+    """Replace all tensors of `model` that are not in `kept` by tensors on the meta device.
+
+    Args: kept: the modules of this rank's stages.
     """
     alive = {id(tensor) for tensor in (*kept.parameters(), *kept.buffers())}
-    empty: dict[int, Tensor] = {}
+    empty: dict[int, Tensor] = {}  # one for each tensor, so that tied parameters stay tied
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
         for store in stores:

@@ -1,16 +1,17 @@
-"""Checks of gradients before they are sent: accumulated once in a backward pass, and real numbers.
+"""Checks of gradients before they are sent: accumulated only once, and real numbers.
 
-      h = layer(x)      backward   one accumulation of what both calls give ── sent
+      h = layer(x)      backward   one accumulation, of both calls' sum ── sent
       y = layer(h)
 
       h = checkpoint(layer, x, use_reentrant=True)
       y = checkpoint(layer, h, use_reentrant=True)
 
-                        backward   second call accumulates ── sent │ first call accumulates
-                                                                     stays on this rank
+                        backward   second call accumulates ── sent │ first call accumulates:
+                                                                     not sent
 
-Each reentrant checkpoint runs a backward pass of its own. DistributedDataParallel takes the end of
-the first one for the end of all, and weights would drift apart without an error.
+Each reentrant checkpoint runs a backward pass of its own. DistributedDataParallel sends a gradient
+after its first accumulation. The rest would stay on this rank, and weights would differ between
+ranks without an error.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from shoal.errors import StrategyRefused, UsageError
 
 
 class AccumulatedOnceCheck:
-    """Raises where a gradient is accumulated a second time in one backward pass.
+    """Raises UsageError if a gradient is accumulated a second time in one backward pass.
 
-    Args: parameters: by the names that an error gives.
+    Args: parameters: by the names for error messages.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._accumulated: set[str] | None = None  # in the backward pass that runs
+        self._accumulated: set[str] | None = None  # None outside of a checked backward pass
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._on_accumulate, name))
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Check one backward pass. Inside it raises UsageError on a second accumulation."""
+        """Check the backward pass inside this context."""
         self._accumulated = set()
         try:
             yield

@@ -1,25 +1,28 @@
-"""Local steps: every rank steps by its own gradients, and the ranks meet only now and then.
+"""Local SGD and DiLoCo: each rank steps with its own gradients; ranks average every H steps.
 
       rank 0   step step step step ┐            step step step step ┐
-      rank 1   step step step step ┤ meeting ── step step step step ┤ meeting ── ...      H = 4
+      rank 1   step step step step ┤ sync round step step step step ┤ sync round  ...      H = 4
       rank 2   step step step step ┘            step step step step ┘
                                      │
-      local=H     all weights become their mean                                   Stich, ICLR 2019
-      diloco=H    change = mean over ranks of (weights at the last meeting - weights now)
+      local=H     weights <- mean over ranks of the weights                       Stich, ICLR 2019
+      diloco=H    change   <- mean over ranks of (weights at the last round - weights now)
                   momentum <- mu momentum + change
-                  weights <- weights at the last meeting - rate (change + mu momentum)
-                                                              Douillard et al., DiLoCo, 2023:
-                                                              Nesterov's momentum
+                  weights  <- weights at the last round - rate (change + mu momentum)
+                                                    Douillard et al., DiLoCo, 2023, with
+                                                    Nesterov's momentum
 
-A meeting sends as much as one step of ddp, so over H steps a rank sends 1/H of it. Whatever wants
-one model for all
-(evaluating, saving, `weights()`) is a meeting too, unless no step was taken since the last one:
-nothing that was learned is left out. The regular meetings stay where they are, for there all ranks
-learn of requests to stop. Running statistics of BatchNorm are averaged with the weights; any other
-buffer that has changed becomes the first rank's.
+A sync round sends as much as one step of ddp, so a rank sends 1/H of ddp's bytes in H steps.
 
-A rank's gradient weighs as its share of the global batch does, so that with H = 1, SGD and any
-momentum the weights are those of ddp."""
+Evaluating, saving and `weights()` need one model for all ranks. They start a round of their own,
+unless no step was taken since the last one, so no step is lost. The regular rounds stay at every
+H-th step, because all ranks learn of stop requests there.
+
+A round averages the running statistics of BatchNorm with the weights. Any other buffer that a rank
+has changed becomes the first rank's.
+
+A rank's gradient has the weight of its share of the global batch. With H = 1, SGD and any momentum,
+the weights are therefore those of ddp.
+"""
 
 from __future__ import annotations
 
@@ -45,61 +48,66 @@ from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
 
 BUCKET_BYTES = 25 * MIB
-NOT_SHARDABLE_MESSAGE = "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard it."
-WORLD_CHANGED_MESSAGE = "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on from the first one's"
+NOT_SHARDABLE_MESSAGE = (
+    "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard "
+    "it."
+)
+WORLD_CHANGED_MESSAGE = (
+    "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on "
+    "from the first one's"
+)
+VELOCITY_PREFIX = "velocity."
+"""Prefix of a parameter's name in checkpoints, for the outer optimizer's momentum."""
 
 
 class LocalSgd(LocalOptions, Strategy):
-    """Local SGD: the mean of all weights, every so many steps."""
+    """Local SGD: average the weights of all ranks every H steps."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces run, gather and late_gradients. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _cut(part, mesh, self.name, self.every, None)
+        return _apply_local_steps(model, mesh, self, None)
 
     @property
     def deviations(self) -> list[str]:
-        return _notes(self.name, self.every, "weights are averaged")
+        return _deviations(self, "weights are averaged")
 
 
 class Diloco(DilocoOptions, Strategy):
-    """DiLoCo: an outer optimizer steps by what the ranks have changed on average, every so many
-    steps.
-    """
+    """DiLoCo: step an outer optimizer by the mean change of all ranks, every H steps."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces run, gather and late_gradients. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _cut(
-            part, mesh, self.name, self.every, OuterOptimizer(self.outer_lr, self.outer_momentum)
-        )
+        outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
+        return _apply_local_steps(model, mesh, self, outer)
 
     @property
     def deviations(self) -> list[str]:
-        return _notes(self.name, self.every, "an outer optimizer steps by the mean change")
+        return _deviations(self, "an outer optimizer steps by the mean change")
 
 
 class OuterOptimizer:
-    """The outer optimizer. It is SGD with Nesterov's momentum, whose gradient is the mean
-    change.
-    """
+    """SGD with Nesterov momentum, whose gradient is the mean change of the weights."""
 
     def __init__(self, rate: float, momentum: float) -> None:
-        self.rate, self.momentum = rate, momentum
+        self.rate = rate
+        self.momentum = momentum
 
     def step(self, change: Tensor, velocity: Tensor) -> Tensor:
-        """What is to be taken off the weights; `velocity` is updated."""
+        """Return what to subtract from the weights. Updates `velocity` in place."""
         velocity.mul_(self.momentum).add_(change)
         return (change + self.momentum * velocity) * self.rate
 
 
-def _notes(name: str, every: int, what: str) -> list[str]:
+def _deviations(options: LocalOptions, action: str) -> list[str]:
+    name, every = options.name, options.every
     return [
-        f"{name}={every} is not exact: every rank steps by its own samples, and {what} every "
+        f"{name}={every} is not exact: every rank steps by its own samples, and {action} every "
         f"{every} steps, and before "
         "evaluating and saving.",
         f"{name}={every}: between meetings loss and accuracy are those of the first rank's "
@@ -109,175 +117,189 @@ def _notes(name: str, every: int, what: str) -> list[str]:
     ]
 
 
-def _cut(
-    part: LocalModel, mesh: Mesh, name: str, every: int, outer: OuterOptimizer | None
+def _apply_local_steps(
+    model: LocalModel, mesh: Mesh, options: LocalOptions, outer: OuterOptimizer | None
 ) -> LocalModel:
-    if not part.trainable_params:
+    name, every = options.name, options.every
+    if not model.trainable_params:
         raise StrategyRefused(
             f"strategy {name} averages what was trained; the model has no trainable parameter."
         )
-    if part.is_partial or part.has_sharded_params:
+    if model.is_partial or model.has_sharded_params:
         raise StrategyRefused(
             f"strategy {name} averages whole models, and beside tensor and pipeline a rank has a "
             "part of one. Use ddp."
         )
-    mesh.data.broadcast_module(part.module)
-    engine = LocalSgdStep(part, mesh.data, every, outer)
-    sent, ranks = engine.bytes_per_sync() / 1e6, mesh.data.size
-    said = (
-        f"{name}={every}: a rank sends {sent:,.3g} MB at a meeting, {sent / every:,.3g} MB a step; "
-        "ddp sends "
-        f"{sum(uncompressed_bytes(p.numel(), p.dtype, ranks) for p in part.trainable_params.values()) / 1e6:,.3g} MB a step"
+    mesh.data.broadcast_module(model.module)
+    engine = LocalSgdStep(model, mesh.data, every, outer)
+    round_mb = engine.bytes_per_sync() / 1e6
+    ddp_bytes = sum(
+        uncompressed_bytes(parameter.numel(), parameter.dtype, mesh.data.size)
+        for parameter in model.trainable_params.values()
     )
-    run, gather = engine.run, engine.gather
+    summary = (
+        f"{name}={every}: a rank sends {round_mb:,.3g} MB at a meeting, "
+        f"{round_mb / every:,.3g} MB a step; ddp sends {ddp_bytes / 1e6:,.3g} MB a step"
+    )
     return replace(
-        part,
-        run=run,
-        gather_params=gather,
+        model,
+        run=engine.run,
+        gather_params=engine.gather,
         grads_not_ready_reason=NOT_SHARDABLE_MESSAGE,
         strategy_state=engine,
-        summary_lines=(*part.summary_lines, said),
+        summary_lines=(*model.summary_lines, summary),
     )
 
 
 class LocalSgdStep(StrategyState):
-    """Counts steps, and meets.
+    """Counts the steps of one rank, and makes sync rounds.
 
-    Attributes: steps: that were taken in all; every so many there is a meeting. moved: a step was
-        taken since the last meeting. apart: a step was taken since ranks were last asked to agree.
-        begun: a step has begun since the state was made or loaded; before, the optimizer has no
-        gradient of ours.
+    Args:
+        every: steps from one regular round to the next.
+        outer: None for a plain mean of weights.
+
+    Attributes:
+        steps: steps taken since the beginning of the run.
+        stepped_since_round: a step was taken since the last round, regular or not.
+        stepped_since_sync: a step was taken since `synchronize` was last called.
+        has_run: a backward pass was made since this object was made or loaded. Before it, the
+            optimizer has none of its gradients, and a step counts nothing.
+        round_weights: weights of the last round, by name; only for an outer optimizer.
+        velocity: momentum of the outer optimizer, by name.
     """
 
     has_rank_local_optimizer = True
     is_synchronous = False
 
     def __init__(
-        self, part: LocalModel, data: Axis, every: int, outer: OuterOptimizer | None
+        self, model: LocalModel, data: Axis, every: int, outer: OuterOptimizer | None
     ) -> None:
-        self.part, self.data, self.every, self.outer = part, data, every, outer
+        self.model = model
+        self.data = data
+        self.every = every
+        self.outer = outer
         self.steps = 0
-        self.moved = self.apart = self.begun = False
-        self.met_at: dict[
-            str, Tensor
-        ] = {}  # only for an outer optimizer: the weights of the last meeting
+        self.stepped_since_round = False
+        self.stepped_since_sync = False
+        self.has_run = False
+        self.round_weights: dict[str, Tensor] = {}
         self.velocity: dict[str, Tensor] = {}
-        self.buffers = snapshot(part.module)
+        self.buffers = snapshot(model.module)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """One micro-batch. In the step before a meeting the totals are of all ranks; in others
-        they are this rank's.
+        """Compute one micro-batch.
+
+        Totals are those of all ranks in the step before a regular round, and of this rank in other
+        steps.
         """
-        if self.outer is not None and not self.moved and batch.previous_totals is None:
-            # Not only at the end of a meeting, for what is loaded or set until the next step counts
-            # as well.
-            self.met_at = {
+        if self.outer is not None and not self.stepped_since_round and not _has_earlier(batch):
+            # Here and not at the end of a round: weights that are loaded or set before the next
+            # step count too.
+            self.round_weights = {
                 name: parameter.detach().clone()
-                for name, parameter in self.part.trainable_params.items()
+                for name, parameter in self.model.trainable_params.items()
             }
-        self.begun = True
-        loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
+        self.has_run = True
+        result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.is_last_microbatch:
-            return loss
+            return result
         if (self.steps + 1) % self.every == 0:
-            return mean_result(
-                self.data.all_reduce(loss.step_totals), self.data.size, loss.is_sum_and_count
-            )
-        totals = loss.step_totals.clone()
-        totals[STOP] = 0  # nobody stops before all know of it
-        return StepResult(totals, loss.is_sum_and_count)
+            totals = self.data.all_reduce(result.step_totals)
+            return mean_result(totals, self.data.size, result.is_sum_and_count)
+        totals = result.step_totals.clone()
+        totals[STOP] = 0  # no rank stops before all ranks know of it
+        return StepResult(totals, result.is_sum_and_count)
 
     def gather(self) -> None:
-        """The optimizer has stepped."""
-        if not self.begun:
+        """Count a step that the optimizer has taken, and make the regular rounds. Collective."""
+        if not self.has_run:
             return
         self.steps += 1
-        self.moved = self.apart = True
+        self.stepped_since_round = True
+        self.stepped_since_sync = True
         if self.steps % self.every == 0:
             self._sync_round()
 
     def bytes_per_sync(self) -> int:
-        """What this rank sends at a meeting."""
-        owned = self.part.trainable_params.values()
+        """Return the bytes that this rank sends in a sync round."""
         return sum(
-            uncompressed_bytes(p.numel(), accumulation_dtype(p.dtype), self.data.size)
-            for p in owned
+            uncompressed_bytes(
+                parameter.numel(), accumulation_dtype(parameter.dtype), self.data.size
+            )
+            for parameter in self.model.trainable_params.values()
         )
 
-    # What is kept from step to step
+    # State for checkpoints
 
     def synchronize(self) -> bool:
-        if self.moved:
+        if self.stepped_since_round:
             self._sync_round()
-        apart, self.apart = self.apart, False
-        return apart
+        were_different = self.stepped_since_sync
+        self.stepped_since_sync = False
+        return were_different
 
     def state_dict(self) -> dict[str, Tensor]:
-        velocity = {f"velocity.{name}": value for name, value in self.velocity.items()}
+        velocity = {f"{VELOCITY_PREFIX}{name}": value for name, value in self.velocity.items()}
         return velocity | {"steps": torch.tensor(self.steps)}
 
     def rank_state_dict(self) -> dict[str, Tensor]:
-        """Nothing beside the state of its optimizer, which is saved for each rank that steps
-        alone.
-        """
+        """Return nothing: the run saves each rank's optimizer state by itself."""
         return {}
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
     ) -> list[str]:
-        prefix = "velocity."
-        found = {
-            name.removeprefix(prefix): value
-            for name, value in state.items()
-            if name.startswith(prefix)
-        }
         self.velocity = {
-            name: found[name].to(self.data.device, copy=True)
-            for name in self.part.trainable_params
-            if name in found
+            name: state[f"{VELOCITY_PREFIX}{name}"].to(self.data.device, copy=True)
+            for name in self.model.trainable_params
+            if f"{VELOCITY_PREFIX}{name}" in state
         }
         self.steps = int(state.get("steps", 0))
-        self.moved = self.apart = self.begun = False
+        self.stepped_since_round = False
+        self.stepped_since_sync = False
+        self.has_run = False
         return [] if private else [WORLD_CHANGED_MESSAGE]
 
-    # A meeting
+    # A sync round
 
     @torch.no_grad()
     def _sync_round(self) -> None:
-        """All ranks hold the same afterwards. It may come between a backward pass and its step.
-        Collective.
+        """Give all ranks the same weights and buffers. Collective.
+
+        It may come between a backward pass and its step.
         """
-        self.moved = False
+        self.stepped_since_round = False
         if self.data.size == 1 and self.outer is None:
             return
-        names = iter(self.part.trainable_params)
-        for batch in bucketize(
-            [p.detach() for p in self.part.trainable_params.values()], BUCKET_BYTES
-        ):
+        names = iter(self.model.trainable_params)
+        values = [parameter.detach() for parameter in self.model.trainable_params.values()]
+        for bucket in bucketize(values, BUCKET_BYTES):
             if self.outer is None:
-                self._mean(batch)
+                self._average(bucket)
             else:
-                self._step(self.outer, dict(zip(islice(names, len(batch)), batch, strict=True)))
-        for batch in bucketize(batchnorm_stats(self.part.module), BUCKET_BYTES):
-            self._mean(batch)
+                by_name = zip(islice(names, len(bucket)), bucket, strict=True)
+                self._outer_step(self.outer, dict(by_name))
+        for bucket in bucketize(batchnorm_stats(self.model.module), BUCKET_BYTES):
+            self._average(bucket)
         self._share_buffers()
 
-    def _mean(self, tensors: list[Tensor]) -> None:
-        for tensor, found in zip(tensors, self._means(tensors), strict=True):
-            tensor.copy_(found)
+    def _average(self, tensors: list[Tensor]) -> None:
+        for tensor, mean_value in zip(tensors, self._means(tensors), strict=True):
+            tensor.copy_(mean_value)
 
-    def _step(self, outer: OuterOptimizer, parameters: dict[str, Tensor]) -> None:
+    def _outer_step(self, outer: OuterOptimizer, parameters: dict[str, Tensor]) -> None:
         changes = []
         for name, parameter in parameters.items():
             dtype = accumulation_dtype(parameter.dtype)
-            changes.append(self.met_at[name].to(dtype) - parameter.to(dtype))
+            changes.append(self.round_weights[name].to(dtype) - parameter.to(dtype))
         for (name, parameter), change in zip(parameters.items(), self._means(changes), strict=True):
             velocity = self.velocity.setdefault(name, torch.zeros_like(change))
-            parameter.copy_(self.met_at[name].to(change.dtype) - outer.step(change, velocity))
-            self.met_at[name].copy_(parameter)
+            weights = self.round_weights[name].to(change.dtype)
+            parameter.copy_(weights - outer.step(change, velocity))
+            self.round_weights[name].copy_(parameter)
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Over ranks, of tensors that are sent as one; in float32 at least."""
+        """Return means over ranks of tensors that are sent in one message, in float32 at least."""
         return apply_flattened(self._mean_of_flat, tensors)
 
     def _mean_of_flat(self, flat: Tensor) -> Tensor:
@@ -285,19 +307,29 @@ class LocalSgdStep(StrategyState):
         return mean(flat, self.data) if self.data.size > 1 else flat
 
     def _share_buffers(self) -> None:
-        """What no mean can be taken of becomes the first rank's, where any rank has changed it."""
-        changes = changed_since(self.part.module, self.buffers)
+        """Broadcast the first rank's buffers, as far as a rank has changed them. Collective.
+
+        They may be integers or flags, which have no mean.
+        """
+        changes = changed_since(self.model.module, self.buffers)
         if not changes or self.data.size == 1:
             return
         flags = torch.tensor([*changes.values()], dtype=torch.int64, device=self.data.device)
-        buffers = mutable_buffers(self.part.module).values()
-        for buffer, ranks in zip(buffers, self.data.all_reduce(flags).tolist(), strict=True):
-            if ranks:
+        ranks_changing = self.data.all_reduce(flags).tolist()
+        buffers = mutable_buffers(self.model.module).values()
+        for buffer, num_ranks in zip(buffers, ranks_changing, strict=True):
+            if num_ranks:
                 self.data.broadcast_tensor(buffer)
-        self.buffers = snapshot(self.part.module)
+        self.buffers = snapshot(self.model.module)
+
+
+def _has_earlier(batch: LocalBatch) -> bool:
+    """Return True if other micro-batches of this step came before."""
+    return batch.previous_totals is not None
 
 
 def batchnorm_stats(module: nn.Module) -> list[Tensor]:
-    """Running means and variances."""
-    norms = [m for m in module.modules() if isinstance(m, NormBase)]
-    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+    """Return the running means and variances of all BatchNorm layers."""
+    norms = [layer for layer in module.modules() if isinstance(layer, NormBase)]
+    stats = [tensor for layer in norms for tensor in (layer.running_mean, layer.running_var)]
+    return [tensor for tensor in stats if tensor is not None]

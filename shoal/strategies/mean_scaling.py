@@ -1,11 +1,11 @@
-"""Scale by n, for whoever averages over n ranks what is to be summed.
+"""Factors that turn a mean over n ranks into a sum.
 
-      loss of a rank     its samples' share of the global mean; all shares sum to that mean
+      loss of a rank     weighted by its share of the global batch; all losses sum to the mean
       scaled_for_mean    each rank multiplies its loss and its totals by n
       mean over ranks    (n a + n b + ...) / n  =  a + b + ...
 
-PyTorch's engines, and means in the order of ranks, divide by the number of ranks. These two
-functions undo that, for all strategies.
+PyTorch's engines, and rank-order means, divide by the number of ranks. Every strategy undoes that
+division with these two functions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def scaled_for_mean(batch: LocalBatch, num_ranks: int) -> LocalBatch:
     return batch._replace(grad_weight=batch.grad_weight * num_ranks)
 
 
-def mean_result(summed_totals: Tensor, num_ranks: int, weighed: bool) -> StepResult:
+def mean_result(summed_totals: Tensor, num_ranks: int, is_sum_and_count: bool) -> StepResult:
     """Return the result of a step whose batches went through `scaled_for_mean`.
 
     Args:
-        summed_totals: (SLOTS,), the sum of the totals over `num_ranks` ranks.
-        weighed: the loss counted for itself, as in `Loss`.
+        summed_totals: (TOTALS_LENGTH,), the sum of the totals over `num_ranks` ranks.
+        is_sum_and_count: as in `ForwardOutput`.
     """
-    return StepResult(summed_totals / num_ranks, weighed)
+    return StepResult(summed_totals / num_ranks, is_sum_and_count)

@@ -1,4 +1,8 @@
-"""A batch in micro-batches, along dimension 0."""
+"""Micro-batches: consecutive samples of a batch, split along dimension 0.
+
+samples   │ 0 1 2 │ 3 4 5 │ 6 7 │       8 samples in 3 micro-batches
+stop                          ▲         a stop request travels with the last one
+"""
 
 from __future__ import annotations
 
@@ -12,40 +16,44 @@ from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 
 
-def split_microbatches(batch: LocalBatch, parts: int, least: int = 1) -> Iterator[LocalBatch]:
-    """Micro-batches of nearly equal size along dimension 0 of every tensor; the stop request goes
-    with the last.
+def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Iterator[LocalBatch]:
+    """Split a batch along dimension 0 of every tensor, into micro-batches of nearly equal size.
 
-    There are `parts` of them, or as many as samples, but `least` all the same: stand-ins fill up.
+    Args:
+        count: micro-batches. A batch of fewer samples gives one for each sample.
+        min_count: micro-batches that there must be all the same. Stand-ins of weight 0 fill up.
     """
-    parts = min(parts, max(batch.num_samples, least))
-    base, extra = divmod(batch.num_samples, parts)
+    count = min(count, max(batch.num_samples, min_count))
+    base, extra = divmod(batch.num_samples, count)
     start = 0
-    for index in range(parts):
-        rows = base + (index < extra)
-        window = slice(start, start + rows) if rows else slice(0, 1)
-        last = index == parts - 1
+    for index in range(count):
+        num_samples = base + (index < extra)
+        # A stand-in computes the first sample: a forward pass needs one.
+        window = slice(start, start + num_samples) if num_samples else slice(0, 1)
+        is_last = index == count - 1
         yield batch._replace(
             inputs=chunk(batch.inputs, window, batch.num_samples),
             target=chunk(batch.target, window, batch.num_samples),
-            num_samples=rows,
-            is_last_microbatch=last,
-            stop_requested=batch.stop_requested and last,
+            num_samples=num_samples,
+            is_last_microbatch=is_last,
+            stop_requested=batch.stop_requested and is_last,
         )
-        start += rows
+        start += num_samples
 
 
-def chunk(value: Any, window: slice, rows: int) -> Any:
-    """The same rows of every tensor in a nest of tuples, lists and dicts; 0-dimensional tensors
-    stay whole.
+def chunk(value: Any, window: slice, num_samples: int) -> Any:
+    """Return the samples `window` of every tensor in a nest of tuples, lists and dicts.
+
+    A 0-dimensional tensor stays as it is.
+
+    Raises: UsageError: dimension 0 of a tensor is not `num_samples`.
     """
     if isinstance(value, Tensor):
-        if value.dim() and value.shape[0] != max(rows, 1):
+        if value.dim() and value.shape[0] != max(num_samples, 1):
             raise UsageError(
-                f"accumulate and pipeline split batches along dimension 0; this rank has {rows} "
-                "samples and a tensor "
-                f"of shape {tuple(value.shape)}. Put the batch dimension first, or use "
-                "accumulate=1 and microbatches=1."
+                "accumulate and pipeline split batches along dimension 0; this rank has "
+                f"{num_samples} samples and a tensor of shape {tuple(value.shape)}. Put the batch "
+                "dimension first, or use accumulate=1 and microbatches=1."
             )
         return value[window] if value.dim() else value
-    return tree_map(value, lambda item: chunk(item, window, rows))
+    return tree_map(value, lambda item: chunk(item, window, num_samples))

@@ -1,9 +1,10 @@
-"""What can be asked of each strategy, and what of it makes no sense whatever the model and the
-world.
+"""Options of all strategies, and checks of their values that need no model and no world.
 
-Each strategy is one of these classes and knows how it is done. This file needs no torch, so that a
-bad value is said before any process is started. Each class raises ConfigError with all that is
-wrong."""
+      class Ddp(DdpOptions, Strategy)     a strategy inherits its options
+
+This file imports no torch, so a bad value is an error before any process is started. Each class
+raises ConfigError with all of its problems.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from shoal.errors import ConfigError
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 PARALLEL_STYLES = ("column", "row")
-_MOST_CONNECTIONS = 16
+_MAX_CONNECTIONS = 16
 _NO_TLS = (
     "servers no longer encrypt their connections. Both ends prove that they hold the key of this "
     "job, and between machines every frame is authenticated (docs/security.md), but who can listen "
@@ -28,41 +29,45 @@ _NO_TLS = (
 
 
 class StrategyOptions:
-    """Options of a strategy: the fields of a dataclass.
+    """Options of a strategy, which are the fields of a dataclass.
 
     Attributes:
-        value: name of the option that `name=value` sets; empty where a strategy takes no value.
+        value: name of the option that `name=value` sets. Empty if the strategy takes no value.
     """
 
     value: ClassVar[str] = ""
 
     @property
     def mesh_dims(self) -> dict[str, int]:
-        """Sizes of the mesh axes that it spans, such as {"tensor": 2}; see
-        `shoal.comm.parallel_dims`.
+        """Sizes of the mesh axes that the strategy spans, such as {"tensor": 2}.
+
+        See `shoal.comm.parallel_dims`.
         """
         return {}
 
 
 def mesh_sizes(strategies: Iterable[StrategyOptions]) -> dict[str, int]:
-    """Sizes of the mesh axes that strategies span. The mesh is made before anything is cut."""
+    """Return the sizes of all mesh axes. The mesh is made before strategies apply."""
     return {axis: size for strategy in strategies for axis, size in strategy.mesh_dims.items()}
 
 
 @dataclass(frozen=True)
 class NoOptions(StrategyOptions):
-    """Nothing can be asked."""
+    """A strategy without options."""
 
 
 @dataclass(frozen=True)
 class PipelineOptions(StrategyOptions):
-    """Args:
-    ranks: of each pipeline.
-    schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv; `shoal schedule NAME` draws it.
-    microbatches: parts that a rank's share of the batch is split in; 0 to choose.
-    stages: on each rank, for interleaved and zero-bubble; 0 for the schedule's own number.
-    balance: time (forward and backward, measured on a sample) or parameters.
-    cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
+    """Options of pipeline parallelism.
+
+    Args:
+        ranks: ranks of each pipeline.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule NAME` draws
+            it.
+        microbatches: micro-batches of the local batch; 0 to choose.
+        stages: stages on each rank, for interleaved and zero-bubble; 0 for the schedule's default.
+        balance: time (forward and backward, measured on a sample) or parameters.
+        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
     """
 
     value: ClassVar[str] = "ranks"
@@ -74,20 +79,20 @@ class PipelineOptions(StrategyOptions):
     cuts: str = ""
 
     def __post_init__(self) -> None:
-        found = []
+        messages = []
         if self.balance not in ("time", "parameters"):
-            found.append(f"balance={self.balance}: by time or by parameters")
+            messages.append(f"balance={self.balance}: by time or by parameters")
         if self.microbatches < 0:
-            found.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
-        # Not chosen as yet, but one micro-batch is a table of every schedule.
-        found += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
+            messages.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
+        # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
+        messages += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
         if self.cuts and self.schedule in SCHEDULES:
             num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
-            begun = len(self.cuts.split("/"))
-            if begun != num_stages - 1:
-                said = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
-                found.append(f"cuts={self.cuts}: {begun} {said}")
-        _refuse(found)
+            num_cuts = len(self.cuts.split("/"))
+            if num_cuts != num_stages - 1:
+                need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
+                messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
+        _raise_problems(messages)
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -96,14 +101,16 @@ class PipelineOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class TensorOptions(StrategyOptions):
-    """Args:
-    degree: ranks in each tensor group; a number that divides the world, and the ranks of each
-    machine.
-    whole: patterns of names, with + between them: modules that stay whole, with all that is in
-    them.
-    cut_by: a plan of one's own, PATTERN:column and PATTERN:row with + between them; nothing else is
-    cut then.
-    sequence: between what is cut, the stream lies in slices of the sequence.
+    """Options of tensor parallelism.
+
+    Args:
+        degree: ranks in each tensor group. Divides the world size, and the ranks of each machine.
+        whole: patterns of module names, with + between them. These modules are replicated, with all
+            modules inside.
+        cut_by: a plan: PATTERN:column and PATTERN:row with + between them. No other module is
+            divided then.
+        sequence: sequence parallel: activations between divided layers are sharded along the
+            sequence.
     """
 
     value: ClassVar[str] = "degree"
@@ -113,15 +120,14 @@ class TensorOptions(StrategyOptions):
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        found = [] if self.degree > 0 else [f"tensor={self.degree}: must be 1 or more"]
-        wrong = [
-            f"{pattern}:{how}" if how else pattern
-            for pattern, how in self.plan
-            if how not in PARALLEL_STYLES or not pattern
-        ]
-        _refuse(
-            found + [f"cut_by: '{word}' is not PATTERN:column or PATTERN:row" for word in wrong]
-        )
+        messages = []
+        if self.degree <= 0:
+            messages.append(f"tensor={self.degree}: must be 1 or more")
+        for pattern, style in self.plan:
+            if style not in PARALLEL_STYLES or not pattern:
+                word = f"{pattern}:{style}" if style else pattern
+                messages.append(f"cut_by: '{word}' is not PATTERN:column or PATTERN:row")
+        _raise_problems(messages)
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -129,21 +135,25 @@ class TensorOptions(StrategyOptions):
 
     @property
     def plan(self) -> list[tuple[str, str]]:
-        """The patterns of `cut_by`, and how what they match is cut."""
-        words = [word.strip() for word in self.cut_by.split("+") if word.strip()]
-        return [
-            (pattern, how) if colon else (how, "")
-            for pattern, colon, how in (w.rpartition(":") for w in words)
-        ]
+        """Patterns of `cut_by`, each with its parallel style; "" for a word without a colon."""
+        pairs = []
+        for word in self.cut_by.split("+"):
+            if word.strip():
+                pattern, colon, style = word.strip().rpartition(":")
+                pairs.append((pattern, style) if colon else (style, ""))
+        return pairs
 
 
 @dataclass(frozen=True)
 class RecomputeOptions(StrategyOptions):
-    """Args:
-    every: each k-th unit; 1 for all of them.
-    budget_mb: MiB of activations that one micro-batch may keep, over all units; 0 to recompute
-        whatever `every` says. Measured in the first step, which keeps activations in CPU memory.
-    unit: class name of the modules that are recomputed as a whole; empty for the rule in `units`.
+    """Options of activation checkpointing.
+
+    Args:
+        every: recompute each k-th unit; 1 for all units.
+        budget_mb: MiB of activations that one micro-batch may keep, over all units. 0 for no
+            budget: all units that `every` names are recomputed. Sizes are measured in the first
+            step, which keeps activations in CPU memory.
+        unit: class name of the modules that are recomputed; empty for the rule in `units`.
     """
 
     value: ClassVar[str] = "every"
@@ -153,24 +163,24 @@ class RecomputeOptions(StrategyOptions):
 
     def __post_init__(self) -> None:
         if self.every < 1 or not self.budget_mb >= 0:
-            asked = f"recompute={self.every},budget_mb={self.budget_mb:g}"
-            _refuse(
-                [f"{asked}: every k-th unit with k from 1 on, and a budget that is not negative"]
-            )
+            given = f"recompute={self.every},budget_mb={self.budget_mb:g}"
+            valid = "every k-th unit with k from 1 on, and a budget that is not negative"
+            raise ConfigError([f"{given}: {valid}"])
 
 
 @dataclass(frozen=True)
 class DdpOptions(StrategyOptions):
-    """Args:
-    unused: search in every step for parameters that get no gradient. Needed only where it changes
-        from step to step which ones these are; parameters that never get one are found by
-        themselves.
-    bucket_mb: size of the buckets that gradients are reduced in, in MiB.
-    allreduce: the algorithm: ring, tree, halving-doubling or hierarchical; backend leaves it to
-        the process group.
-    table: is accepted beside allreduce=auto, which older configurations hold, and is not read.
-    compress: what gradients become on their way: none, bf16, fp16, topk=FRACTION, onebit or
-        powersgd=RANK. Not exact.
+    """Options of distributed data parallel.
+
+    Args:
+        unused: search in every step for parameters without a gradient. Needed only if these change
+            from step to step. The first step finds parameters that never get one.
+        bucket_mb: size of gradient buckets, in MiB.
+        allreduce: the algorithm: ring, tree, halving-doubling or hierarchical. `backend` leaves the
+            choice to the process group.
+        table: accepted beside allreduce=auto for older configurations, and not read.
+        compress: encoding of gradients in messages: none, bf16, fp16, topk=FRACTION, onebit or
+            powersgd=RANK. Every one but none is inexact.
     """
 
     unused: bool = False
@@ -180,22 +190,24 @@ class DdpOptions(StrategyOptions):
     compress: str = "none"
 
     def __post_init__(self) -> None:
-        found = (
-            []
-            if 0 < self.bucket_mb < inf
-            else [f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite"]
-        )
-        found += _problems_of(lambda: refuse_unknown(self.allreduce, self.table))
-        _refuse(found + _problems_of(lambda: compression_spec.read(self.compress, powersgd=True)))
+        messages = []
+        if not 0 < self.bucket_mb < inf:
+            messages.append(f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite")
+        messages += _problems_of(lambda: refuse_unknown(self.allreduce, self.table))
+        messages += _problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
+        _raise_problems(messages)
 
 
 @dataclass(frozen=True)
 class ZeroOptions(StrategyOptions):
-    """Args:
-    hybrid: shard inside groups of so many ranks, and replicate across groups; 0 for one group of
-    all.
-    offload: keep this rank's shards of parameters, gradients and optimizer states in CPU memory.
-    unit: class name of the modules that are gathered at once; empty for the rule in `units`.
+    """Options of ZeRO 1, 2 and 3.
+
+    Args:
+        hybrid: ranks of each group that shards; groups replicate each other. 0 for one group of all
+            ranks.
+        offload: keep this rank's shards of parameters, gradients and optimizer states in CPU
+            memory.
+        unit: class name of the modules that are gathered at once; empty for the rule in `units`.
     """
 
     hybrid: int = 0
@@ -203,39 +215,41 @@ class ZeroOptions(StrategyOptions):
     unit: str = ""
 
     def __post_init__(self) -> None:
-        _refuse(
-            []
-            if self.hybrid >= 0
-            else [f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"]
-        )
+        if self.hybrid < 0:
+            raise ConfigError(
+                [f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"]
+            )
 
     @property
     def mesh_dims(self) -> dict[str, int]:
-        return {"shard": self.hybrid}
+        return {"dp_shard": self.hybrid}
 
 
 @dataclass(frozen=True)
 class ServerOptions(StrategyOptions):
-    """Args:
-    servers: how many share the parameters: the number of shards.
-    replicas: how many hold each shard. With 2, the loss of any one server loses nothing, and
-    training goes on.
-    staleness: how many steps a worker may be ahead of the slowest one. "0" is synchronous and
-        exact; "async" sets no bound. Where it is not 0, each push is a step of its own at 1/workers
-        of the learning rate.
-    compress: what pushed gradients become on the wire: none, bf16, fp16, topk=FRACTION or onebit.
-    Not exact.
-    part_mb: the most that is pushed and pulled as one, in MiB. Small models are cut into smaller
-        parts: on one machine about one a server, so that one that is added may find none; between
-        machines about four.
-    lease_s: how long a server may be silent before another takes over.
-    shared_memory: workers and servers of one machine read each other's memory instead of sending
-    it.
-    aggregate: where there are several machines with several workers, those of one sum their
-        gradients before they push, and share one pull; synchronous steps without compression only.
-    connections: has no effect any more, and is accepted from 1 to 16 for configurations and
-        checkpoints that name it.
-    tls: only none; a certificate is refused, for connections are authenticated and not encrypted.
+    """Options of parameter servers.
+
+    Args:
+        servers: number of servers, and of the shards that they own.
+        replicas: servers that hold each shard. With 2, the loss of any one server loses no state,
+            and training continues.
+        staleness: steps that a worker may be ahead of the slowest one. "0" is synchronous and
+            exact; "async" sets no bound. If it is not 0, each push is a step of its own, with
+            1/workers of the learning rate.
+        compress: encoding of pushed gradients: none, bf16, fp16, topk=FRACTION or onebit. Every one
+            but none is inexact.
+        part_mb: maximum size of a partition, in MiB. Small models have smaller partitions: on one
+            machine about one for each server, between machines about four. A server that is added
+            on one machine may find none to take.
+        lease_s: seconds for which a server may be silent before another one takes over.
+        shared_memory: workers and servers of one machine read each other's memory, without
+            messages.
+        aggregate: with several workers on each of several machines, the workers of one machine sum
+            their gradients before they push, and share one pull. Synchronous steps without
+            compression only.
+        connections: no effect. Accepted from 1 to 16 for older configurations and checkpoints.
+        tls: only none. Connections are authenticated and not encrypted, so a certificate is
+            refused.
     """
 
     value: ClassVar[str] = "servers"
@@ -251,76 +265,73 @@ class ServerOptions(StrategyOptions):
     tls: str = "none"
 
     def __post_init__(self) -> None:
-        found = (
-            []
-            if self.servers > 0
-            else [f"server={self.servers}: there must be at least one server"]
-        )
+        messages = []
+        if self.servers <= 0:
+            messages.append(f"server={self.servers}: there must be at least one server")
         if self.replicas < 1:
-            found.append(f"replicas={self.replicas}: there must be at least one of each shard")
+            messages.append(f"replicas={self.replicas}: there must be at least one of each shard")
         if not 0 < self.lease_s < inf:
-            found.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
+            messages.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
         if self.staleness != "async" and not self.staleness.isdecimal():
-            found.append(
+            messages.append(
                 f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
             )
         if not 0 < self.part_mb < inf:
-            found.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
-        if not 1 <= self.connections <= _MOST_CONNECTIONS:
-            found.append(f"connections={self.connections}: must be from 1 to {_MOST_CONNECTIONS}")
+            messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
+        if not 1 <= self.connections <= _MAX_CONNECTIONS:
+            messages.append(f"connections={self.connections}: must be from 1 to {_MAX_CONNECTIONS}")
         if self.tls != "none":
-            found.append(f"tls={self.tls}: {_NO_TLS}")
-        _refuse(found + _problems_of(lambda: compression_spec.read(self.compress)))
+            messages.append(f"tls={self.tls}: {_NO_TLS}")
+        messages += _problems_of(lambda: compression_spec.read(self.compress))
+        _raise_problems(messages)
 
 
 @dataclass(frozen=True)
 class LocalOptions(StrategyOptions):
-    """Args: every: H, how many optimizer steps there are from one meeting to the next."""
+    """Options of local SGD.
+
+    Args: every: H, optimizer steps from one sync round to the next.
+    """
 
     value: ClassVar[str] = "every"
     name: ClassVar[str] = "local"
     every: int = 16
 
     def __post_init__(self) -> None:
-        _refuse(self._problem())
+        _raise_problems(self._problems())
 
-    def _problem(self) -> list[str]:
-        return (
-            []
-            if self.every > 0
-            else [f"{self.name}={self.every}: there must be at least one step between meetings"]
-        )
+    def _problems(self) -> list[str]:
+        if self.every > 0:
+            return []
+        return [f"{self.name}={self.every}: there must be at least one step between meetings"]
 
 
 @dataclass(frozen=True)
 class DilocoOptions(LocalOptions):
-    """Args:
-    every: H, how many optimizer steps there are from one meeting to the next.
-    outer_lr: rate of the outer optimizer.
-    outer_momentum: its Nesterov momentum. With a rate of 1 and 0 here it is `local`.
+    """Options of DiLoCo.
+
+    Args:
+        every: H, optimizer steps from one sync round to the next.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum. With a rate of 1 and a momentum of 0 it is `local`.
     """
 
     name: ClassVar[str] = "diloco"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def _problem(self) -> list[str]:
-        found = super()._problem()
-        found += (
-            []
-            if 0 < self.outer_lr < inf
-            else [f"outer_lr={self.outer_lr}: must be greater than 0, and finite"]
-        )
-        fits = 0 <= self.outer_momentum < 1
-        return found + (
-            []
-            if fits
-            else [f"outer_momentum={self.outer_momentum}: must be at least 0 and less than 1"]
-        )
+    def _problems(self) -> list[str]:
+        messages = super()._problems()
+        if not 0 < self.outer_lr < inf:
+            messages.append(f"outer_lr={self.outer_lr}: must be greater than 0, and finite")
+        if not 0 <= self.outer_momentum < 1:
+            momentum = self.outer_momentum
+            messages.append(f"outer_momentum={momentum}: must be at least 0 and less than 1")
+        return messages
 
 
 def _problems_of(check: Callable[[], object]) -> list[str]:
-    """What a check complains about."""
+    """Return the problems of the ConfigError that a check raises, if it raises one."""
     try:
         check()
     except ConfigError as error:
@@ -328,6 +339,6 @@ def _problems_of(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def _refuse(found: Sequence[str]) -> None:
-    if found:
-        raise ConfigError(found)
+def _raise_problems(messages: Sequence[str]) -> None:
+    if messages:
+        raise ConfigError(messages)

@@ -1,7 +1,7 @@
-"""What a strategy cannot do on so many ranks, as far as it can be told before a process is started:
-without torch.
+"""Checks of strategies against a number of ranks and a job, before any process is started.
 
-Strategies refuse the same in every rank, for those who start ranks another way.
+They need no torch. Strategies make the same checks in every rank, for ranks that another launcher
+has started.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from shoal.config.job import Job
 from shoal.strategies import StrategyLine
 from shoal.strategies.options import ZeroOptions, mesh_sizes
 
-TAKE_NO_SHARDS = ("Adafactor", "Rprop")
+OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
+"""Optimizers whose step needs more of a parameter than a shard."""
 
 
 def check(line: StrategyLine, ranks: int) -> list[str]:
-    """Return reasons why `ranks` ranks are no world for the strategies of a line."""
-    degrees = _degrees(line)
-    return problems(degrees, ranks) or list(_check_world_of_one(line, degrees.data(ranks)))
+    """Return reasons why the strategies of `line` cannot run on `ranks` ranks."""
+    dims = _parallel_dims(line)
+    return problems(dims, ranks) or list(_check_world_of_one(line, dims.data(ranks)))
 
 
 def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
-    """Return the same for a job with this line, and refuse optimizers that it cannot step."""
+    """Return the reasons of `check`, and reasons why they cannot step the job's optimizer."""
     return check(line, ranks) + (list(_check_optimizer(job, line)) if ranks > 1 else [])
 
 
-def _degrees(line: StrategyLine) -> ParallelDims:
-    """Sizes of the mesh axes that the strategies span."""
-    return ParallelDims(
-        **mesh_sizes(spec.options for spec in line.specs if spec.options is not None)
-    )
+def _parallel_dims(line: StrategyLine) -> ParallelDims:
+    options = [spec.options for spec in line.specs if spec.options is not None]
+    return ParallelDims(**mesh_sizes(options))
 
 
 def _check_world_of_one(line: StrategyLine, ranks: int) -> Iterator[str]:
     if ranks > 1 and any(spec.name == "single" for spec in line.specs):
-        yield f"strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."
+        yield (
+            f"strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."
+        )
 
 
 def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
@@ -48,7 +49,7 @@ def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
             "zero3, or optimizer.in_backward=false."
         )
     sharding = [spec.name for spec in line.specs if isinstance(spec.options, ZeroOptions)]
-    if optimizer.name in TAKE_NO_SHARDS and sharding:
+    if optimizer.name in OPTIMIZERS_OF_FULL_PARAMETERS and sharding:
         yield (
             f"optimizer.name: {optimizer.name} needs whole parameters, and {sharding[0]} shards "
             "them. Use ddp, or "

@@ -1,4 +1,4 @@
-"""The optimizer's step where it is taken in other processes: parameter servers do."""
+"""The optimizer's step in other processes, as parameter servers take it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from shoal.parameter_server.node.event_log import Event
 
 
 class RemoteOptimizer(Protocol):
-    """Owners that are other processes: they sum the gradients and step.
+    """Processes that own the parameters, sum the gradients and step.
 
-    The optimizer's state that they keep is saved through the part's `StrategyState`. Every call is
-    collective unless it says otherwise.
+    They keep the optimizer's state; the local model's `StrategyState` saves it. Every call is
+    collective unless its docstring says otherwise.
     """
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Hand over the owned parameters, which the optimizer holds by now. Its own steps find
-        no gradients.
+        """Send the parameters and the settings of `optimizer` to the owners.
+
+        From now on `optimizer.step()` finds no gradients.
         """
         ...
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The global gradients that the next step will take, whole."""
+        """Return the full global gradients that the next step will use, by name."""
         ...
 
     def norm(self) -> Tensor:
-        """Of all global gradients together."""
+        """Return the 2-norm of all global gradients, a scalar tensor."""
         ...
 
     def scale(self, factor: Tensor | float) -> None:
-        """Multiply the global gradients by a number. For one rank."""
+        """Multiply the global gradients by a scalar. Called on one rank."""
         ...
 
     def publish_address(self, directory: Path) -> None:
-        """Let a command find it by the run's directory. For one rank."""
+        """Write the address to the run's directory, for commands. Called on one rank."""
         ...
 
     def record(self) -> None:
-        """Have the owners note from now on in what order they apply what comes. Raises
-        StrategyRefused.
+        """Have the owners log the order in which they apply pushes.
+
+        Raises: StrategyRefused: the order is fixed anyway.
         """
         ...
 
     def history(self) -> list[Event]:
-        """What they have noted since the last call. For one rank, always the same."""
+        """Return the log since the last call. Called on one rank, always the same."""
         ...

@@ -1,21 +1,48 @@
-"""One device: nothing is cut, nobody is asked."""
+"""One device: the local model from which all strategies start, and the strategy `single`."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.base import ExampleBatch, ForwardOutput, LocalBatch, LocalModel, Strategy
+from shoal.strategies.local_step import run_microbatch, weighted_loss
 from shoal.strategies.options import NoOptions
 
 
 class Single(NoOptions, Strategy):
-    """The reference that every other strategy is measured against."""
+    """The reference with which every other strategy is compared."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """`part`, unchanged. Raises StrategyRefused in a world of several ranks."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Return `model` unchanged. Raises StrategyRefused in a world of several ranks."""
         if mesh.data.size > 1:
             raise StrategyRefused(
                 f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or "
                 "start one process."
             )
-        return part
+        return model
+
+
+def single_device(module: nn.Module, sample: ExampleBatch | None = None) -> LocalModel:
+    """Return the local model of a world of one rank: the full model, without communication."""
+
+    def forward(batch: LocalBatch) -> ForwardOutput:
+        return weighted_loss(module(*batch.inputs), batch)
+
+    trainable = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
+    return LocalModel(
+        module,
+        forward,
+        run_microbatch,
+        trainable,
+        reduce_gradients=no_op,
+        gather_params=no_op,
+        example_inputs=sample,
+    )
+
+
+def no_op() -> None:
+    """Do nothing: `reduce_gradients` and `gather_params` of a world of one rank."""

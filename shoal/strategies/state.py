@@ -1,7 +1,9 @@
 """State that a strategy keeps from step to step, beside weights and the optimizer's state.
 
-Compression keeps what it has left out of messages, DiLoCo the momentum of its outer optimizer,
-parameter servers the optimizer's state itself. Most strategies keep nothing: `STATELESS`.
+gradient compression   residuals that messages have left out
+DiLoCo                 momentum of its outer optimizer
+parameter servers      the optimizer's state itself
+all others             `STATELESS`
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from torch.optim import Optimizer
 
 
 class StrategyState(ABC):
-    """State of a strategy: how it is saved, and how all ranks come to hold the same weights.
+    """State of a strategy: how it is saved, and how all ranks get the same weights.
 
     Attributes:
-        alone: every rank steps by gradients of its own, with an optimizer state of its own.
-        together: all ranks take each step together, so that it has global gradients.
-        in_gradient_units: it is in the unit of gradients, which a loss scale of fp16 would change.
+        has_rank_local_optimizer: each rank steps with its own gradients, and has an optimizer state
+            of its own.
+        is_synchronous: all ranks take each step together, so a step has global gradients.
+        in_gradient_units: the state has the unit of gradients. The changing loss scale of fp16
+            would make it wrong, so fp16 is refused.
     """
 
     has_rank_local_optimizer: bool = False
@@ -28,51 +32,57 @@ class StrategyState(ABC):
 
     @abstractmethod
     def synchronize(self) -> bool:
-        """Wait until every rank has the same weights, those of all steps. Collective.
+        """Wait until every rank has the same weights, with all steps applied. Collective.
 
-        Returns: whether the ranks had been apart.
+        Returns: True if weights were different on the ranks.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what is the same on every rank."""
+        """Return the state that is equal on every rank."""
 
     @abstractmethod
     def rank_state_dict(self) -> dict[str, Tensor]:
-        """Return what this rank alone keeps."""
+        """Return the state of this rank alone."""
 
     @abstractmethod
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
     ) -> list[str]:
-        """Take back what `state` and `private` returned. Both may hold other things, or nothing.
+        """Load what `state_dict` and `rank_state_dict` returned.
 
-        Args: private: empty if the number of ranks has changed.
-        Returns: sentences about what could not be kept.
+        Args:
+            state, private: may hold entries of other strategies, or none. `private` is empty if the
+                number of ranks has changed.
+
+        Returns: sentences about state that is lost.
         """
 
     def wait(self) -> None:
-        """Wait until this rank has the values of the last step. For one rank."""
+        """Wait until this rank has the values of the last step. Called on any rank."""
         return None
 
     def report(self) -> list[str]:
-        """Return lines about what went on beside the steps, for the end of a run. For one rank."""
+        """Return lines for the end of a run, about events beside the steps. Called on one rank."""
         return []
 
     def pull_state(self, optimizer: Optimizer) -> None:
-        """Put optimizer state that lies elsewhere into `optimizer.state`, to be read. Collective.
+        """Copy optimizer state of other processes to `optimizer.state`, to be read. Collective.
 
         It is dropped at the next step.
         """
         return None
 
     def push_state(self, optimizer: Optimizer) -> None:
-        """Have all owners go on from this rank's parameters and `optimizer.state`. Collective."""
+        """Send this rank's parameters and `optimizer.state` to all owners. Collective.
+
+        The next step starts from them.
+        """
         return None
 
 
 class Stateless(StrategyState):
-    """State of a strategy that keeps nothing: its ranks are never apart."""
+    """State of a strategy that keeps none. Weights are equal on all ranks after each step."""
 
     in_gradient_units = False
 
@@ -92,4 +102,4 @@ class Stateless(StrategyState):
 
 
 STATELESS = Stateless()
-"""Nothing is kept."""
+"""The one instance of `Stateless`."""

@@ -1,16 +1,18 @@
-"""What the time of steps was: every moment of a step on a rank is one of six things, so they sum to
-the step.
+"""The breakdown of steps: every moment of a step on a rank belongs to one of six components, so the
+components sum to the step.
 
-      aside, or none of the below                     other
-      blocked, and somebody needed has not come yet   waiting         for the slowest
-      blocked, and everybody has come                 communication   exposed: it hides behind no computing
-      fetching samples                                data
-      in optimizer.step()                             optimizer
-      in the forward or backward pass                 compute
+      aside, or none of the below                            other
+      blocked, and a rank that it needs has not entered      waiting
+      blocked, and all have entered                          communication
+      fetches samples                                        data
+      in optimizer.step()                                    optimizer
+      in the forward or backward pass                        compute
 
-A moment that could be several of these is the first. Communication under way while its rank
-computes is hidden, and
-stands beside the sum. Spans in, numbers out: nothing here knows a clock, a file or a process.
+A moment that fits several components belongs to the first. Communication is *exposed* here: the
+rank computes nothing meanwhile. Communication that goes on while the rank computes is *hidden*, and
+is not part of the sum.
+
+Everything here is arithmetic on spans: no clock, no file, no process.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from shoal.trace.span import (
 )
 
 Spans = Mapping[int, Sequence[Span]]
-"""Of each rank, on one clock."""
+"""Rank -> its spans, all on one clock."""
 Collectives = Mapping[tuple[str, int], Mapping[int, Span]]
-"""By meeting and number: the span of each rank that came."""
+"""(collective_id, number) -> rank -> the span of that rank."""
 COMPONENTS = ("compute", "communication", "waiting", "data", "optimizer", "other")
-SLOW = 0.02
-"""Share of a step that others must have waited for a rank before it is called slow."""
+SLOW_FRACTION = 0.02
+"""A rank is called slow if others wait for it for at least this fraction of its step."""
 
 
 @dataclass(frozen=True)
 class StepBreakdown:
     """One rank's mean step, in seconds.
 
-    Args:
-        compute_s to other_s: sum to step_s.
-        hidden_s: communication was under way while the rank did something else.
-        blamed_s: the other ranks were blocked because this one had not come; summed over them.
+    Attributes:
+        compute_s to other_s: the components; they sum to step_s.
+        hidden_s: time in which communication was in flight while the rank did something else.
+        blamed_s: time in which other ranks waited for this rank; summed over them.
         sent_bytes: size of all exchanges of a step.
     """
 
@@ -66,7 +68,7 @@ class StepBreakdown:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Each of PARTS, which sum to step_s."""
+        """Return the time of each of COMPONENTS."""
         return {
             "compute": self.compute_s,
             "communication": self.communication_s,
@@ -78,10 +80,12 @@ class StepBreakdown:
 
 
 class Straggler(NamedTuple):
-    """Whom the others waited for.
+    """The rank for which the others wait.
 
-    Args: waited_s: by all others together, in a step. part: in which of PARTS it takes longer than
-        the others do, and more_s by how much in the mean.
+    Attributes:
+        waited_s: time that all others together wait for it in a step.
+        part: the component in which it exceeds the mean of the others most.
+        more_s: the excess in this component.
     """
 
     rank: int
@@ -91,7 +95,10 @@ class Straggler(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Somebody needed has not come to an exchange. Args: rank: the last one that came."""
+    """An interval in which an exchange could not begin.
+
+    Attributes: rank: the rank that entered last.
+    """
 
     stretch: Interval
     rank: int
@@ -99,7 +106,13 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Args: steps: how many the means are over. shares: by rank. slowest: None where nobody is."""
+    """The breakdown of all ranks.
+
+    Attributes:
+        steps: the number of steps of which the shares are means.
+        shares: rank -> its mean step.
+        slowest: None if no rank is slow.
+    """
 
     steps: int
     shares: Mapping[int, StepBreakdown]
@@ -107,148 +120,162 @@ class Breakdown:
 
 
 def compute_breakdown(spans: Spans) -> Breakdown:
-    """Where the traced steps went."""
+    """Divide the traced steps of all ranks into components."""
     waits = waits_in(spans)
     blamed_ns: dict[int, float] = defaultdict(float)
-    shares, steps = {}, 0
-    for rank, mine in spans.items():
-        count = sum(span.kind == STEP for span in mine)
-        parts = components_of(mine, waits[rank])
-        for other, time_ns in _attribute_wait(parts["waiting"], waits[rank]).items():
-            blamed_ns[other] += time_ns / max(count, 1)
-        shares[rank] = _shares(mine, parts, max(count, 1))
-        steps = max(steps, count)
+    shares: dict[int, StepBreakdown] = {}
+    max_steps = 0
+    for rank, rank_spans in spans.items():
+        num_steps = sum(span.kind == STEP for span in rank_spans)
+        components = components_of(rank_spans, waits[rank])
+        for other, time_ns in _attribute_wait(components["waiting"], waits[rank]).items():
+            blamed_ns[other] += time_ns / max(num_steps, 1)
+        shares[rank] = _mean_step(rank_spans, components, max(num_steps, 1))
+        max_steps = max(max_steps, num_steps)
     shares = {
         rank: replace(share, blamed_s=blamed_ns[rank] * 1e-9) for rank, share in shares.items()
     }
-    return Breakdown(steps, shares, _slowest(shares))
+    return Breakdown(max_steps, shares, _slowest(shares))
 
 
-def _shares(
-    spans: Sequence[Span], parts: Mapping[str, list[Interval]], steps: int
+def _mean_step(
+    spans: Sequence[Span], components: Mapping[str, list[Interval]], num_steps: int
 ) -> StepBreakdown:
-    """Means over the steps of one rank. Args: parts: from `parts_of`."""
-    unit = 1e-9 / steps
-    times_s = {f"{name}_s": total_length(parts[name]) * unit for name in COMPONENTS}
+    """Return one rank's mean step; `blamed_s` is not known yet."""
+    unit = 1e-9 / num_steps
+    times_s = {f"{name}_s": total_length(components[name]) * unit for name in COMPONENTS}
     exchanges = [span for span in spans if span.kind == EXCHANGE]
-    flown = intersection(
+    in_flight = intersection(
         union(span.interval for span in exchanges),
         union(span.interval for span in spans if span.kind == STEP),
     )
-    seen = union([*parts["communication"], *parts["waiting"]])
+    exposed = union([*components["communication"], *components["waiting"]])
     return StepBreakdown(
         step_s=sum(times_s.values()),
         **times_s,
-        hidden_s=total_length(difference(flown, seen)) * unit,
+        hidden_s=total_length(difference(in_flight, exposed)) * unit,
         blamed_s=0.0,
-        sent_bytes=sum(span.size_bytes for span in exchanges) / steps,
+        sent_bytes=sum(span.size_bytes for span in exchanges) / num_steps,
     )
 
 
 def _attribute_wait(waiting: Intervals, waits: Sequence[Wait]) -> dict[int, int]:
-    """For whom one rank waited how long, in nanoseconds; no moment counts twice."""
-    found: dict[int, int] = defaultdict(int)
+    """Return for each rank how long one rank waited for it, in nanoseconds.
+
+    Waits may overlap; a moment counts for the wait that ends first.
+    """
+    times_ns: dict[int, int] = defaultdict(int)
     for wait in sorted(waits, key=lambda wait: wait.stretch[1]):
-        found[wait.rank] += total_length(intersection(waiting, [wait.stretch]))
+        times_ns[wait.rank] += total_length(intersection(waiting, [wait.stretch]))
         waiting = difference(waiting, [wait.stretch])
-    return found
+    return times_ns
 
 
 def components_of(spans: Sequence[Span], waits: Sequence[Wait]) -> dict[str, list[Interval]]:
-    """One rank's steps, as moments of each of PARTS. Args: waits: its own, from `waits_in`."""
+    """Return the moments of each of COMPONENTS in one rank's steps.
 
-    def of(*kinds: str) -> list[Interval]:
+    Args: waits: of this rank, from `waits_in`.
+    """
+
+    def moments_of(*kinds: str) -> list[Interval]:
         return union(span.interval for span in spans if span.kind in kinds)
 
-    left: Intervals = difference(of(STEP), of(ASIDE))
-    other = intersection(of(STEP), of(ASIDE))
-    flown = of(EXCHANGE)
-    known = union(span.interval for span in spans if span.kind == BLOCKED and span.collective_id)
-    guessed = union(
-        span.interval for span in spans if span.kind == BLOCKED and not span.collective_id
-    )
-    blocked = union([*known, *intersection(guessed, flown)])
+    steps = moments_of(STEP)
+    asides = moments_of(ASIDE)
+    remaining: Intervals = difference(steps, asides)
+    blocked_spans = [span for span in spans if span.kind == BLOCKED]
+    exact = union(span.interval for span in blocked_spans if span.collective_id)
+    # Without a collective_id, the rank counts as blocked only while an exchange is in flight.
+    guessed = union(span.interval for span in blocked_spans if not span.collective_id)
+    blocked = union([*exact, *intersection(guessed, moments_of(EXCHANGE))])
     waiting = intersection(blocked, union(wait.stretch for wait in waits))
-    found: dict[str, list[Interval]] = {}
+    result: dict[str, list[Interval]] = {}
     for name, moments in (
         ("waiting", waiting),
         ("communication", blocked),
-        ("data", of(DATA)),
-        ("optimizer", of(OPTIMIZER)),
-        ("compute", of(FORWARD, BACKWARD)),
+        ("data", moments_of(DATA)),
+        ("optimizer", moments_of(OPTIMIZER)),
+        ("compute", moments_of(FORWARD, BACKWARD)),
     ):
-        found[name] = intersection(left, moments)
-        left = difference(left, moments)
-    return {**found, "other": union([*other, *left])}
+        result[name] = intersection(remaining, moments)
+        remaining = difference(remaining, moments)
+    return {**result, "other": union([*intersection(steps, asides), *remaining])}
 
 
 def waits_in(spans: Spans) -> dict[int, list[Wait]]:
-    """For each rank, when it was blocked for an exchange to which somebody it needs had not
-    come yet.
+    """Return for each rank the times in which it was blocked for an exchange that a rank it needs
+    had not entered.
     """
-    met = group_collectives(spans)
-    found: dict[int, list[Wait]] = {}
-    for rank, mine in spans.items():
-        blocked: dict[tuple[str, int], list[Interval]] = defaultdict(list)
-        for span in mine:
-            if span.kind == BLOCKED:
-                blocked[span.collective_id, span.number].append(span.interval)
-        guessed = union(blocked["", 0])
-        found[rank] = []
-        for span in mine:
-            wait = wait_of(span, met) if span.kind == EXCHANGE else None
-            if wait is not None:
-                known = union(blocked.get((span.collective_id, span.number), ()))
-                stretches = union(
-                    [*intersection([wait.stretch], known), *intersection([wait.stretch], guessed)]
-                )
-                found[rank] += [Wait(stretch, wait.rank) for stretch in stretches]
-    return found
+    collectives = group_collectives(spans)
+    return {rank: _waits_of(rank_spans, collectives) for rank, rank_spans in spans.items()}
+
+
+def _waits_of(spans: Sequence[Span], collectives: Collectives) -> list[Wait]:
+    blocked: dict[tuple[str, int], list[Interval]] = defaultdict(list)
+    for span in spans:
+        if span.kind == BLOCKED:
+            blocked[span.collective_id, span.number].append(span.interval)
+    guessed = union(blocked["", 0])
+    result: list[Wait] = []
+    for span in spans:
+        wait = wait_of(span, collectives) if span.kind == EXCHANGE else None
+        if wait is None:
+            continue
+        exact = union(blocked.get((span.collective_id, span.number), ()))
+        while_blocked = union(
+            [*intersection([wait.stretch], exact), *intersection([wait.stretch], guessed)]
+        )
+        result += [Wait(interval, wait.rank) for interval in while_blocked]
+    return result
 
 
 def group_collectives(spans: Spans) -> Collectives:
-    """Who came to which exchange."""
-    met: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
-    for rank, mine in spans.items():
-        for span in mine:
+    """Group the exchange spans of all ranks by exchange."""
+    collectives: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+    for rank, rank_spans in spans.items():
+        for span in rank_spans:
             if span.kind == EXCHANGE:
-                met[span.collective_id, span.number][rank] = span
-    return met
+                collectives[span.collective_id, span.number][rank] = span
+    return collectives
 
 
-def wait_of(span: Span, met: Collectives) -> Wait | None:
-    """How long an exchange stood still because somebody needed had not come; None where all
-    had, or nobody knows.
+def wait_of(span: Span, collectives: Collectives) -> Wait | None:
+    """Return the wait at the begin of an exchange: from the time when this rank entered until the
+    last rank that it needs did.
+
+    None: all had entered before, or the trace lacks the span of a rank.
     """
-    came = met.get((span.collective_id, span.number), {})
-    needed = {rank: came[rank] for rank in span.ranks if rank in came}
-    if (
-        len(needed) < len(span.ranks)
-        or not needed
-        or not all(_is_same(span, other) for other in needed.values())
-    ):
+    entered = collectives.get((span.collective_id, span.number), {})
+    needed = {rank: entered[rank] for rank in span.ranks if rank in entered}
+    if not needed or len(needed) < len(span.ranks):
+        return None
+    if not all(_is_same_exchange(span, other) for other in needed.values()):
         return None
     last = max(needed, key=lambda rank: needed[rank].start_ns)
     end_ns = min(needed[last].start_ns, span.end_ns)
     return Wait((span.start_ns, end_ns), last) if end_ns > span.start_ns else None
 
 
-def _is_same(span: Span, other: Span) -> bool:
-    """Whether two ranks mean one exchange: what one calls sending, the other calls receiving."""
+def _is_same_exchange(span: Span, other: Span) -> bool:
+    """Return whether two ranks describe one exchange: a message between two ranks, whose ends have
+    different names, or collectives of one name.
+    """
     return " > " in span.collective_id or span.name.split()[0] == other.name.split()[0]
 
 
 def _slowest(shares: Mapping[int, StepBreakdown]) -> Straggler | None:
     if len(shares) < 2:
         return None
-    rank = max(shares, key=lambda one: shares[one].blamed_s)
-    mine = shares[rank]
-    if mine.blamed_s < SLOW * mine.step_s:
+    rank = max(shares, key=lambda candidate: shares[candidate].blamed_s)
+    share = shares[rank]
+    if share.blamed_s < SLOW_FRACTION * share.step_s:
         return None
-    others = [share for other, share in shares.items() if other != rank]
+    others = [other for candidate, other in shares.items() if candidate != rank]
 
-    def more(part: str) -> float:
-        return mine.parts_s[part] - sum(other.parts_s[part] for other in others) / len(others)
+    def excess_s(component: str) -> float:
+        mean_s = sum(other.parts_s[component] for other in others) / len(others)
+        return share.parts_s[component] - mean_s
 
-    part = max(("compute", "data", "optimizer", "other"), key=more)
-    return Straggler(rank, mine.blamed_s, part, more(part))
+    # Waiting and communication are effects of the other ranks, not causes.
+    component = max(("compute", "data", "optimizer", "other"), key=excess_s)
+    return Straggler(rank, share.blamed_s, component, excess_s(component))

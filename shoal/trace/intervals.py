@@ -1,5 +1,9 @@
-"""Sets of moments, as stretches [start, end) of whole numbers: sorted, apart from each other,
-none empty.
+"""Sets of moments as sorted lists of intervals.
+
+      {0, 1, 2, 5, 6}   ->   [(0, 3), (5, 7)]
+
+Intervals are half-open, [start, end), of integers. The intervals of a set neither overlap nor
+touch, and none is empty.
 """
 
 from __future__ import annotations
@@ -10,50 +14,55 @@ Interval = tuple[int, int]
 Intervals = Sequence[Interval]
 
 
-def union(stretches: Iterable[Interval]) -> list[Interval]:
-    """All moments in any of these stretches, which may overlap and be empty."""
-    found: list[Interval] = []
-    for start, end in sorted(stretches):
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the moments in any of these intervals, which may overlap or be empty."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def intersection(first: Intervals, second: Intervals) -> list[Interval]:
-    """Moments in both sets."""
-    found, i, j = [], 0, 0
+    """Return the moments in both sets."""
+    result = []
+    i = 0
+    j = 0
     while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if start < end:
-            found.append((start, end))
+            result.append((start, end))
+        # The interval that ends first overlaps nothing later.
         if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return result
 
 
 def difference(first: Intervals, second: Intervals) -> list[Interval]:
-    """Moments in the first set that are not in the second."""
-    found, at = [], 0
+    """Return the moments in the first set that are not in the second."""
+    result = []
+    begin = 0  # intervals of `second` before this index end before all of `first` that remain
     for start, end in first:
-        while at < len(second) and second[at][1] <= start:
-            at += 1
-        place = at
-        while place < len(second) and second[place][0] < end:
-            if second[place][0] > start:
-                found.append((start, second[place][0]))
-            start = max(start, second[place][1])
-            place += 1
+        while begin < len(second) and second[begin][1] <= start:
+            begin += 1
+        index = begin
+        while index < len(second) and second[index][0] < end:
+            if second[index][0] > start:
+                result.append((start, second[index][0]))
+            start = max(start, second[index][1])
+            index += 1
         if start < end:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
-def total_length(stretches: Intervals) -> int:
-    """How long they are together."""
-    return sum(end - start for start, end in stretches)
+def total_length(intervals: Intervals) -> int:
+    """Return the number of moments."""
+    return sum(end - start for start, end in intervals)

@@ -1,5 +1,10 @@
-"""Notes spans on one rank. Until it is turned on it notes nothing, and whoever could tell it
-something does not.
+"""The recorder of spans on one rank.
+
+      thread of the steps      during, note, tagged, blocked, mark_active
+      any other thread         start ── InFlight ── finish            an exchange
+
+The recorder is off at first and records nothing. Callers look at `on` before they prepare anything
+for it, so that a run without a trace pays almost nothing.
 """
 
 from __future__ import annotations
@@ -12,68 +17,82 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from shoal.trace.span import BLOCKED, EXCHANGE, Span
 
-_NOTHING = nullcontext()
+_NO_SPAN = nullcontext()
 
 
 class InFlight:
-    """An exchange under way.
+    """An exchange in flight.
 
     Attributes:
-        end_ns: when it was complete; None before.
+        end_ns: time at which it was complete; None before.
     """
 
     def __init__(self, span: Span, now: Callable[[], int]) -> None:
-        self.span, self._now = span, now
+        self.span = span
         self.end_ns: int | None = None
+        self._now = now
 
     def finish(self) -> None:
-        """It is complete. Said twice, the first time counts."""
+        """Record that the exchange is complete. Only the first call counts."""
         if self.end_ns is None:
             self.end_ns = self._now()
 
 
 class Recorder:
-    """What one rank did when. Any thread may tell it of exchanges; all else belongs to the thread
-    that takes steps.
+    """Records the spans of one rank.
 
-    Args: now: a monotonic clock, in nanoseconds; alike in all processes of a host.
+    Any thread may record exchanges. All other methods belong to the training thread: the one that
+    called `begin`.
 
-    Attributes: on: whether anything is noted. Look before you make something up for it. touched_ns:
-        when a gradient or an exchange was last seen to begin: the thread that takes steps computed
-        then.
+    Args:
+        now: a monotonic clock, in nanoseconds; the same for all processes of a host.
+
+    Attributes:
+        on: spans are recorded.
+        touched_ns: latest time at which the training thread is known to have computed: a gradient
+            was ready, or an exchange began.
     """
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns) -> None:
-        self.now, self.on, self.touched_ns = now, False, 0
-        self._about = ""
+        self.now = now
+        self.on = False
+        self.touched_ns = 0
+        self._tag = ""
         self._spans: list[Span] = []
-        self._flights: list[InFlight] = []
-        self._numbers: Counter[str] = Counter()
-        self._lock, self._thread = threading.Lock(), 0
+        self._in_flight: list[InFlight] = []
+        self._counts: Counter[str] = Counter()  # exchanges by collective_id
+        self._lock = threading.Lock()
+        self._thread = 0
 
     def begin(self) -> None:
-        """From now on, on this thread."""
-        self._spans, self._flights, self._numbers = [], [], Counter()
-        self._thread, self.on = threading.get_ident(), True
+        """Start to record. The calling thread is the training thread from now on."""
+        self._spans = []
+        self._in_flight = []
+        self._counts = Counter()
+        self._thread = threading.get_ident()
+        self.on = True
 
     def end(self) -> list[Span]:
-        """All that was noted, in the order of beginnings. What is still under way ends now."""
+        """Stop, and return all spans sorted by start. An exchange that is still in flight ends
+        now.
+        """
         self.on = False
         now = self.now()
         with self._lock:
-            flown = [
-                f.span._replace(end_ns=now if f.end_ns is None else f.end_ns) for f in self._flights
+            exchanges = [
+                flight.span._replace(end_ns=now if flight.end_ns is None else flight.end_ns)
+                for flight in self._in_flight
             ]
-        return sorted([*self._spans, *flown], key=lambda span: (span.start_ns, -span.end_ns))
+        return sorted([*self._spans, *exchanges], key=lambda span: (span.start_ns, -span.end_ns))
 
     def note(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
-        """Something that is over."""
+        """Record a span that has ended."""
         if self.on and end_ns > start_ns:
             self._spans.append(Span(kind, name, start_ns, end_ns))
 
     def during(self, kind: str, name: str) -> AbstractContextManager[None]:
-        """What happens inside is a span."""
-        return self._during(kind, name) if self.on else _NOTHING
+        """Record the time of a `with` block as a span."""
+        return self._during(kind, name) if self.on else _NO_SPAN
 
     @contextmanager
     def _during(self, kind: str, name: str) -> Iterator[None]:
@@ -84,44 +103,48 @@ class Recorder:
             self.note(kind, name, start_ns, self.now())
 
     def tagged(self, text: str) -> AbstractContextManager[None]:
-        """Exchanges that begin inside are for this: micro-batch "F3", say."""
-        return self._tagging(text) if self.on else _NOTHING
+        """Add a text to the names of exchanges that begin in a `with` block: "F3", for example."""
+        return self._tagging(text) if self.on else _NO_SPAN
 
     @contextmanager
     def _tagging(self, text: str) -> Iterator[None]:
-        before, self._about = self._about, text
+        before = self._tag
+        self._tag = text
         try:
             yield
         finally:
-            self._about = before
+            self._tag = before
 
-    def start(self, name: str, size_bytes: int, meeting: str, ranks: tuple[int, ...]) -> InFlight:
-        """This rank has come to an exchange."""
-        name = f"{name} {self._about}" if self._about and self.is_mine else name
+    def start(
+        self, name: str, size_bytes: int, collective_id: str, ranks: tuple[int, ...]
+    ) -> InFlight:
+        """Record that this rank enters an exchange. The arguments are those of `Span`."""
+        if self._tag and self.is_mine:
+            name = f"{name} {self._tag}"
         with self._lock:
-            number = self._numbers[meeting]
-            self._numbers[meeting] += 1
+            number = self._counts[collective_id]
+            self._counts[collective_id] += 1
             now = self.now()
-            flight = InFlight(
-                Span(EXCHANGE, name, now, now, size_bytes, meeting, number, ranks), self.now
-            )
-            self._flights.append(flight)
+            span = Span(EXCHANGE, name, now, now, size_bytes, collective_id, number, ranks)
+            flight = InFlight(span, self.now)
+            self._in_flight.append(flight)
         return flight
 
     def blocked(self, flight: InFlight, start_ns: int) -> None:
-        """The calling thread has done nothing but wait for an exchange, until now."""
+        """Record that the calling thread has waited for an exchange from `start_ns` to now."""
         if self.on and self.is_mine:
-            self.touched_ns = now = self.now()
+            now = self.now()
+            self.touched_ns = now
             span = flight.span
             self._spans.append(
                 Span(BLOCKED, span.name, start_ns, now, 0, span.collective_id, span.number)
             )
 
     def mark_active(self) -> None:
-        """The thread that takes steps is computing."""
+        """Record that the training thread computes now."""
         self.touched_ns = self.now()
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread is the one that takes steps."""
+        """Return whether the calling thread is the training thread."""
         return threading.get_ident() == self._thread

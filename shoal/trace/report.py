@@ -1,4 +1,4 @@
-"""What an account says: as a table for people, and as JSON."""
+"""The breakdown of a trace as a table for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,75 +8,74 @@ from typing import Any
 from shoal.trace.breakdown import COMPONENTS, Breakdown
 from shoal.trace.chrome import Trace
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 
 
-def to_json(trace: Trace, found: Breakdown) -> dict[str, Any]:
-    """All of it. Times in seconds, means over the traced steps."""
+def to_json(trace: Trace, breakdown: Breakdown) -> dict[str, Any]:
+    """Return all figures. Times are in seconds, means over the traced steps."""
     return {
         "file": str(trace.file),
         "steps": list(trace.steps),
         "clock_error_s": trace.clock_error_s,
-        "ranks": {str(rank): asdict(shares) for rank, shares in found.shares.items()},
-        "slowest": None if found.slowest is None else found.slowest._asdict(),
+        "ranks": {str(rank): asdict(shares) for rank, shares in breakdown.shares.items()},
+        "slowest": None if breakdown.slowest is None else breakdown.slowest._asdict(),
     }
 
 
-def lines(trace: Trace, found: Breakdown) -> list[str]:
-    """The table, and what follows from it. Args: trace: of one whole step at least, as
-    `chrome.read` gives it.
+def lines(trace: Trace, breakdown: Breakdown) -> list[str]:
+    """Return the lines of the table, and the conclusions from it.
+
+    Args: trace: of at least one complete step, as `chrome.read` returns it.
     """
-    first, last = trace.steps[0], trace.steps[-1]
-    which = f"step {first}" if first == last else f"steps {first} to {last}, mean of {found.steps}"
-    said = [f"{trace.file}: {which}, in milliseconds", ""]
-    columns = ["rank", "step", *COMPONENTS, "(hidden)", "MiB"]
+    first = trace.steps[0]
+    last = trace.steps[-1]
+    steps = f"step {first}"
+    if first != last:
+        steps = f"steps {first} to {last}, mean of {breakdown.steps}"
     rows = []
-    for rank, share in found.shares.items():
-        times = [share.step_s, *(share.parts_s[part] for part in COMPONENTS), share.hidden_s]
-        rows.append(
-            [
-                str(rank),
-                *(f"{1e3 * time:,.2f}" for time in times),
-                f"{share.sent_bytes / 2**20:,.2f}",
-            ]
-        )
-    said += _table(columns, rows[:MOST_ROWS])
-    if len(rows) > MOST_ROWS:
-        said.append(f"... and {len(rows) - MOST_ROWS} more: --json has them all")
-    return [*said, "", *_shares(found), *conclusions(trace, found)]
+    for rank, share in breakdown.shares.items():
+        parts_s = [share.parts_s[component] for component in COMPONENTS]
+        times_s = [share.step_s, *parts_s, share.hidden_s]
+        times = [f"{1e3 * time_s:,.2f}" for time_s in times_s]
+        rows.append([str(rank), *times, f"{share.sent_bytes / 2**20:,.2f}"])
+    columns = ["rank", "step", *COMPONENTS, "(hidden)", "MiB"]
+    result = [f"{trace.file}: {steps}, in milliseconds", "", *_table(columns, rows[:MAX_ROWS])]
+    if len(rows) > MAX_ROWS:
+        result.append(f"... and {len(rows) - MAX_ROWS} more: --json has them all")
+    return [*result, "", _total_shares(breakdown), *conclusions(trace, breakdown)]
 
 
-def conclusions(trace: Trace, found: Breakdown) -> list[str]:
-    """What follows from it, in sentences."""
-    said = []
-    slow = found.slowest
-    if slow is not None:
-        rest = len(found.shares) - 1
-        who = "the other one waited" if rest == 1 else f"the other {rest} together waited"
-        why = (
-            f" It spends {1e3 * slow.more_s:,.2f} ms more in {slow.part}."
-            if slow.more_s > 0
-            else ""
+def conclusions(trace: Trace, breakdown: Breakdown) -> list[str]:
+    """Return sentences: the slowest rank, and the error of the clocks."""
+    result = []
+    slowest = breakdown.slowest
+    if slowest is not None:
+        others = len(breakdown.shares) - 1
+        waited = "the other one waited" if others == 1 else f"the other {others} together waited"
+        reason = ""
+        if slowest.more_s > 0:
+            reason = f" It spends {1e3 * slowest.more_s:,.2f} ms more in {slowest.part}."
+        result.append(
+            f"rank {slowest.rank} is the slowest: {waited} {1e3 * slowest.waited_s:,.2f} ms a step "
+            f"for it.{reason}"
         )
-        said.append(
-            f"rank {slow.rank} is the slowest: {who} {1e3 * slow.waited_s:,.2f} ms a step for "
-            f"it.{why}"
-        )
-    elif len(found.shares) > 1:
-        said.append("no rank is slower than the others: they wait for none of them for long.")
+    elif len(breakdown.shares) > 1:
+        result.append("no rank is slower than the others: they wait for none of them for long.")
     if trace.clock_error_s:
-        said.append(f"clocks of hosts were aligned to within {1e6 * trace.clock_error_s:,.0f} us.")
-    return said
+        error_us = 1e6 * trace.clock_error_s
+        result.append(f"clocks of hosts were aligned to within {error_us:,.0f} us.")
+    return result
 
 
-def _shares(found: Breakdown) -> list[str]:
-    """Of all ranks together."""
-    total = sum(share.step_s for share in found.shares.values())
-    parts = {
-        part: sum(share.parts_s[part] for share in found.shares.values()) for part in COMPONENTS
-    }
-    told = [f"{part} {100 * time / max(total, 1e-12):.0f} %" for part, time in parts.items()]
-    return [f"all ranks: {', '.join(told)}"]
+def _total_shares(breakdown: Breakdown) -> str:
+    """Return each component's share of the time of all ranks."""
+    ranks = breakdown.shares.values()
+    total_s = max(sum(share.step_s for share in ranks), 1e-12)
+    shares = []
+    for component in COMPONENTS:
+        time_s = sum(share.parts_s[component] for share in ranks)
+        shares.append(f"{component} {100 * time_s / total_s:.0f} %")
+    return f"all ranks: {', '.join(shares)}"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -1,14 +1,16 @@
-"""`shoal replay`: a recorded run of parameter servers once more, in one process, to the same bits.
+"""`shoal replay`: run a recorded run of parameter servers again, in one process, to the same bits.
 
-      record   ── which values every step began with, which push came when
+      record    the values with which every step began, and the order of pushes
                         │
       worker 0  model, data, random numbers ─┐
-      worker 1  model, data, random numbers ─┼─ one after the other ── parts, stepped as the servers did
-      worker 2  model, data, random numbers ─┘            │
-                                                 compared with the checkpoint that the run has saved
+      worker 1  model, data, random numbers ─┼─ one at a time ── partitions, stepped in the order
+      worker 2  model, data, random numbers ─┘        │          of the record
+                                                      │
+                                            compared with a checkpoint of the run
 
-Workers do here what they did there, through the same `Run` and the same strategies; only the
-servers, and the other ranks, are stand-ins."""
+Workers go through the same `Run` and the same strategies as in the run. Only the servers and the
+connections to other ranks are replaced.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ from shoal.train.replay_worker import Worker
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it.
+    """The result of a replay.
 
-    Attributes: first, last: the steps of the run between which everything was done again. pushes:
-        gradients of whole models that were applied, over all workers. differing: of each tensor
-        that is not the checkpoint's bit for bit, its name and its largest difference; the
-            worst first. Empty for a faithful replay.
-        otherwise: what is not here as it was there, and may change the last bits.
+    Attributes:
+        first, last: the steps of the run between which everything was done again.
+        pushes: gradients of full models that were applied, over all workers.
+        differing: name and largest difference of each tensor that is not bit for bit that of the
+            checkpoint, the largest first. Empty for a faithful replay.
+        differing_circumstances: properties of this machine that may change the last bits.
     """
 
     first: int
@@ -58,30 +61,29 @@ class Replay:
     def __str__(self) -> str:
         done = (
             f"{self.pushes:,} pushes of {self.workers} workers, steps {self.first} to {self.last}, "
-            "done again in "
-            f"{self.seconds:.1f} s"
+            f"done again in {self.seconds:.1f} s"
         )
         if not self.differing:
             return f"{done}: bit for bit {self.checkpoint}"
         name, difference = self.differing[0]
-        told = (
-            f"; {'; '.join(self.differing_circumstances)}" if self.differing_circumstances else ""
-        )
+        reasons = "".join(f"; {reason}" for reason in self.differing_circumstances)
         others = f" and {len(self.differing) - 1} other tensors" if len(self.differing) > 1 else ""
-        return f"{done}: not {self.checkpoint}: {name} differs by up to {difference:.3g},{others}{told}"
+        return (
+            f"{done}: not {self.checkpoint}: {name} differs by up to {difference:.3g},"
+            f"{others}{reasons}"
+        )
 
 
 def replay(directory: Path, output: Path | None = None, step: int | None = None) -> Replay:
-    """Do again what the newest record of a run tells of, as far as there is a checkpoint, and
-    compare. One process.
+    """Run the newest record of a run again, up to a checkpoint, and compare. For one process.
 
     Args:
-        output: a .safetensors file for the model as it is in the end.
-        step: go as far as the checkpoint of this step; None for the newest.
+        output: a .safetensors file to which the model is written in the end.
+        step: stop at the checkpoint of this step; None for the newest.
 
     Raises:
         RecordError: there is no record, or it has a gap, or no such checkpoint.
-        CheckpointError: what the record begins or ends with cannot be read.
+        CheckpointError: the checkpoint at the start or at the end cannot be read.
         UsageError: `output` is not a .safetensors file.
     """
     if output is not None and output.suffix != ".safetensors":
@@ -89,52 +91,49 @@ def replay(directory: Path, output: Path | None = None, step: int | None = None)
             f"-o {output}: the file is in the safetensors format; name it "
             f"{output.stem}.safetensors."
         )
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     start = newest_start(directory)
     target = _newest_saved(start, Checkpoints(directory / "checkpoints"), step)
     with _recorded_environment(start):
-        crew = _ReplayWorkers(start, target.step)
-        tensors = crew.follow()
+        replayed = _ReplayedRun(start, target.step)
+        tensors = replayed.run()
     if output is not None:
+        # Clones, because safetensors refuses tensors that share memory.
         model = {
-            name.removeprefix("model."): value
+            name.removeprefix("model."): value.cpu().contiguous().clone()
             for name, value in tensors.items()
             if name.startswith("model.")
         }
-        safetensors.torch.save_file(
-            {name: value.cpu().contiguous().clone() for name, value in model.items()}, output
-        )
-    pushes, seconds = len(crew.workers) * crew.course.steps, time.monotonic() - begun_s
-    differing = _differing(tensors, target.tensors)
+        safetensors.torch.save_file(model, output)
     return Replay(
-        start.step,
-        target.step,
-        len(crew.workers),
-        pushes,
-        seconds,
-        target.path,
-        differing,
-        start.differing_circumstances,
+        first=start.step,
+        last=target.step,
+        workers=len(replayed.workers),
+        pushes=len(replayed.workers) * replayed.order.steps,
+        seconds=time.monotonic() - start_s,
+        checkpoint=target.path,
+        differing=_differing(tensors, target.tensors),
+        differing_circumstances=start.differing_circumstances,
     )
 
 
-class _ReplayWorkers:
-    """All workers of a run, and its servers' parts."""
+class _ReplayedRun:
+    """All workers of a run, and the partitions of its servers, which they share."""
 
     def __init__(self, start: ReplayStart, last: int) -> None:
-        self.held: list[PartitionState] = []
-        self.workers = [Worker(start, rank, self.held) for rank in range(len(start.private))]
-        self.course = RecordedOrder(
-            events_until(start, last), len(self.held), len(self.workers), last - start.step
+        self.partitions: list[PartitionState] = []
+        self.workers = [Worker(start, rank, self.partitions) for rank in range(len(start.private))]
+        self.order = RecordedOrder(
+            events_until(start, last), len(self.partitions), len(self.workers), last - start.step
         )
         self.buffers: dict[int, list[Tensor]] = {}
 
-    def follow(self) -> dict[str, Tensor]:
-        """All steps; what rank 0 would save in the end."""
+    def run(self) -> dict[str, Tensor]:
+        """Take all steps. Return the tensors that rank 0 would save in the end."""
         replay_events(
-            self.course,
-            self.held,
-            lambda worker, part, values: self.workers[worker].take(part, values),
+            self.order,
+            self.partitions,
+            lambda worker, partition, values: self.workers[worker].take(partition, values),
             self._step,
         )
         load_random_state(self.workers[0].random)
@@ -142,65 +141,71 @@ class _ReplayWorkers:
         return tensors
 
     def _step(self, worker: int, step: int) -> ReplayStep:
-        """Where workers have agreed on values, they have taken rank 0's buffers as well."""
+        """Take step `step` of a worker. Return what it pushed.
+
+        Where the run has synchronized its workers, all have taken rank 0's buffers too.
+        """
         if worker and step in self.buffers:
             self.workers[worker].load_buffers(self.buffers[step])
-        stepped = self.workers[worker].step()
-        if worker == 0 and step + 1 in self.course.agreed:
+        pushed = self.workers[worker].step()
+        if worker == 0 and step + 1 in self.order.agreed:
             self.buffers[step + 1] = self.workers[0].buffers()
-        return stepped
+        return pushed
 
 
-def _newest_saved(start: ReplayStart, checkpoints: Checkpoints, wanted: int | None) -> Saved:
-    """The newest checkpoint up to which the record goes, or the one of step `wanted`."""
+def _newest_saved(start: ReplayStart, checkpoints: Checkpoints, at_step: int | None) -> Saved:
+    """Return the newest checkpoint that the record covers, or the one of step `at_step`."""
     steps = saved_steps(start)
     for step in reversed(steps):
-        if wanted not in (None, step):
+        if at_step not in (None, step):
             continue
         try:
-            saved = checkpoints.load(_silent, step=step)
-        except CheckpointError:  # pruned, or its save failed and training went on
+            saved = checkpoints.load(_ignore, step=step)
+        except CheckpointError:  # it was pruned, or its save failed
             continue
         if saved is not None:
             return saved
-    recorded = (
-        f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
-        if steps
-        else "nothing was saved since"
-    )
-    of_step = "" if wanted is None else f" of step {wanted}"
+    recorded = "nothing was saved since"
+    if steps:
+        recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
+    of_step = "" if at_step is None else f" of step {at_step}"
     raise RecordError(
         f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: "
-        f"{recorded}. A record "
-        "is as good as its last save; see checkpoint.every_steps and checkpoint.keep."
+        f"{recorded}. A record is as good as its last save; see checkpoint.every_steps and "
+        "checkpoint.keep."
     )
 
 
 def _differing(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> list[tuple[str, float]]:
-    """Of weights and optimizer state, the worst first."""
+    """Return names and differences of unequal weights and optimizer state, the largest first."""
     names = [name for name in expected if name.startswith(("model.", "optimizer."))]
-    worst = []
+    differing = []
     for name in names:
-        there, here = expected[name].cpu(), found[name].cpu() if name in found else torch.tensor(())
-        if here.shape != there.shape:
-            worst.append((name, float("inf")))
-        elif not torch.equal(_bits(here), _bits(there)):
-            worst.append((name, float((here.double() - there.double()).abs().max())))
-    return sorted(worst, key=lambda item: (not item[0].startswith("model."), -item[1]))
+        a = actual[name].cpu() if name in actual else torch.tensor(())
+        b = expected[name].cpu()
+        if a.shape != b.shape:
+            differing.append((name, float("inf")))
+        elif not torch.equal(_bits(a), _bits(b)):
+            differing.append((name, float((a.double() - b.double()).abs().max())))
+    # Weights before the optimizer's state, which follows from them.
+    return sorted(differing, key=lambda item: (not item[0].startswith("model."), -item[1]))
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # As bytes, so that NaN equals NaN, and 0.0 differs from -0.0.
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
 def _recorded_environment(start: ReplayStart) -> Iterator[None]:
-    """Threads and kernels of the recorded ranks; afterwards those of before, and the random
-    numbers too.
+    """Use as many threads and the same kernels as the recorded ranks in this context.
+
+    Afterwards they are as before, and the random state too.
     """
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     with preserve_rng_state():
         torch.set_num_threads(int(start.info["threads"]))
         torch.use_deterministic_algorithms(start.job.train.deterministic)
@@ -211,5 +216,5 @@ def _recorded_environment(start: ReplayStart) -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
 
 
-def _silent(_: str) -> None:
-    """What is skipped is not what was asked for."""
+def _ignore(_: str) -> None:
+    """Print nothing about checkpoints that were skipped: a later one was requested or tried."""

@@ -1,10 +1,11 @@
-"""From a job to the things that a loop needs. Each is made by the one function that knows how."""
+"""From a job to what a training loop needs: data, model, task and loaders."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +14,21 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from shoal import data, models
 from shoal.config.job import Job
+from shoal.data.loader import DistributedBatchLoader
 from shoal.data.mixing import mix_dataset
 from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
 from shoal.train import plugins
-from shoal.train.shm_check import free_shared_bytes, refuse_little_shared_memory
+from shoal.train.optimizer import scaled_rate
+from shoal.train.shm_check import check_shared_memory, free_shared_bytes
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
 
 
 @dataclass(frozen=True)
 class Components:
-    """What a job describes, on this rank's device and before any strategy."""
+    """All that a job describes, on this rank's device and before any strategy."""
 
     source: Source
     task: Task
@@ -33,28 +36,64 @@ class Components:
     train_loader: DataLoader
     validation_loader: DataLoader
     notes: list[str]
-    """What was done to the weights that the job starts from, for people."""
+    """Sentences about weights that were rounded when they were loaded."""
 
 
 def build(job: Job, device: torch.device) -> Components:
-    """Raises ConfigError or DataError; nothing has been written or trained by then."""
+    """Build everything that `job` describes. Nothing is written or trained.
+
+    Raises:
+        ConfigError: a setting does not go with the model, the data or this machine.
+        DataError: the data cannot be read.
+    """
     registered = plugins.load(job.imports)
     source = data.load(job.data, job.seed, registered.data)
-    _refuse_what_text_cannot(job, source)
-    refuse_little_shared_memory(job, source, free_shared_bytes())
+    _check_text(job, source)
+    check_shared_memory(job, source, free_shared_bytes())
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     model = models.build(
         job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models
     )
     if job.train.precision == "fp64":
-        model = model.double()  # before it gets weights, which may be float64
-    notes = (
-        [] if job.model.weights is None else load_weights(model, job.model.weights, job.model.name)
-    )
+        model = model.double()  # before it gets weights, which may be float64 too
+    notes = []
+    if job.model.weights is not None:
+        notes = load_weights(model, job.model.weights, job.model.name)
     model = _to_device(job, model, device)
     return Components(
         source, task, model, _train_loader(job, source), _validation_loader(job, source), notes
     )
+
+
+def describe(job: Job, built: Components, device: torch.device, total_steps: int) -> list[str]:
+    """Return lines about model, data and settings, for the beginning of a run."""
+    num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    num_train = len(built.source.train)  # type: ignore[arg-type]
+    num_validation = len(built.source.validation)  # type: ignore[arg-type]
+    rate = scaled_rate(job.optimizer, job.train.batch_size)
+    lines = [
+        f"{job.model.name}, {num_parameters:,} parameters, on {job.data.name}: {num_train:,} "
+        f"samples, {num_validation:,} to validate",
+        f"{job.strategy}, {device.type}, {job.train.precision}; {job.optimizer.name}, learning "
+        f"rate {rate:g}; {total_steps:,} steps in {Path(job.directory)}",
+    ]
+    if job.train.soft_targets:
+        lines.append(f"training loss with {job.train.soft_targets}, validation loss without")
+    return lines
+
+
+def steps_of_epochs(job: Job, loader: DistributedBatchLoader) -> list[int]:
+    """Return the optimizer steps of each epoch. Raise ConfigError if an epoch has none."""
+    steps = [loader.batches_in(epoch) for epoch in range(job.train.epochs)]
+    if 0 in steps:
+        raise ConfigError(
+            [
+                f"train.batch_size: {job.train.batch_size} is more than the data set holds, and "
+                "train.drop_last leaves the rest out. Use a smaller batch, or "
+                "train.drop_last=false."
+            ]
+        )
+    return steps
 
 
 def _to_device(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
@@ -71,9 +110,7 @@ def _to_device(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs in the precision and memory format that the model computes in, in training and in
-    evaluation.
-    """
+    """Return inputs in the dtype and memory format of the model. Runs before each forward pass."""
     if job.train.precision == "fp64":
         inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     if job.model.channels_last:
@@ -88,11 +125,9 @@ def _train_loader(job: Job, source: Source) -> DataLoader:
     if job.train.mixup or job.train.cutmix:
         dataset = mix_dataset(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
     warm = job.train.warm_start
-    sampler: Sampler = (
-        WarmStart(len(dataset), warm.epochs, warm.fraction, job.seed)
-        if warm.epochs
-        else RandomSampler(dataset)
-    )
+    sampler: Sampler = RandomSampler(dataset)
+    if warm.epochs:
+        sampler = WarmStart(len(dataset), warm.epochs, warm.fraction, job.seed)
     return DataLoader(
         dataset,
         job.train.batch_size,
@@ -110,15 +145,15 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
     workers = job.data.workers
     return {
         "num_workers": workers,
-        # A data set of an --import file cannot be sent to a fresh interpreter by name; a fork has
-        # it.
+        # A new interpreter could not import a data set of an --import file by name. A fork has
+        # it already.
         "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
         "persistent_workers": workers > 0,
         "pin_memory": job.data.pin_memory and torch.cuda.is_available(),
     }
 
 
-def _refuse_what_text_cannot(job: Job, source: Source) -> None:
+def _check_text(job: Job, source: Source) -> None:
     if source.task == "language" and (job.train.mixup or job.train.cutmix):
         raise ConfigError(
             [f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."]

@@ -1,6 +1,4 @@
-"""Words and tables for the terminal: how numbers are written, and what is said when a run is
-over.
-"""
+"""Output on the terminal: notes, numbers as people read them, and the closing table."""
 
 from __future__ import annotations
 
@@ -10,14 +8,12 @@ from typing import Any, TextIO
 
 
 def print_rank_zero(text: str) -> None:
-    """Prints to stdout at once. A stream that is gone (a closed pipe, a full disk) is no reason
-    to end training.
-    """
+    """Print to stdout at once. A closed pipe or a full disk is no reason to end training."""
     _print(text, sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Prints a note to stderr at once."""
+    """Print a note to stderr at once."""
     _print(f"note: {text}", sys.stderr)
 
 
@@ -29,9 +25,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def number(name: str, value: float) -> str:
-    """A measured value as people read it, by its name in metrics.jsonl; times in seconds,
-    accuracies in percent.
-    """
+    """Format a value by its name in metrics.jsonl; times are in seconds, accuracies in percent."""
     if name.startswith("top"):
         return f"{value:.2f} %"
     if name == "loss":
@@ -44,13 +38,13 @@ def number(name: str, value: float) -> str:
 
 
 def measures(record: Mapping[str, float | int]) -> list[str]:
-    """`["loss 0.1234", "top1 97.50 %"]`: the results in a record, in a fixed order."""
+    """Return the results in a record, such as `["loss 0.1234", "top1 97.50 %"]`."""
     names = [name for name in record if name in ("loss", "perplexity") or name.startswith("top")]
     return [f"{name} {number(name, record[name])}" for name in names]
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:34`, `3:04:05` or `2 d 3:04:05`."""
+    """Return `0:07`, `12:34`, `3:04:05` or `2 d 3:04:05`."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -59,14 +53,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def say_summary(summary: Mapping[str, Any]) -> None:
-    """Prints the closing table: a rich one on a terminal, aligned text elsewhere.
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print the closing table: with borders on a terminal, as aligned text elsewhere.
 
-    Args: summary: in the order to show them: `final` and `best`, each a validation record (loss,
-        top1, top5 or
-            perplexity, and the step of the best), numbers named as in metrics.jsonl (`epochs`,
-            `steps`, `time_s`, `samples_per_s`), and anything else as text (`checkpoint`, `curves`).
-            None leaves a row out.
+    Args:
+        summary: rows in their order. `final` and `best` are validation records (loss, top1, top5
+            or perplexity, and the step). Numbers are named as in metrics.jsonl (`epochs`, `steps`,
+            `time_s`, `samples_per_s`). Anything else is text (`checkpoint`, `curves`). A row that
+            is None is left out.
     """
     rows = [
         row for name, value in summary.items() if value is not None for row in _rows(name, value)
@@ -79,8 +73,9 @@ def say_summary(summary: Mapping[str, Any]) -> None:
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Whether lines can be drawn over on this stream: never so in a Slurm log, a pipe or a dumb
-    terminal.
+    """Return True if text on this stream can be replaced later.
+
+    It cannot in a Slurm log, a pipe or a dumb terminal.
     """
     if not stream.isatty():
         return False

@@ -1,10 +1,10 @@
-"""The exponential moving average of the weights: smoother than the weights themselves, so evaluated
-in their place.
+"""The exponential moving average (EMA) of the weights, which is evaluated in their place.
 
-      average <- decay * average + (1 - decay) * weights        after every step (Polyak & Juditsky, 1992)
+      average <- decay * average + (1 - decay) * weights       after every step
 
-Early on the decay is (1 + steps) / (10 + steps), so that the average does not remember the initial
-weights."""
+It varies less than the weights (Polyak & Juditsky, 1992). In the first steps the decay is
+(1 + steps) / (10 + steps), so that the average forgets the initial weights.
+"""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from shoal.platform.torch_private.kernels import foreach_lerp_
 
 
 class Ema:
-    """The average of parameters. Every rank keeps its own; equal weights give equal averages.
+    """The moving average of parameters. Every rank has its own; equal weights give equal averages.
 
     Args:
-        parameters: by name: a model's, or what this rank holds of them.
-        decay: in (0, 1); 0.999 remembers about a thousand steps.
+        parameters: parameters of a model, or this rank's shards of them, by name.
+        decay: in (0, 1); 0.999 averages over about a thousand steps.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        self.decay, self.steps = decay, 0
+        self.decay = decay
+        self.steps = 0
         self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._average = {name: weight.clone() for name, weight in self._weights.items()}
 
     def update(self) -> None:
-        """Take in the weights after an optimizer step."""
+        """Add the present weights to the average. Call it after each optimizer step."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        if not self._average:  # a stage of a pipeline may have none
+        if not self._average:  # a stage of a pipeline may have no parameters
             return
-        # What this rank holds of them: torch takes no lists of shards and wholes.
-        average, weights = (
-            [to_local(value) for value in held.values()] for held in (self._average, self._weights)
-        )
+        # Local tensors, because torch takes no lists that mix DTensors and plain tensors.
+        average = [to_local(value) for value in self._average.values()]
+        weights = [to_local(value) for value in self._weights.values()]
         foreach_lerp_(average, weights, 1 - decay)
 
     def broadcast(self, mesh: Mesh) -> None:
-        """Every rank takes rank 0's average. Collective."""
+        """Copy rank 0's average to every rank. Collective."""
         for average in self._average.values():
             mesh.broadcast_tensor(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model's parameters are the averages."""
-        own = {name: weight.clone() for name, weight in self._weights.items()}
+        """Replace the model's parameters by the averages in this context."""
+        weights = {name: weight.clone() for name, weight in self._weights.items()}
         self._copy(self._average)
         try:
             yield
         finally:
-            self._copy(own)
+            self._copy(weights)
 
     def state(self) -> dict[str, Tensor]:
-        """The averages under `ema.NAME`, and how many steps they hold."""
+        """Return the averages under `ema.NAME`, and the number of steps under `ema_steps`."""
         return {f"ema.{name}": value for name, value in self._average.items()} | {
             "ema_steps": torch.tensor(self.steps)
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`."""
+        """Load what `state` returned."""
         self.steps = int(tensors["ema_steps"])
         for name, value in self._average.items():
             value.copy_(tensors[f"ema.{name}"])

@@ -1,4 +1,4 @@
-"""`shoal eval`: what a checkpoint of a run is worth, measured again."""
+"""`shoal eval`: evaluate a checkpoint of a run again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def evaluate_run(
     """Evaluate one checkpoint on every validation sample. Collective.
 
     Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: equal for
-    any number of ranks.
-    Raises: ConfigError: no run directory. CheckpointError: nothing to evaluate.
+        any number of ranks.
+    Raises:
+        ConfigError: `directory` is no run directory.
+        CheckpointError: there is no checkpoint that verifies.
     """
     job = job_of(directory)
-    run = init_with_place("ddp", seed=job.seed, announce=_silent)
+    run = init_with_place("ddp", seed=job.seed, announce=_ignore)
     built = build(job, run.device)
     saved = Checkpoints(directory / "checkpoints").load(warn, which=which)
     if saved is None:
@@ -34,7 +36,9 @@ def evaluate_run(
         )
     prefix = "model."
     weights = {
-        n.removeprefix(prefix): value for n, value in saved.tensors.items() if n.startswith(prefix)
+        name.removeprefix(prefix): value
+        for name, value in saved.tensors.items()
+        if name.startswith(prefix)
     }
     built.model.load_state_dict(weights)
     ema = Ema(dict(built.model.named_parameters()), job.train.ema) if job.train.ema else None
@@ -45,5 +49,5 @@ def evaluate_run(
     return run.rank, {**built.task.report(sums), "step": saved.step}
 
 
-def _silent(_: str) -> None:
-    """An evaluation has no batch to spell out."""
+def _ignore(_: str) -> None:
+    """Print nothing: an evaluation has no global batch to describe."""

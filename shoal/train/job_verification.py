@@ -1,4 +1,4 @@
-"""`shoal verify`: the proof for an experiment as it is described in its file."""
+"""`shoal verify CONFIG`: compare a strategy with one device on the experiment of a job."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from shoal.verification import Experiment, Verdict, verify_job
 def verify_config(
     job: Job, line: StrategyLine, ranks: int, steps: int, tolerance: float
 ) -> Verdict:
-    """Train `job`'s model on its data, in float64 by SGD, on `ranks` processes and on one; nothing
-    is shrunk.
+    """Train `job`'s model on its data, in float64 by SGD, on `ranks` processes and on one.
 
-    Raises: ConfigError, DataError, LaunchError.
+    Model and data have their full size.
+
+    Raises:
+        ConfigError, DataError: the job cannot be built.
+        LaunchError: a rank failed.
     """
-    plain = replace(job, train=replace(job.train, precision="fp64"))
-    parts = _Parts(plain)
-    experiment = Experiment(parts.model, parts.loader, parts.loss, steps)
+    in_fp64 = replace(job, train=replace(job.train, precision="fp64"))
+    components = _LazyComponents(in_fp64)
+    experiment = Experiment(components.model, components.loader, components.loss, steps)
     return verify_job(experiment, line, ranks, accumulate=job.train.accumulate, tolerance=tolerance)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What is built in each process, once."""
+class _LazyComponents:
+    """The components of a job, built once in each process that needs them.
+
+    Ranks get a pickle of this object, and not of model and data.
+    """
 
     job: Job
 

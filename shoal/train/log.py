@@ -1,4 +1,4 @@
-"""What a run writes down and says outside its progress: by rank 0 alone."""
+"""The log of a run on rank 0: metrics, TensorBoard events, notes and the closing table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import UsageError
-from shoal.train.console import print_rank_zero, say_summary, warn
+from shoal.train.console import print_rank_zero, print_summary, warn
 from shoal.train.metrics_file import NAME, MetricsFile, Record
 
 if TYPE_CHECKING:
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 class Log:
     """The records of one run: metrics.jsonl (see metrics_file.py) and TensorBoard events.
 
-    Args: directory: the run directory; made if it is not there. active: whether this rank writes
-        and prints; on the others every method does nothing. tensorboard: write TensorBoard events
-        too, in directory/tensorboard. resume_step: last step that counts, 0 for a new run; what was
-        written about later steps is taken back.
+    A disk that fills up later does not end training. There is one note about it, and complete
+    records are left out while there is no room.
 
-    Raises: UsageError: the directory cannot be written. A disk that fills up later does not end
-        training: it is said once
-            on stderr, and whole records are left out until there is room again.
+    Args:
+        directory: the run directory; it is made if it does not exist.
+        active: True on the rank that writes and prints; on other ranks every method does nothing.
+        tensorboard: write TensorBoard events too, in directory/tensorboard.
+        resume_step: records of later steps are removed; 0 for a new run.
+
+    Raises:
+        UsageError: the directory cannot be written.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class Log:
     ) -> None:
         self._active = active
         self._files: list[MetricsFile | Events] = []
-        self._complained = False
+        self._noted_full_disk = False
         if not active:
             return
         try:
@@ -46,34 +49,30 @@ class Log:
             self._open_events(directory / "tensorboard", resume_step)
 
     def header(self, lines: Sequence[str]) -> None:
-        """Says what kind of run this is, e.g. `global batch 256 = 8 ranks x 16 x 2 accumulated`."""
+        """Print the lines that describe the run."""
         if self._active:
             print_rank_zero("\n".join(lines))
 
     def step(self, record: Record) -> None:
-        """Writes what an optimizer step measured: `step` at least. Records come in the order of
-        their steps.
-        """
+        """Write the record of an optimizer step, in the order of steps. It has `step` at least."""
         self._write("train", record)
 
     def evaluation(self, record: Record) -> None:
-        """Writes what the evaluation after step `record["step"]` measured."""
+        """Write the record of the evaluation after step `record["step"]`."""
         self._write("validation", record)
 
     def note(self, text: str) -> None:
-        """Says on stderr what the user should know."""
+        """Print a note on stderr."""
         if self._active:
             warn(text)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Closes the files and prints the closing table (see closing.py); a run that was
-        stopped has no summary.
-        """
+        """Close the files, and print the closing table. A run that was stopped has no summary."""
         for file in self._files:
             file.close()
         self._files.clear()
         if self._active and summary is not None:
-            say_summary(summary)
+            print_summary(summary)
 
     def _open_events(self, directory: Path, resume_step: int) -> None:
         try:
@@ -86,18 +85,18 @@ class Log:
                 "install tensorboard"
             )
         except OSError as error:
-            self._complain(error)
+            self._note_full_disk(error)
 
     def _write(self, kind: str, record: Record) -> None:
         for file in self._files:
             try:
                 file.write(kind, record)
             except OSError as error:
-                self._complain(error)
+                self._note_full_disk(error)
 
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
+    def _note_full_disk(self, error: OSError) -> None:
+        if not self._noted_full_disk:
+            self._noted_full_disk = True
             self.note(
                 f"the log is losing records ({error.strerror}); training goes on. Make room on the "
                 "disk."

@@ -1,13 +1,9 @@
-"""A training run on one rank: build, resume, train, evaluate, save. It knows no strategy.
+"""The training loop of a job on one rank. It knows no strategy.
 
 for each epoch
-    for each global batch        this rank's share of it
-        learning rate            a function of the step
-        run, reduce              run.forward_backward
-        clip
-        step, gather             optimizer.step
-    evaluate                     every sample once
-    save                         after what it measured is known
+    for each global batch    set the learning rate, forward_backward, clip, optimizer.step
+    evaluate                 every sample once
+    save                     after the evaluation, which decides if this is the best one
 """
 
 from __future__ import annotations
@@ -23,28 +19,30 @@ import torch
 from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CheckpointError, CleanupFailed, ConfigError, RecordError, ShoalError
+from shoal.errors import CleanupFailed, RecordError, ShoalError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
 from shoal.run import init_with_place
 from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train import optimizer as optimizers
-from shoal.train.build import Components, build
-from shoal.train.checkpoint import AsyncSaver, Checkpoints, Saved, newest
+from shoal.train.build import build, describe, steps_of_epochs
+from shoal.train.checkpoint import Saved, newest
 from shoal.train.ema import Ema
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.run_directory import claim_for_all
-from shoal.train.stopwatch import Stopwatch
+from shoal.train.run_saver import open_saver
+from shoal.train.throughput import Stopwatch
 
 
 def train(job: Job) -> None:
     """Train `job` on this rank, from its newest checkpoint on if there is one. Collective.
 
-    Raises: SystemExit(75): SIGTERM was received and everything is saved; the same command goes on
-    from there."""
+    Raises:
+        SystemExit: with status 75, after SIGTERM and a save; the same command goes on from there.
+    """
     training = Training(job)
     with claim_for_all(job, training.run.mesh):
         training.resume()
@@ -52,7 +50,13 @@ def train(job: Job) -> None:
 
 
 class Training:
-    """One run on one rank. `step` counts optimizer steps since the very beginning."""
+    """One run on one rank.
+
+    Attributes:
+        step: optimizer steps since the beginning of the run, over all of its processes.
+        sums: float64 totals of the steps since the last log line, (TOTALS_LENGTH,).
+        final: report of the last evaluation.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -68,74 +72,70 @@ class Training:
             trace_to=job.directory,
             announce=lines.append,
         )
-        # From now on: building a model can take minutes, and the first step tells the other ranks.
+        # Handled from here on: to build a model can take minutes. The first step tells the other
+        # ranks of a signal.
         self._sigterm_before = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
         built = build(job, self.run.device)
         if job.train.deterministic:
-            os.environ.setdefault(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            )  # without it cuBLAS refuses to be deterministic
+            # Without this variable cuBLAS refuses to be deterministic.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(job.train.deterministic)
         torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
         self.weights_notes = built.notes
-        self.task, self.validation = built.task, built.validation_loader
+        self.task = built.task
+        self.validation = built.validation_loader
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
         )
         self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
-        beside = job.checkpoint.asynchronous
-        group = self.run.mesh.new_group() if beside else None
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", job.checkpoint.keep, group)
-        mesh = self.run.mesh
-        self.background = (
-            AsyncSaver(self.checkpoints, mesh.size // mesh.pipeline.size) if beside else None
-        )
-        self.in_flight = -1
-        self.step, self.saved_step, self.watch = 0, -1, Stopwatch()
+        self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
+        self.checkpoints = self.saver.checkpoints
+        self.step = 0
+        self.watch = Stopwatch()
         self.record: Record | None = None
         self.final: dict[str, Any] | None = None
-        self.best: dict[str, Any] | None = None
-        self.best_saved: dict[str, Any] | None = None
         self.sums = torch.zeros(TOTALS_LENGTH, dtype=torch.float64, device=self.run.device)
-        self.epoch_steps = self._steps_of_epochs()
+        self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
-        self.lines = [*lines, *self._description(built)]
+        self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
 
     def resume(self) -> None:
-        """Go on from the newest good checkpoint, if there is one; open what is written and
-        shown. Collective.
-        """
+        """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
-        saved = (
-            self.checkpoints.load(notes.append, like=self._state_layout())
-            if self.job.checkpoint.resume
-            else None
-        )
+        saved = None
+        if self.job.checkpoint.resume:
+            saved = self.checkpoints.load(notes.append, like=self._state_layout())
         if saved is not None:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
-        self.unlogged_samples, self.logged_s = 0, self.watch.seconds
+        self.unlogged_samples = 0
+        self.logged_s = self.watch.seconds
 
     def _state_layout(self) -> Callable[[str], Tensor | None]:
-        """Tells how this rank holds what a checkpoint holds."""
-        like = self.run.layout_of()
-        return lambda name: like(
-            "model." + name.removeprefix("ema.") if name.startswith("ema.") else name
-        )
+        """Return a function from a name in a checkpoint to this rank's tensor like it, or None."""
+        layout = self.run.layout_of()
+
+        def layout_with_ema(name: str) -> Tensor | None:
+            # A moving average is laid out as the weight that it averages.
+            if name.startswith("ema."):
+                return layout("model." + name.removeprefix("ema."))
+            return layout(name)
+
+        return layout_with_ema
 
     def run_all(self) -> None:
-        """All epochs that are left, and the end."""
+        """Train all remaining epochs, and end the run. Collective."""
         try:
             while self.step < self.total_steps:
                 self._epoch()
             self._finish()
         finally:
-            self._end_saving()
+            self.saver.close()
             self.progress.close()
             self.log.close()
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -150,7 +150,7 @@ class Training:
             self._step(batch, epoch + index / steps)
             stopping = self._stop_requested()
             if self.step == self.total_steps or index + 1 == steps:
-                break  # what is due at the end of an epoch comes before a stop
+                break  # evaluation and save of the epoch come before a stop
             if stopping:
                 self._stop()
             if self._is_save_due():
@@ -159,7 +159,7 @@ class Training:
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
         if ended or stopping or best or due:
-            self._save(best, must=ended)
+            self._save(best, must_succeed=ended)
         if stopping and not ended:
             self._stop()
 
@@ -187,8 +187,9 @@ class Training:
             self._log(rate)
 
     def _log(self, rate: float) -> None:
-        """One record of the steps since the last one: the only place where a step waits for the
-        device.
+        """Log one record of the steps since the last one.
+
+        A step waits for the device only here: `tolist` copies the sums to the CPU.
         """
         loss, count, _, hits, predictions, *_ = self.sums.tolist()
         self.sums.zero_()
@@ -204,37 +205,34 @@ class Training:
         }
         self.log.step(record)
         self.progress.show(record)
-        self.unlogged_samples, self.logged_s = 0, seconds
+        self.unlogged_samples = 0
+        self.logged_s = seconds
 
     def _evaluate(self, epoch: int) -> bool:
-        """Measure the model, or its moving average, on every validation sample; whether it is
-        the best so far.
-        """
+        """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self._synchronize()
         with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
             sums = self.run.evaluate(self.task.measures, self.model, self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)
-        self._finish_save()  # if it failed, what it was to save is not what there is to beat
+        # First the outcome of the save before: if it failed, its report is not the one to beat.
+        self.saver.wait()
         return self._is_best()
 
     def _is_best(self) -> bool:
-        """Whether what this very step was found to be worth is more than ever before; it is the
-        best from now on.
-        """
+        """Return True, and remember it, if this very step has the best evaluation so far."""
         if self.final is None or self.final["step"] != self.step:
             return False
-        better = self.best is None or self.task.score(self.final) > self.task.score(self.best)
-        if better:
-            self.best = self.final
-        return better
+        best = self.saver.best
+        is_better = best is None or self.task.score(self.final) > self.task.score(best)
+        if is_better:
+            self.saver.best = self.final
+        return is_better
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
-        """Save everything. A save that fails is said, and training goes on; the last one must
-        not fail.
-        """
-        self._finish_save()
+    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
+        """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
+        self.saver.wait()
         self._synchronize()
         tensors, info, private = self.run.state()
         self._save_record()
@@ -243,16 +241,9 @@ class Training:
             "step": self.step,
             "time_s": self.watch.seconds,
             "final": self.final,
-            "best": self.best,
+            "best": self.saver.best,
         }
-        if self.background is not None and not must:
-            with self._pause("saving"):
-                self.background.start(self.step, tensors, info, private, best)
-            self.in_flight = self.step
-            return
-        self._collect_save(
-            self.step, lambda: self.checkpoints.save(self.step, tensors, info, private, best), must
-        )
+        self.saver.save(self.step, (tensors, info, private), best, must_succeed)
 
     def _save_record(self) -> None:
         try:
@@ -262,50 +253,18 @@ class Training:
             self.log.note(f"{error}; training goes on")
 
     def _synchronize(self) -> None:
-        """Where ranks have been at different weights, all go on from the same, and from rank 0's
-        average of them and its sums, which are those that are logged."""
+        """Give all ranks the same weights. Collective.
+
+        If they differed, all ranks take rank 0's moving average and sums too: those are logged.
+        """
         if not self.run.synchronize():
             return
         self.run.mesh.broadcast_tensor(self.sums)
         if self.ema is not None:
             self.ema.broadcast(self.run.mesh)
 
-    def _finish_save(self) -> None:
-        """Wait for the save that goes on beside training, and learn how it ended. Collective."""
-        if self.background is None or self.in_flight < 0:
-            return
-        step, self.in_flight = self.in_flight, -1
-        self._collect_save(step, self.background.wait)
-
-    def _collect_save(self, step: int, ending: Callable[[], object], must: bool = False) -> None:
-        """See a save to its end. `best` is still the one of when it began: it changes where no
-        save is under way.
-        """
-        try:
-            with self._pause("saving"):
-                ending()
-        except CleanupFailed as error:
-            self.log.note(f"{error}; the next save, or the same command again, makes up for it")
-        except CheckpointError as error:
-            if must:
-                raise
-            self.log.note(f"{error}; training goes on")
-            self.best = self.best_saved  # the best is one that can be loaded
-            return
-        self.saved_step, self.best_saved = step, self.best
-
-    def _end_saving(self) -> None:
-        """Where training ends by an error, nobody has learned yet how the save beside it ended."""
-        lost = None if self.background is None else self.background.close()
-        if isinstance(lost, CheckpointError):
-            self.log.note(str(lost))
-        elif lost is not None:  # another rank is gone, say
-            self.log.note(
-                f"the save of step {self.in_flight} did not end: {type(lost).__name__}: {lost}"
-            )
-
     def _is_save_due(self) -> bool:
-        """Whether checkpoint.every_steps asks for one now."""
+        """Return True if `checkpoint.every_steps` asks for a save now."""
         every = self.job.checkpoint.every_steps
         return every is not None and self.step % every == 0
 
@@ -314,94 +273,59 @@ class Training:
         if self.ema is not None:
             self.ema.load(saved.tensors)
         self.sums.copy_(saved.tensors["sums"])
-        self.step, self.watch = saved.step, Stopwatch(saved.info["time_s"])
-        self.final, self.best = saved.info["final"], saved.info["best"]
-        self.best_saved = self.best
+        self.step = saved.step
+        self.watch = Stopwatch(saved.info["time_s"])
+        self.final = saved.info["final"]
         try:
-            self.checkpoints.complete(saved.step, None if self.best is None else self.best["step"])
+            self.saver.resume(saved.step, saved.info["best"])
         except CleanupFailed as error:
             notes.append(f"{error}; training goes on")
 
     def _open(self, notes: list[str]) -> None:
-        """Say what kind of run this is."""
-        first = self.run.rank == 0
-        self.log = Log(
-            self.directory,
-            active=first,
-            tensorboard=self.job.log.tensorboard,
-            resume_step=self.step,
-        )
+        """Open log and display, and print what kind of run this is."""
+        is_first = self.run.rank == 0
+        tensorboard, step = self.job.log.tensorboard, self.step
+        self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
         self.log.header(self.lines)
-        if first and self.run.remote is not None:
+        if is_first and self.run.remote is not None:
             self.run.remote.publish_address(self.directory)
         for note in notes:
             self.log.note(note)
         self.progress = Progress(
-            active=first,
+            active=is_first,
             epochs=self.job.train.epochs,
             total_steps=self.total_steps,
-            done_steps=self.step,
+            done_steps=step,
         )
-
-    def _description(self, built: Components) -> list[str]:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        rate = optimizers.scaled_rate(self.job.optimizer, self.job.train.batch_size)
-        samples = (
-            f"{len(built.source.train):,} samples, {len(built.source.validation):,} to validate"  # type: ignore[arg-type]
-        )
-        soft_targets = self.job.train.soft_targets
-        return [
-            f"{self.job.model.name}, {parameters:,} parameters, on {self.job.data.name}: {samples}",
-            f"{self.job.strategy}, {self.run.device.type}, {self.job.train.precision}; "
-            f"{self.job.optimizer.name}, "
-            f"learning rate {rate:g}; {self.total_steps:,} steps in {self.directory}",
-            *(
-                [f"training loss with {soft_targets}, validation loss without"]
-                if soft_targets
-                else []
-            ),
-        ]
-
-    def _steps_of_epochs(self) -> list[int]:
-        steps = [self.loader.batches_in(epoch) for epoch in range(self.job.train.epochs)]
-        if 0 in steps:
-            raise ConfigError(
-                [
-                    f"train.batch_size: {self.job.train.batch_size} is more than the data set "
-                    "holds, and "
-                    "train.drop_last leaves the rest out. Use a smaller batch, or "
-                    "train.drop_last=false."
-                ]
-            )
-        return steps
 
     def _stop_requested(self) -> bool:
-        """The same answer on all ranks. Asking waits for the device, so a GPU is asked now and
-        then only.
+        """Return True if a rank was asked to stop: the same answer on all ranks.
+
+        The question waits for the device, so on a GPU it is asked only every `log.every` steps.
         """
-        return (
-            self.run.device.type == "cpu" or self.step % self.job.log.every == 0
-        ) and self.run.stopping()
+        if self.run.device.type != "cpu" and self.step % self.job.log.every != 0:
+            return False
+        return self.run.stopping()
 
     def _stop(self) -> None:
-        self._finish_save()
-        if self.saved_step != self.step:
-            self._save(
-                self._is_best(), must=True
-            )  # again, where the save after the evaluation has failed
+        """Save if this step is not saved yet, and exit. Collective."""
+        self.saver.wait()
+        if self.saver.saved_step != self.step:
+            # The save after the evaluation may have failed: then this is the second try.
+            self._save(self._is_best(), must_succeed=True)
         self.run.end_trace()
-        self.log.note(
-            f"stopped at step {self.step}, and saved; the same command goes on from there"
-        )
+        text = f"stopped at step {self.step}, and saved; the same command goes on from there"
+        self.log.note(text)
         raise SystemExit(EXIT_RESTART)
 
     @contextmanager
     def _pause(self, doing: str) -> Iterator[None]:
-        """What is not training counts neither as slow training nor as its time."""
+        """Exclude what is done in this context from speed, training time and the trace's steps."""
         with self.progress.paused(doing), self.watch.excluded(), self.run.outside_step(doing):
             yield
 
     def _finish(self) -> None:
+        """Print the closing table and draw the curves, on rank 0."""
         self.run.end_trace()
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
@@ -416,7 +340,7 @@ class Training:
         self.log.close(
             {
                 "final": self.final,
-                "best": self.best,
+                "best": self.saver.best,
                 "epochs": self.job.train.epochs,
                 "steps": self.step,
                 "time_s": self.watch.seconds,

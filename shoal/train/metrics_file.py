@@ -1,17 +1,17 @@
-"""metrics.jsonl: what a run measured, one JSON object a line, in the order of steps, never
-buffered.
+"""metrics.jsonl: the measurements of a run, one JSON object a line, in the order of steps.
 
     {"kind": "train", "step": 20, "epoch": 1, "sample": 1280, "loss": 2.1, "top1": 31.2, "lr": 0.1,
      "samples_per_s": 812.0, "time_s": 1.6}
     {"kind": "validation", "step": 45, "epoch": 1, "loss": 1.2, "top1": 71.0, "top5": 96.5,
     "time_s": 3.9}
 
-`step` counts optimizer steps and `epoch` epochs, both from 1; `sample` is how many samples of the
-epoch were seen. Accuracies are in percent. A language task has `perplexity` where a classification
-has `top1`. A number that is not finite is written as null, for JSON has no word for it.
+`step` counts optimizer steps and `epoch` counts epochs, both from 1. `sample` is the number of
+samples of the epoch so far. Accuracies are in percent. A language task has `perplexity` instead of
+`top1`. A number that is not finite is written as null, because JSON cannot express it.
 
-A run that is resumed at step s takes back the lines of later steps, which it will write again: its
-file ends up equal to that of a run that was never stopped, but for the times."""
+A run that is resumed at step s removes the lines of later steps and writes them again. So its file
+becomes equal to that of a run that was never stopped, except for the times.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ Record = Mapping[str, float | int]
 
 
 class MetricsFile:
-    """A metrics.jsonl that is only ever cut or appended to in whole lines.
+    """A metrics.jsonl that only ever changes by complete lines.
 
-    Args: path: the file; made if it is not there. resume_step: last step that counts; what is there
-        about later ones is cut off, and so is a torn end.
+    Args:
+        path: the file; it is made if it does not exist.
+        resume_step: lines of later steps are removed, and so is an incomplete last line.
 
-    Raises: OSError: from here or from `write`; a line that did not fit on the disk is left out as a
-        whole.
+    Raises:
+        OSError: here or in `write`. A line that does not fit on the disk is left out completely.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -43,9 +44,7 @@ class MetricsFile:
         self._known = self._truncate_after(resume_step)
 
     def write(self, kind: str, record: Record) -> None:
-        """Appends a record; one about the step of the resume that is there already is not
-        written twice.
-        """
+        """Append a record, unless the file has one of this kind and step from before a resume."""
         if (kind, record["step"]) in self._known:
             return
         numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
@@ -55,13 +54,15 @@ class MetricsFile:
         self._file.close()
 
     def _truncate_after(self, resume_step: int) -> set[tuple[str, int]]:
-        """Cuts off what does not count and returns which records there are about `resume_step`
-        itself.
+        """Remove lines after `resume_step`. Return (kind, step) of the records of that step.
 
-        Steps never decrease in a file, hence one truncation does it: atomic, and possible on a full
-        disk."""
+        Steps never decrease in a file. So one truncation is enough, which is atomic and works on a
+        full disk too.
+        """
         known: set[tuple[str, int]] = set()
-        position, end, last = 0, 0, b"\n"
+        position = 0
+        end = 0
+        last = b"\n"
         self._file.seek(0)
         for line in io.BufferedReader(io.FileIO(self._file.fileno(), closefd=False)):
             position += len(line)
@@ -70,7 +71,8 @@ class MetricsFile:
                 continue
             if record["step"] > resume_step:
                 break
-            end, last = position, line
+            end = position
+            last = line
             if record["step"] == resume_step:
                 known.add((record["kind"], resume_step))
         self._file.truncate(end)
@@ -80,9 +82,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a metrics.jsonl, and how many of its lines cannot be read (torn by a
-    crash).
-    """
+    """Return the records of a metrics.jsonl, and the number of lines that a crash has damaged."""
     with path.open("rb") as file:
         records = [_parse(line) for line in file]
     readable = [record for record in records if record is not None]
@@ -90,9 +90,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def append(file: io.FileIO, data: bytes) -> None:
-    """Writes all of `data` at the end of an unbuffered file, or nothing of it and raises
-    OSError.
-    """
+    """Append all of `data` to an unbuffered file. On OSError nothing of it stays in the file."""
     size = file.seek(0, os.SEEK_END)
     try:
         if file.write(data) != len(data):
@@ -107,9 +105,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    sound = (
+    is_record = (
         isinstance(record, dict)
         and isinstance(record.get("step"), int)
         and isinstance(record.get("kind"), str)
     )
-    return record if sound else None
+    return record if is_record else None

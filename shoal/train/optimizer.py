@@ -1,6 +1,4 @@
-"""The optimizer of a job, AdamW8bit or any of torch.optim: its learning rate, and what weight
-decay spares.
-"""
+"""The optimizer of a job, AdamW8bit or any of torch.optim, with its parameter groups."""
 
 from __future__ import annotations
 
@@ -18,18 +16,19 @@ NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def scaled_rate(config: Config, batch_size: int) -> float:
-    """The base learning rate for this batch: `lr * batch_size / reference_batch` (Goyal et al.,
-    2017).
-    """
-    return config.lr * batch_size / config.reference_batch if config.reference_batch else config.lr
+    """Return the base learning rate: `lr * batch_size / reference_batch` (Goyal et al., 2017)."""
+    if not config.reference_batch:
+        return config.lr
+    return config.lr * batch_size / config.reference_batch
 
 
 def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, over all trainable parameters of `model`.
+    """Return the optimizer that `config` names, over all trainable parameters of `model`.
 
-    Raises: ConfigError: no such optimizer, or arguments that it does not take; all problems at
-    once."""
-    kind = _kind(config.name)
+    Raises:
+        ConfigError: no such optimizer, or arguments that it does not take; all problems at once.
+    """
+    kind = _optimizer_class(config.name)
     known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
     arguments: dict[str, Any] = {
         "lr": scaled_rate(config, batch_size),
@@ -39,7 +38,7 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
         arguments["momentum"] = config.momentum
     if config.nesterov:
         arguments["nesterov"] = True
-    # An optimizer without weight decay is fine as long as none was asked for.
+    # An optimizer may lack weight decay, as long as none is requested.
     if config.weight_decay == 0 and "weight_decay" not in known:
         del arguments["weight_decay"]
     arguments |= config.options
@@ -56,11 +55,9 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
     return optimizer
 
 
-def _kind(name: str) -> Any:
-    names = {n for n, kind in vars(torch.optim).items() if inspect.isclass(kind)} - {
-        "Optimizer",
-        "LBFGS",
-    }
+def _optimizer_class(name: str) -> Any:
+    names = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
+    names -= {"Optimizer", "LBFGS"}
     if name == "LBFGS":
         raise ConfigError(
             [
@@ -69,7 +66,7 @@ def _kind(name: str) -> Any:
             ]
         )
     if name == "AdamW8bit":
-        from shoal.optim.adamw8bit import AdamW8bit  # torchao, which it needs, is an extra
+        from shoal.optim.adamw8bit import AdamW8bit  # imports torchao, an extra
 
         return AdamW8bit
     if name not in names:
@@ -81,22 +78,23 @@ def _kind(name: str) -> Any:
 
 
 def _groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
-    """One group, or two where biases and norm layers are spared from weight decay."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return one group, or two if biases and norm layers get no weight decay."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.decay_norm_and_bias or not config.weight_decay:
-        return [{"params": trained}]
-    spared = _norms_and_biases(model)
+        return [{"params": trainable}]
+    undecayed = _norms_and_biases(model)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if id(p) not in spared]},
-        {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
+        {"params": [p for p in trainable if id(p) not in undecayed]},
+        {"params": [p for p in trainable if id(p) in undecayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 def _norms_and_biases(model: nn.Module) -> set[int]:
-    """The `id` of each parameter of a norm layer, and of each bias."""
+    """Return the `id` of each parameter of a norm layer, and of each bias."""
     norms = [module for module in model.modules() if isinstance(module, NORMS)]
-    of_norms = {id(p) for module in norms for p in module.parameters(recurse=False)}
-    return of_norms | {
+    norm_params = {id(p) for module in norms for p in module.parameters(recurse=False)}
+    biases = {
         id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")
     }
+    return norm_params | biases

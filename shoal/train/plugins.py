@@ -1,8 +1,8 @@
-"""`--import FILE`: the user's own models and data sets, in plain dicts of a plain Python file.
+"""`--import FILE`: the user's own models and data sets, in dicts of a Python file.
 
 # mine.py
-models = {"my_net": MyNet}          # called as MyNet(num_classes=..., input_shape=..., **options)
-data = {"my_data": load}            # called as load(config.data, seed) -> shoal.data.source.Source
+models = {"my_net": MyNet}      # called as MyNet(num_classes=..., input_shape=..., **options)
+data = {"my_data": load}        # called as load(config.data, seed) -> shoal.data.source.Source
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class Registered:
-    """What the files have registered, by name."""
+    """Models and data sets of the files, by name."""
 
     models: dict[str, Callable[..., Any]] = field(default_factory=dict)
     data: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def load(files: Iterable[str]) -> Registered:
-    """Run the files and collect their `models` and `data`. Raises ConfigError for each that is
-    missing or empty.
+    """Run the files and collect their `models` and `data`.
+
+    Raises:
+        ConfigError: files that do not exist or define neither of the two.
     """
-    found = Registered()
+    registered = Registered()
     problems = []
     for name in files:
         path = Path(name)
@@ -39,16 +41,15 @@ def load(files: Iterable[str]) -> Registered:
         module = _run(path)
         if not (hasattr(module, "models") or hasattr(module, "data")):
             problems.append(f"--import {name}: it defines neither a `models` nor a `data` dict")
-        found.models.update(getattr(module, "models", {}))
-        found.data.update(getattr(module, "data", {}))
+        registered.models.update(getattr(module, "models", {}))
+        registered.data.update(getattr(module, "data", {}))
     if problems:
         raise ConfigError(problems)
-    return found
+    return registered
 
 
 def _run(path: Path) -> Any:
-    # Under a name of its own: two files may be called the same, and none may hide a library's
-    # module.
+    # The prefix keeps a file from hiding a library's module of the same name.
     spec = importlib.util.spec_from_file_location(f"shoal_import_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What a run looks like while it goes: a bar on a terminal, plain lines elsewhere; on rank 0 alone.
+"""The display of a run on rank 0: a bar on a terminal, plain lines elsewhere.
 
 epoch 3/15 ━━━━━━━━━━╺━━━━━━━━━━━━━━  loss 0.1234  top1 97.50 %  812 samples/s  ETA 0:12
 
@@ -20,70 +20,74 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 Record = Mapping[str, float | int]
-SHORTEST_BAR, LONGEST_BAR = 8, 40
+MIN_BAR = 8
+MAX_BAR = 40
+"""Columns of the bar."""
 
 
 class Progress:
-    """The display of one run. It sees plain numbers only, and only when the caller has them anyway.
+    """The display of one run. It gets plain numbers, and never waits for the device.
 
-    The caller says what happens: `epoch` at its start, `step` after each optimizer step, `show`
-    when a record is logged, `paused` around whatever is not training, `evaluation` with its result,
-    and `close` at the end, also when
-    the run fails: the terminal is given back there.
+    Call `epoch` when an epoch begins, `step` after each optimizer step, `show` when a record is
+    logged, `paused` around all that is not training, `evaluation` with its result, and `close` at
+    the end. Call `close` also if the run fails: it restores the terminal.
 
     Args:
-        active: whether this rank shows anything; on the others every method does nothing.
-        epochs: of the whole run.
-        total_steps: optimizer steps of the whole run.
-        done_steps: those that an earlier process did.
+        active: True on the rank that shows anything; on other ranks every method does nothing.
+        epochs: epochs of the run.
+        total_steps: optimizer steps of the run.
+        done_steps: steps of it that an earlier process took.
     """
 
     def __init__(self, *, active: bool, epochs: int, total_steps: int, done_steps: int = 0) -> None:
         self._active = active
-        self._epochs, self._total_steps = epochs, total_steps
+        self._epochs = epochs
+        self._total_steps = total_steps
         self._step = done_steps
-        self._epoch, self._epoch_steps, self._epoch_step = 1, 1, 0
+        self._epoch = 1
+        self._epoch_steps = 1
+        self._epoch_step = 0
         self._results: list[str] = []
         self._doing = ""
-        self._line_due_s = 0.0
-        self._pace = Throughput(total_steps, done_steps)
+        self._next_line_s = 0.0
+        self._throughput = Throughput(total_steps, done_steps)
         self._live = _open_live() if active and on_terminal(sys.stdout) else None
 
     def epoch(self, epoch: int, steps: int, done: int = 0) -> None:
-        """An epoch (from 1) begins, or goes on after `done` of its `steps`."""
-        self._epoch, self._epoch_steps, self._epoch_step = epoch, steps, done
+        """Begin an epoch, counted from 1, after `done` of its `steps`."""
+        self._epoch = epoch
+        self._epoch_steps = steps
+        self._epoch_step = done
         self._redraw()
 
     def step(self, samples: int) -> None:
-        """An optimizer step on so many samples (over all ranks) is done. May be called at every
-        step.
-        """
+        """Count an optimizer step on so many samples over all ranks. Cheap in every step."""
         if not self._active:
             return
         self._step += 1
         self._epoch_step += 1
-        if self._pace.step(samples):
+        if self._throughput.step(samples):
             self._redraw()
 
     def show(self, record: Record) -> None:
-        """The newest results of training. On a terminal they join the bar; elsewhere they are a
-        line.
+        """Show the newest results of training, beside the bar or as a line.
 
-        Lines come at most once a second, and as the run gets longer once in 1 % of its time, to one
-        a minute."""
+        Lines are printed at most once a second. In a longer run the interval is 1 % of the time so
+        far, and at most a minute.
+        """
         if not self._active:
             return
         self._results = measures(record)
-        passed_s = self._pace.passed_s
-        if self._live is None and passed_s >= self._line_due_s:
-            self._line_due_s = passed_s + min(60.0, max(1.0, passed_s / 100))
-            print_rank_zero("  ".join([self._where(), *self._results, *self._speed()]))
+        passed_s = self._throughput.passed_s
+        if self._live is None and passed_s >= self._next_line_s:
+            self._next_line_s = passed_s + min(60.0, max(1.0, passed_s / 100))
+            print_rank_zero("  ".join([self._position(), *self._results, *self._speed()]))
 
     def evaluation(self, record: Record) -> None:
-        """The results of an evaluation: a line that stays, on a terminal too."""
+        """Print the results of an evaluation: a line that stays, on a terminal too."""
         if not self._active:
             return
-        line = "  ".join([self._where(), "validation", *measures(record)])
+        line = "  ".join([self._position(), "validation", *measures(record)])
         if self._live is None:
             print_rank_zero(line)
         else:
@@ -92,11 +96,9 @@ class Progress:
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Around an evaluation or a save (`doing` says which), so that it does not count as
-        slow training.
-        """
+        """Show `doing` in this context, and do not count its time as slow training."""
         self._doing = doing
-        with self._pace.paused():
+        with self._throughput.paused():
             self._redraw()
             try:
                 yield
@@ -104,17 +106,17 @@ class Progress:
                 self._doing = ""
 
     def close(self) -> None:
-        """Takes the bar away. May be called twice."""
+        """Remove the bar. May be called twice."""
         if self._live is not None:
             with suppress(OSError):
                 self._live.stop()
             self._live = None
 
-    def _where(self) -> str:
+    def _position(self) -> str:
         return f"epoch {self._epoch}/{self._epochs}  step {self._step}/{self._total_steps}"
 
     def _speed(self) -> list[str]:
-        rate, remaining_s = self._pace.samples_per_s, self._pace.remaining_s
+        rate, remaining_s = self._throughput.samples_per_s, self._throughput.remaining_s
         if rate is None or remaining_s is None:
             return []
         return [f"{number('samples_per_s', rate)} samples/s", f"ETA {duration(remaining_s)}"]
@@ -125,38 +127,38 @@ class Progress:
                 self._live.update(self._bar(self._live.console.width), refresh=True)
 
     def _bar(self, width: int) -> RenderableType:
-        """The epoch as a bar, with as many words at its sides as the terminal is wide enough
-        for.
-        """
+        """Return the epoch as a bar, with as many words beside it as fit into `width` columns."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        left, doing = f"epoch {self._epoch}/{self._epochs}", [self._doing] if self._doing else []
+        label = f"epoch {self._epoch}/{self._epochs}"
+        doing = [self._doing] if self._doing else []
         speed = self._speed()
         words = [*self._results, *doing, *speed]
-        given_up_first = [*speed[:1], *reversed(self._results[1:]), *doing]
-        while given_up_first and self._room(width, left, words) < SHORTEST_BAR:
-            words.remove(given_up_first.pop(0))
-        length = self._room(width, left, words)
-        if length < SHORTEST_BAR:
-            return Text("  ".join([left, *words]), no_wrap=True, overflow="crop")
+        least_important = [*speed[:1], *reversed(self._results[1:]), *doing]
+        while least_important and _bar_room(width, label, words) < MIN_BAR:
+            words.remove(least_important.pop(0))
+        length = _bar_room(width, label, words)
+        if length < MIN_BAR:
+            return Text("  ".join([label, *words]), no_wrap=True, overflow="crop")
         grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         bar = ProgressBar(self._epoch_steps, self._epoch_step, width=length)
-        grid.add_row(Text(left, style="bold"), bar, Text("  ".join(words)))
+        grid.add_row(Text(label, style="bold"), bar, Text("  ".join(words)))
         return grid
 
-    def _room(self, width: int, left: str, words: list[str]) -> int:
-        """Columns that are left for the bar between these words, at most LONGEST_BAR."""
-        return max(0, min(LONGEST_BAR, width - len(left) - len("  ".join(words)) - 5))
+
+def _bar_room(width: int, label: str, words: list[str]) -> int:
+    """Return the columns that remain for the bar between these words, at most MAX_BAR."""
+    spacing = 5  # between label, bar and words, and at the end of the line
+    return max(0, min(MAX_BAR, width - len(label) - len("  ".join(words)) - spacing))
 
 
 def _open_live() -> Live:
     from rich.console import Console
     from rich.live import Live
 
-    # Drawn when the loop says so: a thread that draws would hold locks while data-loader workers
-    # are forked.
+    # Without a thread of its own: that could hold locks while data-loader workers are forked.
     live = Live(
         console=Console(), auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
     )

@@ -1,11 +1,13 @@
-"""What `shoal replay` needs of a run, on the disk: how it began, and what its parameter servers
-noted since.
+"""The record of an asynchronous run on the disk, from which `shoal replay` runs it again.
 
 runs/digits/record/
-  step-00000000/        one for each time the run was started, by the step that it began with
-    config.yaml         the job as it was then
-    start/              a checkpoint of that moment: weights, optimizer state, where the data stands, random states
-    events.jsonl        ["a", 3, 8, 0, 4] and the like (see shoal.parameter_server.node.event_log); {"saved": 120} after each checkpoint
+  step-00000000/        one for each start of the run, named by its first step
+    config.yaml         the job at that start
+    start/              a checkpoint of that moment: weights, optimizer state, position in the
+                        data, random states
+    events.jsonl        events of parameter servers such as ["a", 3, 8, 0, 4] (see
+                        shoal.parameter_server.node.event_log), and {"saved": 120} after each
+                        checkpoint
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from shoal.strategies import NO_SERVERS
 from shoal.train.checkpoint import Checkpoints, read_info, tensor_files
 from shoal.train.checkpoint.manifest import name_of, step_of
 
-RECORD, CONFIG, START, EVENTS = "record", "config.yaml", "start", "events.jsonl"
+RECORD = "record"
+CONFIG = "config.yaml"
+START = "start"
+EVENTS = "events.jsonl"
 
 
 class Record:
-    """The record of a run that begins at `step`, being written. Made by all ranks, before the first
-    step. Collective.
+    """Writes the record of a run from `step` on. Collective: make it before the first step.
 
     Raises:
-        StrategyRefused: there are no servers, or their steps are synchronous.
+        StrategyRefused: there are no parameter servers, or their steps are synchronous.
         CheckpointError: the start cannot be saved.
     """
 
@@ -49,14 +53,16 @@ class Record:
         self._remote = run.remote if run.rank == 0 else None
         directory = Path(job.directory) / RECORD / name_of(step)
         self._file = directory / EVENTS
-        if run.rank == 0:  # an attempt that was killed before it saved anything
+        if run.rank == 0:
+            # A start at the same step, which was killed before it saved anything.
             shutil.rmtree(directory, ignore_errors=True)
         tensors, info, private = run.state()
-        here = run.mesh.place.local_world  # on it depends how the model is cut
+        # The number of ranks on a machine decides how the model is divided into partitions.
+        local_world = run.mesh.place.local_world
         info |= {
             "step": step,
             "world": run.world,
-            "local_world": here,
+            "local_world": local_world,
             **_circumstances(run.device),
         }
         Checkpoints(directory / START, keep=1).save(step, tensors, info, private)
@@ -65,11 +71,11 @@ class Record:
             self._file.write_text("")
 
     def save(self, step: int) -> None:
-        """Keep what the servers have noted so far. Every rank calls it when all have taken `step`
-        steps, no more.
+        """Append the events so far. Every rank calls it, after exactly `step` steps on all ranks.
 
-        Raises: RecordError: on rank 0, if the file cannot be written; nothing can be added to it
-        any more."""
+        Raises:
+            RecordError: on rank 0, if the file cannot be written. Later calls do nothing then.
+        """
         if self._remote is None:
             return
         lines = [json.dumps(event, separators=(",", ":")) for event in self._remote.history()]
@@ -86,7 +92,7 @@ class Record:
 
 
 def _circumstances(device: torch.device) -> dict[str, Any]:
-    """What the last bits depend on besides the job."""
+    """Return the properties of this machine on which the last bits of a run depend."""
     return {
         "device": device.type,
         "threads": torch.get_num_threads(),
@@ -97,11 +103,12 @@ def _circumstances(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReplayStart:
-    """How a recorded run began.
+    """The start of a recorded run.
 
     Attributes:
         step: steps that were taken before.
-        tensors, info: as `Run.state` gave them; private: likewise, of each rank.
+        tensors, info: as `Run.state` returned them.
+        private: likewise, for each rank.
     """
 
     job: Job
@@ -113,54 +120,56 @@ class ReplayStart:
 
     @property
     def differing_circumstances(self) -> list[str]:
-        """What is not here as it was there, and may change the last bits."""
-        here = _circumstances(torch.device(self.info["device"]))
-        pairs = ((name, self.info[name], here[name]) for name in ("torch", "processor"))
-        return [f"{name} {there} there, {now} here" for name, there, now in pairs if there != now]
+        """Sentences about properties of this machine that may change the last bits."""
+        now = _circumstances(torch.device(self.info["device"]))
+        return [
+            f"{name} {self.info[name]} there, {now[name]} here"
+            for name in ("torch", "processor")
+            if self.info[name] != now[name]
+        ]
 
 
 def newest_start(run: Path) -> ReplayStart:
-    """The newest record of a run directory. Raises RecordError: there is none. CheckpointError:
-    it is damaged.
+    """Return the start of the newest record of a run directory.
+
+    Raises:
+        RecordError: there is no record.
+        CheckpointError: the checkpoint of its start is damaged.
     """
     directory = run / RECORD
-    found = (
-        [path for path in directory.iterdir() if step_of(path.name) is not None]
-        if directory.is_dir()
-        else []
+    entries = directory.iterdir() if directory.is_dir() else ()
+    records = sorted(
+        path for path in entries if step_of(path.name) is not None and (path / EVENTS).is_file()
     )
-    begun = sorted(path for path in found if (path / EVENTS).is_file())
-    if not begun:
+    if not records:
         raise RecordError(
             f"{run} holds no record. It is made by `shoal train ... --record`, while the run "
             "trains."
         )
-    path = begun[-1]
+    path = records[-1]
     skipped: list[str] = []
     start, step = Checkpoints(path / START).choose(skipped.append)
     if start is None:
-        why = "".join(f" {sentence}" for sentence in skipped)
+        reasons = "".join(f" {sentence}" for sentence in skipped)
         raise RecordError(
-            f"{path / START} holds no checkpoint: nobody can tell how the run began.{why}"
+            f"{path / START} holds no checkpoint: nobody can tell how the run began.{reasons}"
         )
     info = read_info(start)
-    everything = tensor_files.read(start, lambda _: True)
+    tensors = tensor_files.read(start, lambda _: True)
     private = []
     for rank in range(int(info["world"])):
-        mine = [name for name in everything if name.startswith(f"rank{rank}/")]
-        private.append({name.partition("/")[2]: everything.pop(name) for name in mine})
-    return ReplayStart(read(path / CONFIG).job, step, everything, info, private, path)
+        names = [name for name in tensors if name.startswith(f"rank{rank}/")]
+        private.append({name.partition("/")[2]: tensors.pop(name) for name in names})
+    return ReplayStart(read(path / CONFIG).job, step, tensors, info, private, path)
 
 
 def saved_steps(start: ReplayStart) -> list[int]:
-    """The steps of the run up to which the record goes, one for each checkpoint. Raises
-    RecordError.
-    """
+    """Return the steps of the checkpoints that the record covers. Raise RecordError if damaged."""
     return [line["saved"] for line in _lines(start.path / EVENTS) if isinstance(line, dict)]
 
 
 def events_until(start: ReplayStart, saved: int) -> list[Event]:
-    """What was noted before the checkpoint of step `saved`. Raises RecordError."""
+    """Return the events before the checkpoint of step `saved`. Raise RecordError without it."""
     events: list[Event] = []
     for line in _lines(start.path / EVENTS):
         if isinstance(line, list):
@@ -171,33 +180,32 @@ def events_until(start: ReplayStart, saved: int) -> list[Event]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Whole lines; a kill may have left half of one at the end."""
+    """Yield the complete lines. A kill may have left a part of one at the end."""
     with path.open() as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 return
             try:
-                found = json.loads(line)
-                ok = _is_event(found) or _is_save_marker(found)
+                value = json.loads(line)
+                is_valid = _is_event(value) or _is_save_marker(value)
             except ValueError:
-                ok = False
-            if not ok:
+                is_valid = False
+            if not is_valid:
                 raise RecordError(
                     f"{path}, line {number}: {line[:60].strip()!r} is no note of a parameter "
                     "server."
                 )
-            yield found
+            yield value
 
 
-def _is_save_marker(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("saved"), int)
+def _is_save_marker(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("saved"), int)
 
 
-def _is_event(found: Any) -> bool:
-    if (
-        not isinstance(found, list)
-        or len(found) != len(Event._fields)
-        or found[0] not in ("a", "r", "p")
-    ):
+def _is_event(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != len(Event._fields):
         return False
-    return all(isinstance(number, int) and number >= 0 for number in found[1:])
+    kind, *numbers = value
+    if kind not in ("a", "r", "p"):
+        return False
+    return all(isinstance(number, int) and number >= 0 for number in numbers)

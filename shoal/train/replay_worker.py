@@ -1,6 +1,4 @@
-"""One worker of a recorded run, taken a step at a time: its own model, data and random numbers,
-and nobody else.
-"""
+"""One worker of a recorded run: its model, data and random numbers, one step at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from shoal.parameter_server.replay.recorded_order import ReplayStep
 from shoal.parameter_server.replay.replay_client import ReplayedServers
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.run import Run
-from shoal.run.run import RunSettings
+from shoal.run.preparation import RunSettings
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.server.strategy import Server
@@ -37,84 +35,89 @@ from shoal.train.record import ReplayStart
 
 
 class Worker:
-    """Rank `rank` of a recorded run, as it was before its first step.
+    """Rank `rank` of a recorded run, in its state before the first step.
 
-    Args: held: the parts of all servers, shared by all workers; rank 0 comes first, and fills them.
+    Args:
+        partitions: the partitions of all servers, shared by all workers. Make the worker of rank 0
+            first: it fills this list.
     """
 
-    def __init__(self, start: ReplayStart, rank: int, held: list[PartitionState]) -> None:
-        job = self.job = replace(
-            start.job, data=replace(start.job.data, workers=0)
-        )  # they change no sample
+    def __init__(self, start: ReplayStart, rank: int, partitions: list[PartitionState]) -> None:
+        # Samples are the same with any number of data-loader workers.
+        job = self.job = replace(start.job, data=replace(start.job.data, workers=0))
         ranks = len(start.private)
-        machine = int(start.info.get("local_world", ranks))
+        local_world = int(start.info.get("local_world", ranks))
         mesh = _SingleRankAxis(
             rank=rank,
             size=ranks,
             device=torch.device(start.info["device"]),
-            place=replace(read_place(os.environ), world=ranks, local_world=machine),
+            place=replace(read_place(os.environ), world=ranks, local_world=local_world),
         )
         seed_all(job.seed)
         built = build(job, mesh.device)
-        strategies = _strategies(job, held)
-        self._servers = next(s for s in strategies if isinstance(s, _ReplayStrategy))
-        self.run = Run(mesh, strategies, RunSettings(job.seed, job.train.accumulate), None, _silent)
+        strategies = _strategies(job, partitions)
+        self._strategy = next(s for s in strategies if isinstance(s, _ReplayStrategy))
+        settings = RunSettings(job.seed, job.train.accumulate)
+        self.run = Run(mesh, strategies, settings, loss_scale=None, announce=_ignore)
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
         )
         self.run.load_state(start.tensors, start.info, start.private[rank])
-        self.task, self.held = built.task, held
+        self.task = built.task
+        self.partitions = partitions
+        # All workers share this process, so each brings its random state with each step.
         self.random = random_state(mesh.device)
-        self._taken = start.step
+        self._steps_taken = start.step
         self._steps = self._all_steps()
 
-    def take(self, part: int, values: Tensor) -> None:
-        """Begin the next step with these values of a part."""
-        self._servers.replayed.take(part, values)
+    def take(self, partition: int, values: Tensor) -> None:
+        """Let the next step begin with these values of a partition."""
+        self._strategy.servers.take(partition, values)
 
     def step(self) -> ReplayStep:
-        """The next step of this worker: what it pushed there."""
+        """Take the next step of this worker. Return what it pushed."""
         load_random_state(self.random)
         next(self._steps)
         self.random = random_state(self.run.device)
-        return self._servers.replayed.stepped()
+        return self._strategy.servers.stepped()
 
     def buffers(self) -> list[Tensor]:
-        """Copies."""
+        """Return copies of the model's buffers."""
         return [buffer.clone() for buffer in self.model.buffers()]
 
     def load_buffers(self, buffers: list[Tensor]) -> None:
-        """The inverse."""
-        for own, other in zip(self.model.buffers(), buffers, strict=True):
-            own.copy_(other)
+        """Load what `buffers` of another worker returned."""
+        for buffer, other in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(other)
 
     def _all_steps(self) -> Iterator[None]:
-        """As `shoal.train.loop.Training` takes them, without all that changes no weight."""
+        """Take the steps of `shoal.train.loop.Training`, without all that changes no weight."""
         job = self.job
         epoch_steps = [self.loader.batches_in(epoch) for epoch in range(job.train.epochs)]
         total = min(sum(epoch_steps), job.train.max_steps or sum(epoch_steps))
-        while self._taken < total:
+        while self._steps_taken < total:
             epoch = self.loader.epoch
-            first = self._taken - sum(epoch_steps[:epoch])
+            first = self._steps_taken - sum(epoch_steps[:epoch])
             for index, batch in enumerate(self.loader, start=first):
                 inputs, target = self.run.to_device(batch)
                 epochs = epoch + index / epoch_steps[epoch]
-                set_learning_rate(self.optimizer, factor(job.schedule, epochs, self._taken / total))
+                progress = self._steps_taken / total
+                set_learning_rate(self.optimizer, factor(job.schedule, epochs, progress))
                 self.optimizer.zero_grad()
                 self.run.forward_backward(
                     self.task.loss, self.model, inputs, target, measure=self.task.num_correct
                 )
                 self.optimizer.step()
-                self._taken += 1
+                self._steps_taken += 1
                 yield
 
 
-def _strategies(job: Job, held: list[PartitionState]) -> list[Strategy]:
-    """As `shoal.run.begin` puts them together, with a stand-in for the servers."""
+def _strategies(job: Job, partitions: list[PartitionState]) -> list[Strategy]:
+    """Return the strategies in the order of `shoal.init`, with a replay in place of servers."""
     chosen = [
-        _ReplayStrategy(s, held) if isinstance(s, Server) else s
-        for s in build_strategies(parse_line(job.strategy))
+        _ReplayStrategy(strategy, partitions) if isinstance(strategy, Server) else strategy
+        for strategy in build_strategies(parse_line(job.strategy))
     ]
     compiled: list[Strategy] = [Compile()] if job.model.compile else []
     return [
@@ -126,20 +129,22 @@ def _strategies(job: Job, held: list[PartitionState]) -> list[Strategy]:
 
 
 class _ReplayStrategy(Strategy):
-    """Cuts as `Server` with the same options does.
+    """Stands in for the strategy `Server`: the same worker, with servers in this process.
 
-    Attributes: replayed: in place of servers, once the optimizer is known.
+    Attributes:
+        servers: are there once the optimizer is attached.
     """
 
-    replayed: ReplayedServers
+    servers: ReplayedServers
 
-    def __init__(self, options: Server, held: list[PartitionState]) -> None:
-        self.options, self.held = options, held
+    def __init__(self, options: Server, partitions: list[PartitionState]) -> None:
+        self.options = options
+        self.partitions = partitions
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        engine = WorkerEngine(self.options, part, mesh, self._connect)
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        engine = WorkerEngine(self.options, model, mesh, self._connect)
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
@@ -147,15 +152,17 @@ class _ReplayStrategy(Strategy):
             strategy_state=engine,
         )
 
-    def _connect(self, engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
-        self.replayed = ReplayedServers(engine.flat, recipe, self.held, engine.compression)
-        return WorkerClient(engine.flat, self.replayed, engine.staleness)
+    def _connect(self, engine: WorkerEngine, spec: OptimizerSpec) -> WorkerClient:
+        self.servers = ReplayedServers(engine.flat, spec, self.partitions, engine.compression)
+        return WorkerClient(engine.flat, self.servers, engine.staleness)
 
 
 @dataclass(frozen=True)
 class _SingleRankAxis(Mesh):
-    """One rank of several, whose others are elsewhere in this process: what is collective has
-    been said.
+    """A mesh of several ranks in which this one is alone: its collectives send nothing.
+
+    The other ranks are workers in the same process. All that collectives would exchange is in the
+    record, or equal on all ranks.
     """
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -177,5 +184,5 @@ class _SingleRankAxis(Mesh):
         pass
 
 
-def _silent(_: str) -> None:
-    """The run itself has said what there is to say."""
+def _ignore(_: str) -> None:
+    """Print nothing: the recorded run has printed its startup summary."""

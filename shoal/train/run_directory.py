@@ -1,11 +1,12 @@
-"""The run directory: it holds one experiment, and says so.
+"""The run directory: it belongs to one experiment, and to one process at a time.
 
 runs/digits/
-  config.yaml       the merged configuration; it reproduces the run
+  config.yaml       all settings; `shoal train config.yaml` is the same experiment
   metrics.jsonl     one JSON object a line
-  tensorboard/      the same, as events
+  tensorboard/      the same records, as events
   checkpoints/      step-00000120/ ..., latest, best
   curves.png        drawn when the run ends
+  .lock             locked while a run trains here
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ from shoal.platform.files import atomic_write
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
 
-CONFIG, LOCK = "config.yaml", ".lock"
-WORK = ("checkpoints", "metrics.jsonl")
-"""What a run that got as far as training has left; without these there is nothing to lose."""
+CONFIG = "config.yaml"
+LOCK = ".lock"
+RESULTS = ("checkpoints", "metrics.jsonl")
+"""Results of training: a directory without these may get another experiment."""
 
 
 def check_usable(job: Job) -> None:
-    """Raise ConfigError where `claim` would, as far as can be told without making anything. One
-    process calls it.
+    """Raise ConfigError if `lock` would, as far as that is known without making any file.
+
+    For one process.
     """
     directory = Path(job.directory)
-    _refuse_what_is_there(directory, job)
+    _check_contents(directory, job)
     nearest = next(path for path in (directory, *directory.parents) if path.exists())
     try:
         if (directory / LOCK).exists():
-            _locked(directory).close()
+            _open_lock(directory).close()
         elif not nearest.is_dir():
             raise NotADirectoryError(ENOTDIR, f"{nearest} is no directory")
         elif not os.access(nearest, os.W_OK | os.X_OK):
@@ -50,18 +53,20 @@ def check_usable(job: Job) -> None:
 
 
 def lock(job: Job) -> IO[str]:
-    """Make `job`'s run directory, or take it up again. One process calls it, once the model and the
-    data are there.
+    """Make `job`'s run directory, or lock the existing one. For one process.
 
-    Returns: a lock, held until it is closed or the process ends, however it ends.
-    Raises: ConfigError: it holds another experiment, or files that are no run, or a run that is
-        training right now, or one that shall not be resumed.
+    Call it after model and data were built, so that a mistake there leaves no directory.
+
+    Returns: the lock. It is released when it is closed or when the process ends, in any way.
+    Raises:
+        ConfigError: the directory holds another experiment, or files that are no run; or a run
+            that is training now, or that `checkpoint.resume` forbids to go on with.
     """
     directory = Path(job.directory)
-    _refuse_what_is_there(directory, job)
+    _check_contents(directory, job)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = _locked(directory)
+        lock = _open_lock(directory)
         with atomic_write(directory / CONFIG, survives="file") as file:
             file.write(to_yaml(job).encode())
     except OSError as error:
@@ -70,8 +75,10 @@ def lock(job: Job) -> IO[str]:
 
 
 def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
-    """`claim` by rank 0; where it is refused, every rank says so. Collective. Raises
-    ConfigError.
+    """Call `lock` on rank 0, and return the lock there. Collective.
+
+    Raises:
+        ConfigError: on every rank, if `lock` raised on rank 0.
     """
     claim: AbstractContextManager[Any] = nullcontext()
     problems: Sequence[str] = ()
@@ -80,34 +87,35 @@ def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
             claim = lock(job)
         except ConfigError as error:
             problems = error.problems
-    refused = mesh.broadcast_str("\n".join(problems))
-    if refused:
-        raise ConfigError(refused.split("\n"))
+    text = mesh.broadcast_str("\n".join(problems))
+    if text:
+        raise ConfigError(text.split("\n"))
     return claim
 
 
 def job_of(directory: Path) -> Job:
-    """The job that `directory` holds. Raises ConfigError when it is no run directory."""
+    """Return the job of a run directory. Raise ConfigError if it is none."""
     if not (directory / CONFIG).is_file():
         raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
     return read(directory / CONFIG).job
 
 
 def last_saved(directory: Path) -> int | None:
-    """The step of a run's newest checkpoint; None without any. Only its name is read: ranks
-    verify what they load.
+    """Return the step of a run's newest checkpoint; None if there is no checkpoint.
+
+    Only its name is read: ranks verify the checkpoint before they load it.
     """
     names = [path.name.removeprefix("step-") for path in (directory / "checkpoints").glob("step-*")]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def _refuse_what_is_there(directory: Path, job: Job) -> None:
+def _check_contents(directory: Path, job: Job) -> None:
     if (directory / CONFIG).exists():
-        if any((directory / name).exists() for name in WORK):
-            _refuse_another_experiment(directory, job)
-            _refuse_to_start_afresh(directory, job)
-    elif strangers := _foreign_files(directory):
-        names = ", ".join(strangers[:3])
+        if any((directory / name).exists() for name in RESULTS):
+            _check_same_experiment(directory, job)
+            _check_resumes(directory, job)
+    elif foreign := _foreign_files(directory):
+        names = ", ".join(foreign[:3])
         raise ConfigError(
             [
                 f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another "
@@ -121,14 +129,19 @@ def _unwritable(directory: Path, error: OSError) -> ConfigError:
 
 
 def _foreign_files(directory: Path) -> list[str]:
-    """What a run did not put there; a kill may have left a config that was being written."""
-    found = directory.iterdir() if directory.exists() else ()
+    """Return names of files that no run makes.
+
+    A kill may have left a temporary file of the config.
+    """
+    entries = directory.iterdir() if directory.exists() else ()
     return sorted(
-        path.name for path in found if path.name != LOCK and not path.name.startswith(f"{CONFIG}.")
+        path.name
+        for path in entries
+        if path.name != LOCK and not path.name.startswith(f"{CONFIG}.")
     )
 
 
-def _refuse_another_experiment(directory: Path, job: Job) -> None:
+def _check_same_experiment(directory: Path, job: Job) -> None:
     changed = differences(job_of(directory), job)
     if changed:
         raise ConfigError(
@@ -139,8 +152,8 @@ def _refuse_another_experiment(directory: Path, job: Job) -> None:
         )
 
 
-def _refuse_to_start_afresh(directory: Path, job: Job) -> None:
-    """Two histories in one directory would take each other's records and checkpoints away."""
+def _check_resumes(directory: Path, job: Job) -> None:
+    """Raise ConfigError for checkpoints that shall not be resumed: a new run would prune them."""
     if not job.checkpoint.resume and any((directory / "checkpoints").glob("step-*")):
         raise ConfigError(
             [
@@ -150,12 +163,15 @@ def _refuse_to_start_afresh(directory: Path, job: Job) -> None:
         )
 
 
-def _locked(directory: Path) -> IO[str]:
-    """Two runs in one directory would remove each other's checkpoints."""
+def _open_lock(directory: Path) -> IO[str]:
+    """Lock the directory. Raise ConfigError if another process has locked it.
+
+    Two runs in one directory would prune each other's checkpoints.
+    """
     lock = (directory / LOCK).open("a+")
     try:
-        # Not flock: data-loader workers would inherit it, and hold it for seconds after a kill of
-        # this process.
+        # Not flock: data-loader workers would inherit that lock, and they live on for seconds after
+        # this process is killed.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         with lock:

@@ -1,6 +1,4 @@
-"""`shoal train -n N`: a job on ranks of this machine, which goes on when a rank is lost and
-when it is scaled.
-"""
+"""`shoal train -n N`: a job on ranks of this machine, restarted after a lost rank or a scaling."""
 
 from __future__ import annotations
 
@@ -21,26 +19,30 @@ from shoal.train import entry
 from shoal.train.run_directory import CONFIG, last_saved
 
 RESTARTS = 3
+"""Restarts after a lost rank, unless `--restarts` says otherwise."""
 PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
 
 
 def train(job: Job, line: StrategyLine, processes: int, restarts: int = RESTARTS) -> int:
-    """Train `job` by the strategies of `line` on `processes` ranks of this machine. Main thread
-    only.
+    """Train `job` by the strategies of `line` on `processes` ranks. For the main thread.
 
-    Returns: the exit code, as `shoal.launch.local.run`.
+    Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
     """
     directory = Path(job.directory)
-    # What this very command has saved belongs to it, whatever it was told about older runs.
-    again = replace(job, checkpoint=replace(job.checkpoint, resume=True))
-    objections, saved_step = partial(check_job, job, line), partial(last_saved, directory)
+    # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
+    resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
+    check = partial(check_job, job, line)
+    saved_step = partial(last_saved, directory)
     with ControlServer(directory, CONFIG) as control, _server_directory() as folder:
         environment = {"SHOAL_SERVER_DIRECTORY": folder}
-        work = JobSpec(entry.train, (job,), (again,), objections, saved_step, environment, PRELOAD)
-        return run_with_restarts(work, processes, control, restarts)
+        spec = JobSpec(entry.train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
+        return run_with_restarts(spec, processes, control, restarts)
 
 
 def _server_directory() -> tempfile.TemporaryDirectory[str]:
-    """Where servers keep their key: a rank that is killed cannot remove it."""
-    around = os.environ.get("SHOAL_SERVER_DIRECTORY")
-    return tempfile.TemporaryDirectory(prefix="shoal-run-", dir=around, ignore_cleanup_errors=True)
+    """Return a directory for the key of parameter servers.
+
+    This process removes it in the end: a rank that is killed could not.
+    """
+    parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
+    return tempfile.TemporaryDirectory(prefix="shoal-run-", dir=parent, ignore_cleanup_errors=True)

@@ -1,5 +1,6 @@
-"""TensorBoard's events of a run: the scalars `train/*` and `validation/*`. Imported by those
-who want them only.
+"""TensorBoard events of a run: the scalars `train/*` and `validation/*`.
+
+A module of its own, because tensorboard is an optional dependency.
 """
 
 from __future__ import annotations
@@ -15,26 +16,28 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 
 from shoal.train.metrics_file import Record, append
 
-PLACES = ("step", "epoch", "sample", "time_s")  # where a record was measured, not what
+POSITIONS = ("step", "epoch", "sample", "time_s")
+"""Names in a record that say when it was measured: no scalars."""
 
 
 class Events:
-    """An event file, each record in the file when `write` returns.
+    """An event file, unbuffered: each record is in the file when `write` returns.
 
-    Not torch's SummaryWriter: its thread holds back up to two minutes of events, is in the way of
-    forked data-loader workers, and dies with a traceback when the disk is full. The format and the
-    protocol are TensorBoard's own.
+    torch's SummaryWriter is not used. Its thread keeps up to two minutes of events in memory, is
+    dangerous when data-loader workers are forked, and dies with a traceback when the disk is full.
+    The format is TensorBoard's own.
 
-    Args: directory: made if it is not there; earlier files stay. resume_step: last step of the
-        earlier files that counts; TensorBoard forgets what they say about later ones.
+    Args:
+        directory: it is made if it does not exist; earlier files stay.
+        resume_step: TensorBoard ignores events of later steps in earlier files.
 
-    Raises: OSError: from here or from `write`; an event that did not fit on the disk is left out as
-        a whole.
+    Raises:
+        OSError: here or in `write`. An event that does not fit on the disk is left out completely.
     """
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # Readers take the files in the order of their names.
+        # TensorBoard reads the files in the order of their names.
         order = sum(1 for _ in directory.glob("events.out.tfevents.*"))
         self._file = io.FileIO(
             directory / f"events.out.tfevents.{int(time.time()):010d}.{order:06d}.shoal", "x"
@@ -43,8 +46,10 @@ class Events:
         self._write(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, kind: str, record: Record) -> None:
-        """Appends the numbers of a record as scalars `kind/name`."""
-        scalars = {f"{kind}/{name}": value for name, value in record.items() if name not in PLACES}
+        """Append the numbers of a record as scalars `kind/name`."""
+        scalars = {
+            f"{kind}/{name}": value for name, value in record.items() if name not in POSITIONS
+        }
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(step=int(record["step"]), summary=Summary(value=values))
 

@@ -1,18 +1,18 @@
-"""`shoal export`: the plain whole model of a run in one safetensors file, whatever strategy has
-saved it.
+"""`shoal export`: the full model of a run in one safetensors file, saved by any strategy.
 
     checkpoint                 model.safetensors
       shard of rank 0            8 bytes: length of the header
-        tensor 1, rows 0 1 2     header: JSON, name -> dtype, shape, place
+        tensor 1, rows 0 1 2     header: JSON, name -> dtype, shape, offsets
         tensor 2, rows 0 1 2     tensor 1: rows 0 1 2, rows 3 4 5
       shard of rank 1            tensor 2: rows 0 1 2, rows 3 4 5
         tensor 1, rows 3 4 5     ...
         ...
 
-One process; every piece is read alone and written to its place, so that memory is that of the
-largest piece: a shard of a tensor if a strategy that shards has saved it, a tensor otherwise. The
-header can be written first, because the checkpoint's index knows shapes and dtypes. Source of the
-format: the safetensors project's description."""
+One process reads one chunk at a time and writes it to its offset. So it needs the memory of the
+largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor otherwise. The
+header can be written first, because the checkpoint's index has shapes and dtypes. Source of the
+format: the safetensors project's description.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-MODEL, AVERAGE = "model.", "ema."
+MODEL = "model."
+AVERAGE = "ema."
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: `averaged` says that parameters are the moving average, as in an
-    evaluation.
+    """A model that was written.
+
+    Attributes:
+        from_ema: parameters are the moving average, as in an evaluation.
     """
 
     step: int
@@ -60,13 +63,11 @@ class Exported:
 
 
 def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest") -> Exported:
-    """Write the model of a run's checkpoint to `output`, under the model's own names. For one
-    process.
+    """Write the model of a run's checkpoint to `output`, under the model's own names.
 
-    The checkpoint is verified first; one that is damaged is named on stderr, and the one before it
-    used. `output` is
-    replaced in one piece or not at all. Where the run keeps a moving average of its weights, that
-    is written: it is what evaluations measure.
+    For one process. The checkpoint is verified first. One that is damaged is named on stderr, and
+    the one before it is used. `output` is replaced in one piece or not at all. If the run has a
+    moving average of its weights, that is written, because evaluations measure it.
 
     Raises:
         ConfigError: `run` is no run directory.
@@ -88,9 +89,9 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
         raise CheckpointError(
             f"{run} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
-    there = stored(path)
-    names = _names(there)
-    tensors = {name: there[stored_name] for name, stored_name in names.items()}
+    entries = stored(path)
+    names = _stored_names(entries)
+    tensors = {name: entries[stored_name] for name, stored_name in names.items()}
     try:
         size_bytes = _write(output, tensors, {"format": "pt", "run": job.name, "step": str(step)})
     except OSError as error:
@@ -100,42 +101,41 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
     return Exported(step, len(names), size_bytes, averaged)
 
 
-def _names(there: Mapping[str, Any]) -> dict[str, str]:
-    """The model's own names, and under which name the checkpoint holds each."""
-    own = [name.removeprefix(MODEL) for name in there if name.startswith(MODEL)]
-    return {
-        name: AVERAGE + name if AVERAGE + name in there else MODEL + name for name in sorted(own)
-    }
+def _stored_names(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each name of the model the name of its tensor in the checkpoint."""
+    names = sorted(name.removeprefix(MODEL) for name in entries if name.startswith(MODEL))
+    # Buffers have no moving average.
+    return {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in names}
 
 
 def _write(output: Path, tensors: Mapping[str, TensorEntry], metadata: dict[str, str]) -> int:
+    """Write the file. Return its size in bytes."""
     header, starts, end = _header(tensors, metadata)
     with atomic_write(output, survives="rename", mode=0o644) as stream:
         stream.write(header)
         for name, tensor in tensors.items():
-            for piece in tensor.pieces:
-                _copy(piece, tensor, stream, starts[name])
+            for chunk in tensor.chunks:
+                _copy(chunk, tensor, stream, starts[name])
     return end
 
 
 def _header(
     tensors: Mapping[str, TensorEntry], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """What stands before the tensors, at which byte of the file each of them starts, and where
-    the last ends.
-    """
+    """Return the header, the offset in bytes of each tensor in the file, and the file's size."""
     entries: dict[str, Any] = {"__metadata__": metadata}
-    starts, end = {}, 0
+    starts = {}
+    end = 0  # offsets in the header are counted from its end
     for name, tensor in tensors.items():
-        starts[name], end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
-        place = [starts[name], end]
+        starts[name] = end
+        end += tensor.shape.numel() * tensor.dtype.itemsize
         entries[name] = {
             "dtype": _dtype(name, tensor.dtype),
             "shape": list(tensor.shape),
-            "data_offsets": place,
+            "data_offsets": [starts[name], end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin aligned
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned to 8 bytes
     first = 8 + len(text)
     return (
         len(text).to_bytes(8, "little") + text,
@@ -144,13 +144,14 @@ def _header(
     )
 
 
-def _copy(piece: Chunk, tensor: TensorEntry, stream: io.BufferedWriter[Any], start: int) -> None:
-    """Write one piece to its place in a tensor that starts at byte `start`. The piece is freed
-    on return.
+def _copy(chunk: Chunk, tensor: TensorEntry, stream: io.BufferedWriter[Any], start: int) -> None:
+    """Write one chunk to its offsets in a tensor that starts at byte `start`.
+
+    The chunk is freed on return, before the next one is read.
     """
-    values = piece.read().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    values = chunk.read().contiguous().reshape(-1).view(torch.uint8).numpy().data
     done = 0
-    for first, length in piece.runs(tensor.shape):
+    for first, length in chunk.runs(tensor.shape):
         size_bytes = length * tensor.dtype.itemsize
         stream.seek(start + first * tensor.dtype.itemsize)
         stream.write(values[done : done + size_bytes])

@@ -1,6 +1,4 @@
-"""Weights to start from: a torch file or a safetensors file, of this very model. Nothing but
-tensors is read.
-"""
+"""Initial weights from a torch file or a safetensors file. Only tensors are read from it."""
 
 from __future__ import annotations
 
@@ -19,12 +17,17 @@ from shoal.errors import ConfigError
 
 
 def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
-    """Give `model` the weights in `file`; one tensor at a time from a .safetensors file.
+    """Load the weights in `file` into `model`, one tensor at a time from a .safetensors file.
 
-    Returns: sentences about what was rounded, where the file has a wider floating-point dtype than
-    the model.
-    Raises: ConfigError: no such file, no file of weights alone, or not the weights of this model;
-    names what differs."""
+    Args:
+        name: of the model, for errors.
+
+    Returns: sentences about tensors that were rounded, because the file has a wider floating-point
+        dtype than the model.
+    Raises:
+        ConfigError: the file does not exist, holds other things than weights, or holds the weights
+            of another model. All differences are named at once.
+    """
     path = Path(file)
     if not path.is_file():
         raise ConfigError([f"model.weights: there is no file {path}"])
@@ -34,16 +37,16 @@ def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
 
 
 def _load_safetensors(model: nn.Module, path: Path, name: str) -> list[str]:
-    own = model.state_dict()
+    state = model.state_dict()
     try:
         with safe_open(path, framework="pt") as file:
-            there = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            _refuse_mismatch(own, there, path, name)
-            notes = _rounded(
-                own, {key: file.get_tensor(key).dtype for key in there}, path, name
-            )  # mapped, not read
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            _check_match(state, shapes, path, name)
+            # The file is mapped: `get_tensor` reads nothing yet.
+            dtypes = {key: file.get_tensor(key).dtype for key in shapes}
+            notes = _check_dtypes(state, dtypes, path, name)
             with torch.no_grad():
-                for key, tensor in own.items():
+                for key, tensor in state.items():
                     tensor.copy_(file.get_tensor(key))
             return notes
     except (SafetensorError, OSError) as error:
@@ -60,7 +63,7 @@ def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
             [f"model.weights: {path} holds a {type(state).__name__}, and no state dict of {name}"]
         )
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-    notes = _rounded(model.state_dict(), dtypes, path, name)
+    notes = _check_dtypes(model.state_dict(), dtypes, path, name)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -69,69 +72,69 @@ def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
 
 
 def _read_torch(path: Path) -> Any:
-    """What is in a file of torch's, where that is tensors in dicts and lists and nothing else."""
+    """Return the contents of a file of torch.save: tensors in dicts and lists, nothing else."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # Torch advises to load such a file with weights_only=False, which would run whatever is in
-        # it.
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"holds {found[1]}, and tensors alone are read"
-            if found
-            else "is not a torch or safetensors file"
-        )
-        cure = (
-            "Save what model.state_dict() gives"
-            if found
-            else "Give a file that torch.save or `shoal export` wrote"
-        )
+        # torch advises weights_only=False here, which would run any code in the file.
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if match:
+            reason = f"holds {match[1]}, and tensors alone are read"
+            cure = "Save what model.state_dict() gives"
+        else:
+            reason = "is not a torch or safetensors file"
+            cure = "Give a file that torch.save or `shoal export` wrote"
         raise ConfigError([f"model.weights: {path} {reason}. {cure}."]) from error
-    except Exception as error:  # what a torn or altered file makes torch raise has no end of types
+    except Exception as error:  # torch raises errors of any type for a damaged file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             [f"model.weights: {path} is damaged, or no torch file: {first}"]
         ) from error
 
 
-def _refuse_mismatch(
-    own: Mapping[str, Tensor], there: Mapping[str, tuple[int, ...]], path: Path, name: str
+def _check_match(
+    state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path, name: str
 ) -> None:
+    """Raise ConfigError unless the file's names and shapes are those of the model.
+
+    Args:
+        state: the model's `state_dict`.
+        shapes: of the tensors in the file.
+    """
     problems = [
-        f"model.weights: {path} lacks {key}, which {name} has" for key in own if key not in there
+        f"model.weights: {path} lacks {key}, which {name} has" for key in state if key not in shapes
     ]
     problems += [
-        f"model.weights: {path} has {key}, which {name} lacks" for key in there if key not in own
+        f"model.weights: {path} has {key}, which {name} lacks" for key in shapes if key not in state
     ]
     problems += [
-        f"model.weights: {key} has shape {there[key]} in {path} and {tuple(tensor.shape)} in {name}"
-        for key, tensor in own.items()
-        if key in there and there[key] != tuple(tensor.shape)
+        f"model.weights: {key} has shape {shapes[key]} in {path} and {tuple(tensor.shape)} in "
+        f"{name}"
+        for key, tensor in state.items()
+        if key in shapes and shapes[key] != tuple(tensor.shape)
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _rounded(
-    own: Mapping[str, Tensor], there: Mapping[str, torch.dtype], path: Path, name: str
+def _check_dtypes(
+    state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path, name: str
 ) -> list[str]:
-    """A sentence for each two dtypes of which the model's holds less. Raises ConfigError: they
-    are not of one kind.
+    """Return a sentence for each pair of dtypes where the model's is the narrower one.
+
+    Raises:
+        ConfigError: one dtype is floating-point and the other is not.
     """
-    found = {key: (dtype, own[key].dtype) for key, dtype in there.items() if key in own}
-    losing = {key: both for key, both in found.items() if torch.promote_types(*both) != both[1]}
-    strange = {
-        key: both
-        for key, both in found.items()
-        if both[0].is_floating_point != both[1].is_floating_point
-    }
+    pairs = {key: (dtype, state[key].dtype) for key, dtype in dtypes.items() if key in state}
+    rounded = [pair for pair in pairs.values() if torch.promote_types(*pair) != pair[1]]
     problems = [
         f"model.weights: {key} is {a} in {path} and {b} in {name}"
-        for key, (a, b) in strange.items()
+        for key, (a, b) in pairs.items()
+        if a.is_floating_point != b.is_floating_point
     ]
     if problems:
         raise ConfigError(problems)
     return [
-        f"model.weights: {count} of {len(there)} tensors are {a} in {path} and were rounded to {b}"
-        for (a, b), count in Counter(losing.values()).items()
+        f"model.weights: {count} of {len(dtypes)} tensors are {a} in {path} and were rounded to {b}"
+        for (a, b), count in Counter(rounded).items()
     ]

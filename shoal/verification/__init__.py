@@ -1,12 +1,16 @@
 """The proof: a strategy trains a model as one process does, to the last digits of float64.
 
-      one process    batch 0 ── gradients ── step ── batch 1 ── gradients ── step ── ...    a plain PyTorch loop
-                                    ║ every parameter's                   ║
-      n ranks        batch 0 ── gradients ── step ── batch 1 ── gradients ── step ── ...    Shoal, with the strategy
+    one process   batch 0 ── gradients ── step ── batch 1 ── gradients ── step ── ...   by hand
+                                 ║ each parameter's                ║
+    n ranks       batch 0 ── gradients ── step ── batch 1 ── gradients ── step ── ...   by Shoal
 
-The optimizer is SGD with momentum: Adam divides a wrong scale away. One file each: `trajectory` has
-the two loops, `differences` compares them, `batches` makes a loader of a function, `verdict` is
-what a user calls and reads."""
+The optimizer is SGD with momentum, because Adam divides a wrong scale of the gradients away.
+
+- `trajectory` has the two loops;
+- `differences` compares tensors, and `buffer_check` explains differences of buffers;
+- `batches` makes a data loader of a function;
+- `verdict` has the functions that a user calls, and their result.
+"""
 
 from shoal.verification.trajectory import Experiment
 from shoal.verification.verdict import Verdict, verify, verify_job

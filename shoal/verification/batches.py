@@ -1,5 +1,6 @@
-"""A loader of the global batches that a function gives, row by row, so that they can be shared
-out.
+"""A data loader of the global batches that a function returns.
+
+It is a loader of single samples, so that Shoal can divide each batch among ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
 
 BatchFunction = Callable[[int], tuple[Any, ...]]
-"""Step, from 0 -> a global batch: inputs, then the target; nests of tensors with samples in
-dimension 0.
+"""Step, from 0 -> a global batch: the inputs, then the target. Each is a tensor or a nest of
+tensors, with samples in dimension 0.
 """
 
 
 def loader_of(batch_fn: BatchFunction, steps: int) -> DataLoader:
-    """Batches 0 to steps - 1, in this order.
+    """Return a loader of the batches 0 to steps - 1, in this order.
 
-    Raises: UsageError: batches of different size, except for a smaller last one; tensors of
-    different length in one."""
-    rows = _Rows([batch_fn(step) for step in range(steps)])
-    return DataLoader(rows, batch_size=rows.lengths[0], shuffle=False, collate_fn=_joined)
+    Raises:
+        UsageError: a batch differs in size from the others (only the last one may be smaller), or
+            the tensors of one batch have different lengths.
+    """
+    samples = _Samples([batch_fn(step) for step in range(steps)])
+    return DataLoader(samples, batch_size=samples.lengths[0], shuffle=False, collate_fn=_collate)
 
 
-class _Rows(Dataset):
-    """Sample i is row i of all batches, one after the other."""
+class _Samples(Dataset):
+    """The samples of all batches, one batch after the other.
+
+    Each sample has a batch dimension of 1, so that `_collate` can concatenate.
+    """
 
     def __init__(self, batches: list[tuple[Any, ...]]) -> None:
         self.batches = batches
@@ -39,8 +45,7 @@ class _Rows(Dataset):
         if any(length != first for length in self.lengths[:-1]) or self.lengths[-1] > first:
             raise UsageError(
                 f"batch_fn gave batches of {', '.join(map(str, self.lengths))} samples; all must "
-                "have the same number, "
-                "only the last one may have fewer."
+                "have the same number, only the last one may have fewer."
             )
 
     def __len__(self) -> int:
@@ -52,22 +57,24 @@ class _Rows(Dataset):
 
 
 def _length(batch: tuple[Any, ...], step: int) -> int:
+    """Return the number of samples of a batch. Raises UsageError for a malformed batch."""
     lengths = sorted({len(tensor) for tensor in _tensors(batch)})
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or len(lengths) != 1:
         raise UsageError(
             f"batch_fn({step}) must give (*inputs, target), all with samples in dimension 0; it "
-            "gave a "
-            f"{type(batch).__name__} of tensors with {', '.join(map(str, lengths)) or 'no'} rows."
+            f"gave a {type(batch).__name__} of tensors with "
+            f"{', '.join(map(str, lengths)) or 'no'} rows."
         )
     return lengths[0]
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nest, except scalars: those belong to the batch, not to a sample."""
     if isinstance(value, Tensor):
         return [value] if value.dim() else []
-    found: list[Tensor] = []
-    tree_map(value, lambda item: found.extend(_tensors(item)))
-    return found
+    tensors: list[Tensor] = []
+    tree_map(value, lambda item: tensors.extend(_tensors(item)))
+    return tensors
 
 
 def _row(value: Any, row: int) -> Any:
@@ -76,14 +83,15 @@ def _row(value: Any, row: int) -> Any:
     return tree_map(value, lambda item: _row(item, row))
 
 
-def _joined(rows: list[Any]) -> Any:
-    """The rows under each other again."""
-    first = rows[0]
+def _collate(samples: list[Any]) -> Any:
+    """Concatenate samples to a batch with the nesting of `batch_fn`."""
+    first = samples[0]
     if isinstance(first, Tensor):
-        return torch.cat(rows) if first.dim() else first
+        return torch.cat(samples) if first.dim() else first
     if isinstance(first, dict):
-        return {key: _joined([row[key] for row in rows]) for key in first}
+        return {key: _collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, (tuple, list)):
-        items = [_joined(list(column)) for column in zip(*rows, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        items = [_collate(list(column)) for column in zip(*samples, strict=True)]
+        is_named_tuple = hasattr(first, "_fields")
+        return type(first)(*items) if is_named_tuple else type(first)(items)
     return first

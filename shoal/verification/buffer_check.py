@@ -1,10 +1,12 @@
-"""Buffers that training changes, such as running statistics: where ranks may differ, and what that
-excuses.
+"""Buffers that training changes, such as running statistics.
 
-A forward pass that updates a buffer sees the samples of its own rank only. So ranks come to hold
-different values, and rank 0's are saved and evaluated: a difference by design, of that buffer. It
-reaches gradients and weights only where training also reads what it wrote; the reference tries that
-out. BatchNorm has a note of its own, said before the run."""
+A forward pass that updates a buffer sees only the samples of its own rank. So the ranks have
+different values, and those of rank 0 are evaluated and saved. This is a difference by design of
+that buffer. Gradients and weights may differ for this reason only if training also reads the
+buffer, and `training_reads` finds that out with the reference model.
+
+BatchNorm has a note of its own, which the run prints before the first step.
+"""
 
 from __future__ import annotations
 
@@ -17,47 +19,53 @@ from shoal.platform.torch_private.module_state import BatchNormBase
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those of its `state_dict`; as they are, no copies."""
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    """Return the buffers that are in the model's `state_dict`; the tensors themselves."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def copied(model: nn.Module) -> dict[str, Tensor]:
-    """The values of `saved_buffers` at this moment."""
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of `saved_buffers`."""
     return {name: buffer.detach().clone() for name, buffer in saved_buffers(model).items()}
 
 
-def changed(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
-    """Buffers that are not what they were, but for BatchNorm's."""
-    normalising = {
+def changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the buffers that differ from `before`, except those of BatchNorm."""
+    batchnorms = {
         path for path, module in model.named_modules() if isinstance(module, BatchNormBase)
     }
-    now = saved_buffers(model)
-    others = (name for name in before if name.rpartition(".")[0] not in normalising)
-    return [name for name in others if not torch.equal(before[name], now[name])]
+    buffers = saved_buffers(model)
+    return [
+        name
+        for name, value in before.items()
+        if name.rpartition(".")[0] not in batchnorms and not torch.equal(value, buffers[name])
+    ]
 
 
-def are_read(model: nn.Module, before: Mapping[str, Tensor], loss_of: Callable[[], Tensor]) -> bool:
-    """Whether a loss in training depends on how buffers have changed since `before`. It changes
-    them once more.
+def training_reads(
+    model: nn.Module, before: Mapping[str, Tensor], loss_of: Callable[[], Tensor]
+) -> bool:
+    """Return True if the loss depends on how the buffers have changed since `before`.
+
+    It computes the loss with both sets of buffers and the same random numbers. The buffers of
+    `model` change once more by that.
     """
-    random = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     losses = []
-    for values in (copied(model), before):
+    for values in (copy_buffers(model), before):
         for name, buffer in saved_buffers(model).items():
             buffer.data.copy_(values[name])
-        torch.set_rng_state(random)
+        torch.set_rng_state(random_state)
         with torch.no_grad():
             losses.append(loss_of())
     return not torch.equal(*losses)
 
 
 def note(names: Iterable[str]) -> str:
-    """Why these differ."""
+    """Return a sentence that explains why these buffers differ."""
     first, *others = names
     more = f" and {len(others)} more" if others else ""
     return (
         f"{first}{more}: the forward pass updates it from the samples that one rank computes at "
-        "once, and rank 0's "
-        "value is evaluated and saved, so it differs from one device by design."
+        "once, and rank 0's value is evaluated and saved, so it differs from one device by design."
     )

@@ -1,8 +1,7 @@
-"""`python -m shoal.verification.matrix docs/verified.md`: every strategy on every model of the zoo,
-as a page.
+"""`python -m shoal.verification.matrix docs/verified.md`: all strategies on all models, as a page.
 
-`make verified` calls it. No hand writes that page, nor verified.json beside it, of which it is
-made. With `--more` only those cells are measured that are not there yet, or were found to differ.
+`make verified` calls it. Never edit that page by hand, nor verified.json beside it, from which the
+page is made. With `--more` only those cells are measured that are missing, or that differed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LAYOUTS = [
     ("ddp", 2, 1),
     ("ddp", 4, 1),
     ("ddp", 3, 4),
-    ("ddp,bucket_mb=0.001", 2, 1),  # in buckets beside the backward pass, as large models are
+    ("ddp,bucket_mb=0.001", 2, 1),  # small buckets, which overlap with the backward pass
     ("ddp,bucket_mb=0.001", 3, 2),
     ("ddp,allreduce=ring", 3, 1),
     ("ddp,allreduce=ring", 4, 2),
@@ -76,41 +75,43 @@ LAYOUTS = [
     ("tensor=2,pipeline=2,balance=parameters,schedule=zbv,zero1", 8, 1),
     ("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1),
 ]
-"""Strategy, ranks, parts that each rank's share is accumulated in."""
+"""Strategy, ranks, and micro-batches of each rank's local batch."""
 
 PAGE = """\
 # What was verified
 
-Each cell trained a model for {steps} steps of SGD with momentum, once by a plain PyTorch loop in one process and once
-under the strategy, in float64 on the CPU, from the same weights on the same global batches (10, 10, 10, 1 samples: some
-ranks have none). Compared on every rank: every parameter's gradient in every step, every loss, every weight at the end.
-A number is the largest relative error of a cell that is **exact**, which means {tolerance:g} or less.
+Each cell trained a model for {steps} steps of SGD with momentum, once by a plain PyTorch loop in
+one process and once under the strategy, in float64 on the CPU, from the same weights on the same
+global batches (10, 10, 10, 1 samples: some ranks have none). Compared on every rank: every
+parameter's gradient in every step, every loss, every weight at the end. A number is the largest
+relative error of a cell that is **exact**, which means {tolerance:g} or less.
 
 {table}
 
 {notes}
 
-Written by `python -m shoal.verification.matrix` on {date}: {circumstances}. Try it on your own model: `shoal verify --help`,
-or [`shoal.verify`](library.md).
+Written by `python -m shoal.verification.matrix` on {date}: {circumstances}.
+Try it on your own model: `shoal verify --help`, or [`shoal.verify`](library.md).
 """
 
 
 Key = tuple[str, str, int, int]
-"""Model, strategy, ranks, parts."""
+"""Model, strategy, ranks, micro-batches."""
 
 
 class Cell(NamedTuple):
-    """What one strategy was found to do with one model."""
+    """The result of one strategy with one model; the first three fields are those of Verdict."""
 
     verdict: str
     max_relative_error: float | None
     reasons: list[str]
-    date: str  # a date
+    date: str  # ISO 8601
 
 
 def main() -> None:
-    """Measure, and write the page and what it is made of; after each model, so that a run may
-    be broken off.
+    """Measure all cells, and write the page and its JSON.
+
+    Both are written after each model, so that an interrupted run loses little.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("page", type=Path)
@@ -123,14 +124,12 @@ def main() -> None:
     for name, experiment in EXPERIMENTS.items():
         for layout in LAYOUTS:
             if (name, *layout) not in cells or cells[name, *layout].verdict == "differs":
-                cells[name, *layout] = _measured(name, experiment, *layout)
+                cells[name, *layout] = _measure(name, experiment, *layout)
         write(data, cells)
         options.page.write_text(page(cells))
 
 
-def _measured(
-    name: str, experiment: Experiment, strategy: str, ranks: int, accumulate: int
-) -> Cell:
+def _measure(name: str, experiment: Experiment, strategy: str, ranks: int, accumulate: int) -> Cell:
     verdict = verify_job(experiment, strategy, ranks, accumulate=accumulate, timeout_s=120)
     print(f"{name}: {str(verdict).splitlines()[-1]}", flush=True)
     error = verdict.to_json()["max_relative_error"]
@@ -138,30 +137,31 @@ def _measured(
 
 
 def read(data: Path) -> dict[Key, Cell]:
-    """The cells that were measured before and that are still asked for."""
-    wanted = {(name, *layout) for name in EXPERIMENTS for layout in LAYOUTS}
-    found = ((tuple(key), Cell(*cell)) for key, cell in json.loads(data.read_text()))
-    return {key: cell for key, cell in found if key in wanted}
+    """Return the cells of a file of `write`, without those that are no longer in the matrix."""
+    current = {(name, *layout) for name in EXPERIMENTS for layout in LAYOUTS}
+    cells = {tuple(key): Cell(*cell) for key, cell in json.loads(data.read_text())}
+    return {key: cell for key, cell in cells.items() if key in current}
 
 
 def write(data: Path, cells: Mapping[Key, Cell]) -> None:
-    """The inverse: a line for each cell."""
+    """Write the cells as JSON, one on each line."""
     lines = [json.dumps([key, cell]) for key, cell in cells.items()]
     data.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def page(cells: Mapping[Key, Cell]) -> str:
-    """The page in Markdown; reasons are numbered below the table. A row of which nothing was
-    run is left out.
+    """Return the page in Markdown.
+
+    Reasons are numbered below the table. A layout without any measured cell has no row.
     """
-    reasons: list[str] = []
+    reasons: list[str] = []  # filled by _cell
     head = ["strategy", "ranks", *EXPERIMENTS]
-    rows = [
-        [f"`{strategy}`", _ranks(ranks, accumulate)]
-        + [_cell(cells.get((name, strategy, ranks, accumulate)), reasons) for name in EXPERIMENTS]
-        for strategy, ranks, accumulate in LAYOUTS
-        if any((name, strategy, ranks, accumulate) in cells for name in EXPERIMENTS)
-    ]
+    table = [head, ["---"] * len(head)]
+    for strategy, ranks, accumulate in LAYOUTS:
+        keys = [(name, strategy, ranks, accumulate) for name in EXPERIMENTS]
+        if any(key in cells for key in keys):
+            results = [_cell(cells.get(key), reasons) for key in keys]
+            table.append([f"`{strategy}`", _ranks(ranks, accumulate), *results])
     days = sorted({cell.date for cell in cells.values()})
     versions = (
         f"Python {platform.python_version()}, torch {torch.__version__}, shoal {shoal.__version__}"
@@ -169,7 +169,7 @@ def page(cells: Mapping[Key, Cell]) -> str:
     return PAGE.format(
         steps=next(iter(EXPERIMENTS.values())).steps,
         tolerance=TOLERANCE,
-        table="\n".join(_row(row) for row in [head, ["---"] * len(head), *rows]),
+        table="\n".join(_row(row) for row in table),
         notes="\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)),
         date=" to ".join(dict.fromkeys((days[0], days[-1]))),
         circumstances=versions,
@@ -177,6 +177,7 @@ def page(cells: Mapping[Key, Cell]) -> str:
 
 
 def _cell(cell: Cell | None, reasons: list[str]) -> str:
+    """Return the text of a cell, and append its new reasons to `reasons`."""
     if cell is None:
         return "not run"
     if cell.verdict == "exact":

@@ -1,7 +1,9 @@
-"""Models, data and losses that every strategy is checked on. One row an experiment.
+"""Models, data and losses with which every strategy is verified.
 
-Each data set has 31 samples in random order, in global batches of 10, 10, 10 and 1: with several
-ranks the last one leaves some without a sample."""
+Each data set has 31 samples in random order, in global batches of 10, 10, 10 and 1. With several
+ranks the last batch leaves some ranks without a sample. Weights are random and data are noise: the
+proof compares numbers, so a model need not learn anything.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +18,40 @@ from shoal.models import build
 from shoal.verification.matrix_models import Encoder, UNet
 from shoal.verification.trajectory import Experiment
 
-SAMPLES, BATCH = 31, 10
+SAMPLES = 31
+BATCH = 10
+TOKENS = 17
 WORDS = 18
-"""Of the GPTs: one more than there are, so that the vocabulary can be cut in two."""
+"""Vocabulary of the GPTs: one more than the data have, so that two ranks can divide it."""
 
 
 def images(side: int = 8) -> TensorDataset:
-    """Square images of ten classes."""
+    """Return square images of ten classes, float64 (31, 1, side, side)."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 1, side, side, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(0, 10, (SAMPLES,), generator=generator))
 
 
 def tokens() -> TensorDataset:
-    """Sequences of 13 tokens; of different length, so that a mean over rows would weigh their
-    tokens wrongly.
+    """Return sequences of 13 tokens, int64 (31, 13), with targets that are -100 after their end.
+
+    The sequences have different lengths, so a mean over sequences would weigh tokens wrongly.
     """
     generator = torch.Generator().manual_seed(2)
-    x = torch.randint(0, 17, (SAMPLES, 13), generator=generator)
+    x = torch.randint(0, TOKENS, (SAMPLES, 13), generator=generator)
     y = x.roll(-1, dims=1)
     y[torch.arange(13) > torch.randint(3, 13, (SAMPLES, 1), generator=generator)] = -100
     return TensorDataset(x, y)
 
 
 def pairs_of_images() -> TensorDataset:
-    """Two inputs and a target."""
+    """Return samples with two inputs and a target."""
     x, y = images().tensors
     return TensorDataset(x, x.flip(0), y)
 
 
 class Named(Dataset):
-    """Samples whose input is a dict."""
+    """The samples of `pairs_of_images`, with a dict as their input."""
 
     def __init__(self) -> None:
         self.left, self.right, self.target = pairs_of_images().tensors
@@ -83,7 +88,7 @@ def _loader(dataset: Dataset) -> DataLoader:
 
 
 def mean_over_tokens(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss that counts for itself: ignored tokens weigh nothing."""
+    """Return the summed loss and the number of tokens, without those whose target is -100."""
     total = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
     )
@@ -103,7 +108,7 @@ def cnn_with_batchnorm() -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    return build("lstm", 17, (13,), {"width": 8, "layers": 2})
+    return build("lstm", TOKENS, (13,), {"width": 8, "layers": 2})
 
 
 def gpt() -> nn.Module:
@@ -115,7 +120,7 @@ def gpt_untied() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """Its four stages of two blocks, with few channels and GroupNorm."""
+    """Return a ResNet-18: four stages of two blocks, but few channels, and GroupNorm."""
     return build(
         "residual_cnn", 10, (1, 16, 16), {"widths": (4, 4, 8, 8), "blocks": 2, "groups": 2}
     )
@@ -126,15 +131,13 @@ def dropout() -> nn.Module:
 
 
 class TimeFirst(nn.Module):
-    """An LSTM that takes (time, batch, width)."""
+    """An LSTM whose batch is in dimension 1 (batch_first=False)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = (
-            nn.Embedding(17, 8),
-            nn.LSTM(8, 8, num_layers=2),
-            nn.Linear(8, 17),
-        )
+        self.embed = nn.Embedding(TOKENS, 8)
+        self.lstm = nn.LSTM(8, 8, num_layers=2)
+        self.head = nn.Linear(8, TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embed(x).transpose(0, 1))
@@ -143,14 +146,14 @@ class TimeFirst(nn.Module):
 
 
 class UnusualParameters(nn.Module):
-    """A parameter that is never used, one that is frozen, one that is shared by two layers, and
-    a scalar.
-    """
+    """A model with an unused parameter, a frozen one, a tied one and a scalar one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(64, 10)
-        self.first, self.second, self.unused = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(3, 3)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.unused = nn.Linear(3, 3)
         self.second.weight = self.first.weight
         self.first.bias.requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -161,11 +164,12 @@ class UnusualParameters(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Takes two tensors, or a dict of them."""
+    """A model that takes two tensors, or a dict of two."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(64, 10), nn.Linear(64, 10)
+        self.left = nn.Linear(64, 10)
+        self.right = nn.Linear(64, 10)
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         left, right = (x["left"], x["right"]) if y is None else (x, y)
@@ -173,6 +177,7 @@ class TwoInputs(nn.Module):
         return mixed
 
 
+# The names are columns of docs/verified.md and keys of verified.json.
 EXPERIMENTS = {
     "mlp": Experiment(mlp, image_loader, F.cross_entropy),
     "cnn": Experiment(cnn, image_loader, F.cross_entropy),

@@ -1,5 +1,6 @@
-"""Models of the zoo that nobody prepared for being cut: shortcuts far across, and torch's own
-encoder.
+"""Models of the matrix that are written without a thought of strategies.
+
+A U-Net has shortcuts across all of its layers, and torch's own encoder is not ours to change.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from torch import Tensor, nn
 
 
 class UNet(nn.Module):
-    """Down, down, up, up, with shortcuts between equal sizes.
+    """A U-Net: down, down, up, up, with shortcuts between feature maps of equal size.
 
     Source: Ronneberger et al., MICCAI 2015; with GroupNorm, and a mean over the image at the end.
     """
 
     def __init__(self, width: int = 4, num_classes: int = 10) -> None:
         super().__init__()
-        self.down1, self.down2 = _convolution(1, width), _convolution(width, 2 * width)
+        self.down1 = _convolution(1, width)
+        self.down2 = _convolution(width, 2 * width)
         self.middle = _convolution(2 * width, 2 * width)
-        self.up2, self.up1 = _convolution(4 * width, width), _convolution(2 * width, width)
+        self.up2 = _convolution(4 * width, width)
+        self.up1 = _convolution(2 * width, width)
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Float (batch, 1, height, width) -> logits (batch, num_classes)."""
+        """Map float images (batch, 1, height, width) to logits (batch, num_classes)."""
         large = self.down1(images)
         small = self.down2(F.max_pool2d(large, 2))
         x = self.middle(F.max_pool2d(small, 2))
@@ -46,13 +49,14 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Int64 (batch, time) -> logits (batch, time, vocabulary)."""
+        """Map int64 tokens (batch, time) to logits (batch, time, vocabulary)."""
         logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
         return logits
 
 
 def _convolution(channels_in: int, channels_out: int) -> nn.Sequential:
-    # In place, as most people write it: a stage may begin with it.
+    # ReLU in place, as most people write it. A pipeline stage may begin with it and must not change
+    # the activation that it received.
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1),
         nn.GroupNorm(2, channels_out),

@@ -1,4 +1,4 @@
-"""The same few steps twice: by hand in one process, and through Shoal on many ranks."""
+"""The same few training steps twice: by hand in one process, and through Shoal on many ranks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,37 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import init_with_place
-from shoal.strategies.base import LossFunction, refuse_unless_scalar
-from shoal.verification.buffer_check import are_read, changed, copied
+from shoal.strategies.base import LossFunction
+from shoal.strategies.local_step import check_scalar_loss
+from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 from shoal.verification.differences import differences
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained. The functions stand at the top of a module: every rank imports them."""
+    """The model, the data and the loss of a proof.
+
+    The functions stand at the top of a module, because every rank imports them.
+    """
 
     model_fn: Callable[[], nn.Module]
     loader_fn: Callable[[], DataLoader]
-    """Its batches are the global ones."""
+    """Returns a loader whose batches are the global ones."""
     loss_fn: LossFunction
     steps: int = 5
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found.
+    """The result of one rank.
 
     Attributes:
-        errors: of losses, gradients, weights and buffers, by what they belong to.
-        notes: what was said about this model before the first step.
-        by_rank: the buffers among `errors` that each rank's samples change.
-        read: training reads what was written there.
-        refusal: the message, where the strategy did not take the model.
+        errors: relative errors of losses, gradients, weights and buffers, by a description of the
+            tensor.
+        notes: the notes that the run printed before the first step, such as that of BatchNorm.
+        by_rank: the descriptions in `errors` of buffers that depend on a rank's samples.
+        buffers_read: training reads the values that it writes to these buffers.
+        refusal: the message, where the strategy did not accept the model.
     """
 
     errors: dict[str, float]
@@ -54,18 +59,18 @@ class RankReport:
 
 
 def run_reference(experiment: Experiment, file: Path) -> None:
-    """The reference, written to `file`: a plain loop over whole batches in one process."""
+    """Train by a plain loop over global batches in one process, and write the results to `file`."""
     _hide_gpu()
     torch.manual_seed(0)
     model = experiment.model_fn().double()
-    optimizer, before = _sgd(model), copied(model)
-    torch.manual_seed(derive_seed(0, 0))  # dropout draws what rank 0 draws
+    optimizer = _sgd(model)
+    buffers_before = copy_buffers(model)
+    torch.manual_seed(derive_seed(0, 0))  # so that dropout draws the same numbers as on rank 0
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
     norms: list[Tensor] = []
-    for *inputs, target in _steps(
-        experiment, DistributedBatchLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)
-    ):
+    loader = DistributedBatchLoader(experiment.loader_fn(), rank=0, ranks=1, seed=0)
+    for *inputs, target in _steps(experiment, loader):
         optimizer.zero_grad()
         loss = _loss(experiment, model, inputs, target)
         loss.backward()
@@ -73,42 +78,48 @@ def run_reference(experiment: Experiment, file: Path) -> None:
         gradients.append(
             {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         )
-        norms.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-        )
+        flat = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        norms.append(torch.cat(flat).norm())
         optimizer.step()
     expected = {
         "losses": losses,
         "gradients": gradients,
         "norms": norms,
         "weights": {name: parameter.detach() for name, parameter in model.named_parameters()},
-        "buffers": copied(model),
-        "changed": changed(model, before),
+        "buffers": copy_buffers(model),
+        "changed": changed_buffers(model, buffers_before),
     }
-    expected["read"] = bool(expected["changed"]) and are_read(
-        model, before, lambda: _loss(experiment, model, inputs, target)
+    # Last of all, because it changes the buffers again; the copies above are not affected.
+    expected["read"] = bool(expected["changed"]) and training_reads(
+        model, buffers_before, lambda: _loss(experiment, model, inputs, target)
     )
     torch.save(expected, file)
 
 
 def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: Any) -> Tensor:
+    """Return the mean loss of a batch. A loss function may return (sum, count) instead of it."""
     value = experiment.loss_fn(model(*inputs), target)
-    refuse_unless_scalar(value[0] if isinstance(value, tuple) else value)
+    check_scalar_loss(value[0] if isinstance(value, tuple) else value)
     return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 def run_strategy(
     experiment: Experiment, strategy: str, accumulate: int, reference: Path
 ) -> RankReport:
-    """The same loop with the five lines changed, compared with the reference as it goes.
-    Collective.
+    """Train by the same loop under a strategy, and compare with the reference. Collective.
+
+    Args:
+        experiment: the same as that of the reference.
+        strategy: as for `shoal.init`.
+        accumulate: micro-batches of each rank's local batch.
+        reference: the file of `run_reference`.
     """
     _hide_gpu()
     expected: Any = torch.load(reference, weights_only=True, mmap=True)
-    said: list[str] = []
+    summary_lines: list[str] = []
     try:
         run = init_with_place(
-            strategy, accumulate=accumulate, precision="fp64", announce=said.append
+            strategy, accumulate=accumulate, precision="fp64", announce=summary_lines.append
         )
         model = experiment.model_fn().double()
         model, optimizer, loader = run.prepare(model, _sgd(model), experiment.loader_fn())
@@ -119,44 +130,48 @@ def run_strategy(
         optimizer.zero_grad()
         loss = run.forward_backward(experiment.loss_fn, model, *inputs, target)
         errors[f"loss of step {step}"] = _relative(loss, expected["losses"][step])
-        if run.is_synchronous:
+        if run.is_synchronous:  # otherwise this step's gradients are not averaged yet
             for name, error in differences(expected["gradients"][step], run.gradients()).items():
                 errors[f"gradient of {name} in step {step}"] = error
-            norm, expected_norm = run.clip_gradients(math.inf), expected["norms"][step]
-            errors[f"norm of all gradients in step {step}"] = _relative(norm, expected_norm)
+            norm = run.clip_gradients(math.inf)
+            errors[f"norm of all gradients in step {step}"] = _relative(
+                norm, expected["norms"][step]
+            )
         optimizer.step()
-    weights, after = run.weights(), f"after {experiment.steps} steps"
+    weights = run.weights()
+    after = f"after {experiment.steps} steps"
     for name, error in differences(expected["weights"], weights).items():
         errors[f"{name} {after}"] = error
     for name, error in differences(expected["buffers"], weights).items():
         errors[f"buffer {name} {after}"] = error
-    split = run.world * accumulate > 1
-    by_rank = frozenset(f"buffer {name} {after}" for name in expected["changed"] if split)
-    notes = [line.removeprefix("note: ") for line in said if line.startswith("note: ")]
+    is_divided = run.world * accumulate > 1
+    changed = expected["changed"] if is_divided else []
+    by_rank = frozenset(f"buffer {name} {after}" for name in changed)
+    notes = [line.removeprefix("note: ") for line in summary_lines if line.startswith("note: ")]
     return RankReport(errors, notes, by_rank, expected["read"])
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    """The error of one number."""
-    return ((found - expected).abs() / expected.abs().clamp(min=1e-30)).item()
+def _relative(value: Tensor, expected: Tensor) -> float:
+    """Return the relative error of a scalar."""
+    return ((value - expected).abs() / expected.abs().clamp(min=1e-30)).item()
 
 
 def _hide_gpu() -> None:
-    """float64 is slow on most GPUs, and the order of their sums changes from run to run."""
+    """Train on the CPU. Most GPUs are slow in float64, and their sums differ from run to run."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _steps(experiment: Experiment, loader: DistributedBatchLoader) -> Iterator[Any]:
-    """As many batches as there are steps, over several epochs if need be, in float64."""
-    left = experiment.steps
-    while left > 0:
-        before = left
+    """Yield one batch for each step, in float64, over several epochs where that is needed."""
+    remaining = experiment.steps
+    while remaining > 0:
+        remaining_before = remaining
         for batch in loader:
             yield _double(batch)
-            left -= 1
-            if left == 0:
+            remaining -= 1
+            if remaining == 0:
                 return
-        if left == before:
+        if remaining == remaining_before:
             raise UsageError("the loader gives no batch.")
 
 
@@ -167,11 +182,14 @@ def _double(value: Any) -> Any:
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
-    """Two groups with settings of their own, so that a parameter in the wrong one is seen."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return an optimizer with two groups of different settings.
+
+    A parameter that a strategy binds to the wrong group then gets another weight.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": trained[::2]},
-        {"params": trained[1::2], "lr": 0.05, "weight_decay": 0},
+        {"params": trainable[::2]},
+        {"params": trainable[1::2], "lr": 0.05, "weight_decay": 0},
     ]
     return torch.optim.SGD(
         [group for group in groups if group["params"]], lr=0.1, momentum=0.9, weight_decay=0.01

@@ -1,4 +1,4 @@
-"""What a user calls, and what comes back: exact, by how much not, or refused."""
+"""The verdict of a proof: exact, different, different by design, or refused."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ from shoal.verification.batches import BatchFunction, loader_of
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy
 
 TOLERANCE = 1e-10
-WORST = 5
+MAX_WORST = 5  # worst tensors in a verdict
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a strategy trains this model as one process does.
+    """The result of training a model under a strategy and in one process.
 
-    Attributes: verdict: "exact": every gradient, loss, weight and buffer is within `tolerance`.
-        "differs by design": some are
-            not, and `reasons` says why. "differs": they should be. "refused": the strategy does not
-            take the model, `reasons`.
-        max_relative_error: of the worst tensor; each error is relative to its tensor's largest
-        entry.
-        worst: the worst tensors, (what, error), the worst first.
+    Attributes:
+        strategy: the strategy, as it was given.
+        ranks: the number of ranks.
+        accumulate: micro-batches of each local batch.
+        steps: optimizer steps.
+        tolerance: the largest relative error that counts as exact.
+        verdict: "exact": every gradient, loss, weight and buffer is within `tolerance`. "differs
+            by design": some are not, and `reasons` says why. "differs": some are not, which is a
+            bug. "refused": the strategy does not accept the model, and `reasons` says why.
+        max_relative_error: that of the worst tensor, relative to the tensor's largest entry; None
+            where it was refused.
+        worst: descriptions and errors of the worst tensors, the worst first.
+        reasons: see `verdict`.
     """
 
     strategy: str
@@ -50,30 +56,30 @@ class Verdict:
 
     @property
     def worst_parameter(self) -> str | None:
-        """What `max_relative_error` belongs to."""
+        """Return the description of the tensor with `max_relative_error`."""
         return self.worst[0][0] if self.worst else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; an error that is no number is null."""
-        finite = [{"what": what, "relative_error": _finite(error)} for what, error in self.worst]
+        """Return values for JSON. An error that is infinite or NaN is None."""
+        worst = [{"what": name, "relative_error": _finite(error)} for name, error in self.worst]
         return {
             **vars(self),
             "max_relative_error": _finite(self.max_relative_error),
-            "worst": finite,
-        } | {"worst_parameter": self.worst_parameter}
+            "worst": worst,
+            "worst_parameter": self.worst_parameter,
+        }
 
     def __str__(self) -> str:
-        """For people: the worst tensors, then the verdict."""
-        lines = [f"{error:8.1e}  {what}" for what, error in self.worst]
+        """Return lines for the user: the worst tensors, the reasons, then the verdict."""
+        lines = [f"{error:8.1e}  {name}" for name, error in self.worst]
         lines += [f"note: {reason}" for reason in self.reasons]
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         parts = f" in {self.accumulate} parts" if self.accumulate > 1 else ""
-        over = f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{parts}, {self.steps} steps"
-        size = (
-            ""
-            if self.max_relative_error is None
-            else f": largest relative error {self.max_relative_error:.1e}"
-        )
-        return "\n".join([*lines, f"{over}: {self.verdict}{size}"])
+        size = ""
+        if self.max_relative_error is not None:
+            size = f": largest relative error {self.max_relative_error:.1e}"
+        lines.append(f"{self.strategy}, {ranks}{parts}, {self.steps} steps: {self.verdict}{size}")
+        return "\n".join(lines)
 
 
 def verify(
@@ -89,14 +95,24 @@ def verify(
 ) -> Verdict:
     """Train on `ranks` processes of this machine and on one, in float64 on the CPU, and compare.
 
-    Both start from the weights that `model_fn` gives under seed 0, and see the same global batches.
+    Both start from the weights that `model_fn` returns under seed 0, and train on the same global
+    batches. All three functions must stand at the top of a module, which every process imports.
 
-    Args: model_fn: makes the model. All three functions stand at the top of a module, which every
-        process imports. batch_fn: step, from 0 -> (*inputs, target), a global batch with samples in
-        dimension 0; a nest of tensors. loss_fn: as for `Run.forward_backward`. strategy: as for
-        `shoal.init`. steps: optimizer steps, SGD with momentum. tolerance: relative.
+    Args:
+        model_fn: returns the model.
+        batch_fn: step, from 0 -> (*inputs, target), a global batch: tensors or nests of tensors,
+            with samples in dimension 0.
+        loss_fn: as for `Run.forward_backward`.
+        strategy: as for `shoal.init`.
+        ranks: the number of processes that train under the strategy.
+        steps: optimizer steps, by SGD with momentum.
+        accumulate: micro-batches of each local batch.
+        tolerance: the largest relative error that counts as exact.
 
-    Raises: ConfigError: no such strategy. LaunchError: a process failed; holds its traceback.
+    Raises:
+        ConfigError: there is no such strategy.
+        UsageError: `ranks`, `steps` or `accumulate` is below 1.
+        LaunchError: a process failed; the message has its traceback.
     """
     experiment = Experiment(model_fn, partial(loader_of, batch_fn, steps), loss_fn, steps)
     return verify_job(experiment, strategy, ranks, accumulate=accumulate, tolerance=tolerance)
@@ -111,63 +127,69 @@ def verify_job(
     tolerance: float = TOLERANCE,
     timeout_s: float = 3600.0,
 ) -> Verdict:
-    """`verify` for an experiment with a loader of its own."""
+    """Do the same as `verify`, for an experiment with a data loader.
+
+    Args:
+        timeout_s: for each of the two runs.
+    """
     if ranks < 1 or accumulate < 1 or experiment.steps < 1:
         raise UsageError(
             f"ranks={ranks}, accumulate={accumulate}, steps={experiment.steps}: each must be at "
             "least 1."
         )
     line = parse_line(strategy) if isinstance(strategy, str) else strategy
-    build_strategies(line)  # what is wrong with it is said here, once
-    if refused := check(line, ranks):
+    build_strategies(line)  # its errors are raised here, once, and not in every rank
+    if refusals := check(line, ranks):
         return Verdict(
-            line.text, ranks, accumulate, experiment.steps, tolerance, "refused", None, [], refused
+            line.text, ranks, accumulate, experiment.steps, tolerance, "refused", None, [], refusals
         )
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         reference = Path(folder, "reference.pt")
         world.run(1, run_reference, experiment, reference, timeout_s=timeout_s)
-        found = world.run(
+        reports = world.run(
             ranks, run_strategy, experiment, line.text, accumulate, reference, timeout_s=timeout_s
         )
-    return _verdict(found, line.text, accumulate, experiment.steps, tolerance)
+    return _verdict(reports, line.text, accumulate, experiment.steps, tolerance)
 
 
 def _verdict(
-    found: list[RankReport], strategy: str, accumulate: int, steps: int, tolerance: float
+    reports: list[RankReport], strategy: str, accumulate: int, steps: int, tolerance: float
 ) -> Verdict:
-    asked = (strategy, len(found), accumulate, steps, tolerance)
-    refusals = [rank.refusal for rank in found if rank.refusal is not None]
+    settings = (strategy, len(reports), accumulate, steps, tolerance)
+    refusals = [report.refusal for report in reports if report.refusal is not None]
     if refusals:
-        return Verdict(*asked, "refused", None, [], refusals[:1])
-    errors = {what: _worst(what, found) for what in found[0].errors}
+        return Verdict(*settings, "refused", None, [], refusals[:1])
+    errors = {name: _worst_rank(name, reports) for name in reports[0].errors}
     worst = sorted(errors.values(), key=lambda item: _sort_key(item[1]), reverse=True)
-    beyond = [what for what, (_, error) in errors.items() if _sort_key(error) > tolerance]
+    beyond = [name for name, (_, error) in errors.items() if _sort_key(error) > tolerance]
     if not beyond:
-        return Verdict(*asked, "exact", worst[0][1], worst[:WORST], [])
-    reasons = _reasons(beyond, found)
-    return Verdict(
-        *asked, "differs by design" if reasons else "differs", worst[0][1], worst[:WORST], reasons
-    )
+        return Verdict(*settings, "exact", worst[0][1], worst[:MAX_WORST], [])
+    reasons = _reasons(beyond, reports)
+    verdict: Literal["differs by design", "differs"] = "differs by design" if reasons else "differs"
+    return Verdict(*settings, verdict, worst[0][1], worst[:MAX_WORST], reasons)
 
 
-def _reasons(beyond: list[str], found: list[RankReport]) -> list[str]:
-    """What excuses all that is beyond the tolerance, if anything does."""
-    notes = [note for rank in found for note in rank.notes]
-    by_rank = [what for what in beyond if what in found[0].by_rank]
-    if by_rank and (found[0].buffers_read or notes or len(by_rank) == len(beyond)):
+def _reasons(beyond: list[str], reports: list[RankReport]) -> list[str]:
+    """Return the reasons for all errors beyond the tolerance; empty where they have none."""
+    notes = [note for report in reports for note in report.notes]
+    by_rank = [name for name in beyond if name in reports[0].by_rank]
+    # Buffers that no training step reads explain only themselves, and no other error.
+    if by_rank and (reports[0].buffers_read or notes or len(by_rank) == len(beyond)):
         notes.append(buffer_check.note(by_rank))
     return notes
 
 
-def _worst(what: str, found: list[RankReport]) -> tuple[str, float]:
-    """The largest error of one thing over all ranks, and the rank where they do not agree."""
-    errors = [rank.errors[what] for rank in found]
+def _worst_rank(name: str, reports: list[RankReport]) -> tuple[str, float]:
+    """Return the largest error over all ranks, with its rank where the ranks differ."""
+    errors = [report.errors[name] for report in reports]
     largest = max(errors, key=_sort_key)
-    return what if len(set(errors)) == 1 else f"{what}, on rank {errors.index(largest)}", largest
+    if len(set(errors)) > 1:
+        name = f"{name}, on rank {errors.index(largest)}"
+    return name, largest
 
 
 def _sort_key(error: float) -> float:
-    """A NaN is the worst of all, and no comparison finds it."""
+    """Return the error; infinity for NaN, which every comparison would overlook."""
     return math.inf if math.isnan(error) else error
 
 

@@ -1,6 +1,4 @@
-"""What people type: right words do what they say, wrong ones are answered before any work
-starts.
-"""
+"""Commands as users type them. Wrong words are refused before any work starts."""
 
 import json
 import subprocess
@@ -14,7 +12,7 @@ from shoal import cli
 
 
 def shoal(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command."""
+    """Run a command, and return its exit status, stdout and stderr."""
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
     out, err = capsys.readouterr()
@@ -40,7 +38,8 @@ TINY = (
 def test_help_and_config_import_no_torch() -> None:
     program = (
         "import sys\nfrom shoal import cli\n"
-        "for words in (['--help'], ['train', '--help'], ['scale', '--help'], ['config', 'digits', '--explain']):\n"
+        "for words in (['--help'], ['train', '--help'], ['scale', '--help'],"
+        " ['config', 'digits', '--explain']):\n"
         "    try: cli.main(words)\n"
         "    except SystemExit as stop: assert stop.code == 0\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -90,7 +89,10 @@ def test_a_misspelt_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_so_many_ranks_cannot_do_is_said_without_torch_or_a_directory(
     tmp_path: Path, words: tuple[object, ...], message: str
 ) -> None:
-    program = "import sys\nfrom shoal import cli\ntry: cli.main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules\n"
+    program = (
+        "import sys\nfrom shoal import cli\n"
+        "try: cli.main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules\n"
+    )
     command = [
         sys.executable,
         "-c",
@@ -275,9 +277,11 @@ def test_a_directory_that_is_no_run_is_named(
 def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import torch\nfrom torch.utils.data import TensorDataset\nfrom shoal.data.source import Source\n"
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "from shoal.data.source import Source\n"
         "def net(num_classes, input_shape, width=3):\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(input_shape[0], width), torch.nn.Linear(width, num_classes))\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(input_shape[0], width),"
+        " torch.nn.Linear(width, num_classes))\n"
         "def points(config, seed):\n"
         "    data = TensorDataset(torch.randn(20, 2), torch.randint(0, 2, (20,)))\n"
         "    return Source(data, data, 'classification', 2, (2,))\n"
@@ -285,7 +289,8 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     )
     job = tmp_path / "job.yaml"
     job.write_text(
-        "model: {name: net, options: {width: 5}}\ndata: {name: points}\ntrain: {epochs: 1, batch_size: 8}\n"
+        "model: {name: net, options: {width: 5}}\ndata: {name: points}\n"
+        "train: {epochs: 1, batch_size: 8}\n"
     )
     out = tmp_path / "run"
     status, _, err = shoal(
@@ -300,7 +305,7 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "no.py: there is no such file" in err
 
 
-def test_a_failing_start_leaves_no_run_behind_that_could_not_be_started_again(
+def test_a_start_that_fails_leaves_no_run_directory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

@@ -13,7 +13,7 @@ from shoal.strategies import STRATEGIES
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what a command prints that ends well, with all white space as single blanks."""
+    """Run a command that succeeds, and return its stdout with single spaces."""
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     assert stop.value.code == 0
@@ -21,9 +21,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def example_commands(verb: str) -> list[list[str]]:
-    """The words of each command in a verb's examples, without `shoal` and without the remark
-    behind it.
-    """
+    """Return the words of each command in a verb's examples, without `shoal` and the remark."""
     lines = program.VERBS[verb].EXAMPLES.splitlines()
     commands = [re.split(r" {2,}", line.strip())[0] for line in lines if line.startswith("  ")]
     return [command.split()[1:] for command in commands]

@@ -1,6 +1,4 @@
-"""All-reduce by ring, tree, halving and doubling, and in two layers: the plain sum, the same
-bits on every rank.
-"""
+"""All-reduce by every algorithm: the sum, with the same bits on all ranks."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.comm.algorithms import halving_doubling, ring, tree
-from shoal.comm.algorithms.all_reduce import BACKEND_DEFAULT, NamedAllReduce
+from shoal.comm.algorithms.all_reduce import PAIRWISE, NamedAllReduce
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis
 from shoal.errors import CollectiveFailed
@@ -35,7 +33,7 @@ class Case(NamedTuple):
 
 CASES = st.builds(
     Case,
-    st.sampled_from(sorted(BACKEND_DEFAULT)),
+    st.sampled_from(sorted(PAIRWISE)),
     st.integers(1, MOST_RANKS),
     st.one_of(st.integers(0, 20), st.sampled_from((1000, 4097, 30_011))),
     st.integers(0, len(DTYPES) - 1),
@@ -47,7 +45,7 @@ CASES = st.builds(
 @settings(
     max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink takes long
-def test_any_algorithm_comes_to_the_plain_sum_and_to_the_same_bits_on_every_rank(
+def test_any_algorithm_gives_the_sum_with_the_same_bits_on_every_rank(
     cases: list[Case],
 ) -> None:
     sums = world.run(MOST_RANKS, _sums, cases)
@@ -61,7 +59,7 @@ def test_any_algorithm_comes_to_the_plain_sum_and_to_the_same_bits_on_every_rank
 
 
 def _numbers(case: Case, rank: int) -> Tensor:
-    """Of short floats whole numbers, whose sums they hold exactly."""
+    """Return integers for short dtypes, so that their sums are exact."""
     dtype, made = DTYPES[case.dtype], torch.Generator().manual_seed(case.seed + rank)
     if dtype.itemsize > 2:
         return torch.randn(case.length, dtype=dtype, generator=made)
@@ -73,7 +71,7 @@ def _sums(cases: list[Case]) -> list[Tensor]:
     for case in cases:
         tensor = _numbers(case, dist.get_rank())
         if dist.get_rank() < case.ranks:
-            BACKEND_DEFAULT[case.name](tensor, PairwiseLink(members=range(case.ranks)))
+            PAIRWISE[case.name](tensor, PairwiseLink(members=range(case.ranks)))
         found.append(tensor)
     return found
 
@@ -82,7 +80,7 @@ Reduce = Callable[[Tensor, PairwiseLink], None]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 6])
-def test_only_the_bits_of_a_ring_depend_on_where_a_number_lies(ranks: int) -> None:
+def test_only_the_bits_of_a_ring_depend_on_the_position(ranks: int) -> None:
     assert world.run(ranks, _places) == [(True, False, False)] * ranks
 
 
@@ -105,8 +103,8 @@ def test_a_mean_over_hosts_is_the_same_bits_on_all_their_ranks(hosts: str) -> No
         torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
         count = len(set(hosts))
         assert (
-            said
-            == f"all-reduce: hierarchical, over {len(hosts)} ranks on {count} host{'s' * (count > 1)}"
+            said == f"all-reduce: hierarchical, over {len(hosts)} ranks "
+            f"on {count} host{'s' * (count > 1)}"
         )
 
 
@@ -143,7 +141,7 @@ def _mean_over(hosts: str) -> tuple[Tensor, Tensor, str]:
         ("backend", 1, "AAAA"),
     ],
 )
-def test_a_rank_that_dies_is_named_by_all_others_not_only_by_its_neighbours(
+def test_a_rank_that_dies_is_named_by_all_others_and_not_only_neighbours(
     name: str, victim: int, hosts: str
 ) -> None:
     with world.start(4, _until_it_fails, name, victim, hosts, timeout_s=60.0) as running:

@@ -1,6 +1,4 @@
-"""shoal.allreduce, allgather, broadcast and barrier: what goes in as an array of some kind
-comes back as one.
-"""
+"""shoal.allreduce, allgather, broadcast and barrier return the kind of array they are given."""
 
 import os
 import subprocess
@@ -20,7 +18,7 @@ from shoal.testing import world
 
 
 class Foreign:
-    """An array of a library that offers DLPack, as the array API standard has it."""
+    """An array of a library with DLPack, as the array API standard defines it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -144,7 +142,8 @@ def test_a_script_under_shoal_launch_uses_them(tmp_path: Path) -> None:
     script.write_text(
         "import numpy as np, shoal\n"
         "run = shoal.init()\n"
-        "print(shoal.allreduce(np.array([run.rank + 1.0])), shoal.allgather(np.array([run.rank])))\n"
+        "mean = shoal.allreduce(np.array([run.rank + 1.0]))\n"
+        "print(mean, shoal.allgather(np.array([run.rank])))\n"
     )
     command = [sys.executable, "-m", "shoal", "launch", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)

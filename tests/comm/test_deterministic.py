@@ -1,6 +1,4 @@
-"""Means over ranks that are the same to the last bit wherever a number lies, and on whatever
-backend.
-"""
+"""Means over ranks with the same bits at every position and on every backend."""
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from shoal.testing import world
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_mean_is_the_same_to_the_last_bit_on_both_backends_and_in_every_place(ranks: int) -> None:
+def test_a_mean_has_the_same_bits_on_both_backends_at_every_position(ranks: int) -> None:
     assert world.run(ranks, _means) == [True] * ranks
 
 

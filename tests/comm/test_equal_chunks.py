@@ -1,4 +1,4 @@
-"""Rows between ranks: the same numbers whichever way the group has."""
+"""All-to-all and all-gather give the same values on every kind of group."""
 
 from typing import Any
 

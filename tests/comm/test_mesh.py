@@ -17,7 +17,7 @@ def joined(**degrees: int) -> Mesh:
 
 
 def who(axis: Axis) -> tuple[int, ...]:
-    """Everybody in the line, by a sum of one-hots; the first one, by a broadcast."""
+    """Return the ranks of an axis, by a sum of one-hot vectors; check all its collectives."""
     mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     mine[dist.get_rank()] = 1
     first = torch.tensor(dist.get_rank())
@@ -30,7 +30,7 @@ def who(axis: Axis) -> tuple[int, ...]:
     return tuple(found)
 
 
-def lines_of(**degrees: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(**degrees: int) -> tuple[tuple[int, ...], ...]:
     mesh = joined(**degrees)
     return tuple(who(axis) for axis in (mesh.pipeline, mesh.data, mesh.tensor))
 
@@ -42,15 +42,15 @@ def test_every_axis_reaches_those_that_differ_in_nothing_else() -> None:
 
 
 def three_ways() -> tuple[tuple[int, ...], ...]:
-    return lines_of(pipeline=2, tensor=2)
+    return groups_of(pipeline=2, tensor=2)
 
 
 def two_of_four() -> tuple[tuple[int, ...], ...]:
-    return lines_of(tensor=2)
+    return groups_of(tensor=2)
 
 
 def all_tensor() -> tuple[tuple[int, ...], ...]:
-    return lines_of(tensor=3)
+    return groups_of(tensor=3)
 
 
 def test_what_no_strategy_spans_is_data() -> None:
@@ -80,7 +80,7 @@ def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
 
 
 def all_dimensions() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(pipeline=2, tensor=2, shard=1)
+    return torch_mesh(pipeline=2, tensor=2, dp_shard=1)
 
 
 def shard_alone() -> tuple[dict[str, list[int]], bool]:
@@ -88,7 +88,7 @@ def shard_alone() -> tuple[dict[str, list[int]], bool]:
 
 
 def hybrid() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(tensor=2, shard=2)
+    return torch_mesh(tensor=2, dp_shard=2)
 
 
 def tensor_alone() -> tuple[dict[str, list[int]], bool]:

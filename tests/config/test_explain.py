@@ -38,7 +38,7 @@ def of_type(annotation: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    """Jobs whose values fit their settings and one another; most settings stay as they are."""
+    """Draw a job with a few settings that are not defaults, and that break no rule."""
     values = {}
     for name in draw(st.lists(st.sampled_from(list(all_settings())), unique=True, max_size=12)):
         setting = all_settings()[name]

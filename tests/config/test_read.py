@@ -16,7 +16,7 @@ def problems(source: str | Path | None, *flags: tuple[str, str]) -> list[str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory that is the current one, so that messages hold short paths."""
+    """Make an empty directory the current one, so that messages have short paths."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -79,7 +79,8 @@ def test_bases_that_go_round_in_a_circle_are_refused(here: Path) -> None:
     (line,) = problems("a.yaml")
     assert (
         line
-        == "b.yaml:2: base: a.yaml -> b.yaml -> a.yaml goes round in a circle; let one of them stand alone"
+        == "b.yaml:2: base: a.yaml -> b.yaml -> a.yaml goes round in a circle; let one of them "
+        "stand alone"
     )
 
 
@@ -233,5 +234,8 @@ def test_the_built_in_configurations_are_those_that_were_promised() -> None:
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_numpy() -> None:
-    program = "import sys, shoal.config as c; c.read('digits'); sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    program = (
+        "import sys, shoal.config as c; c.read('digits'); "
+        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

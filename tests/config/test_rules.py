@@ -4,23 +4,47 @@ from shoal.config import Job, builtin_names, read
 from shoal.config.rules import violations
 from shoal.errors import ConfigError
 
-# The flags that break a rule, and what is said of it.
+# Flags that break a rule, and the text of the error.
 BROKEN = {
-    "train.warm_start.epochs=11": "train.warm_start.epochs is 11, but train.epochs, among which they count, is 10",
-    "train.accumulate=3 train.batch_size=2": "train.accumulate is 3, more parts than the 2 samples of train.batch_size",
-    "train.deterministic=true train.cudnn_benchmark=true": "train.cudnn_benchmark may choose other kernels",
-    "optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov needs optimizer.momentum greater than 0",
-    "optimizer.nesterov=true optimizer.options.dampening=0.1": "needs optimizer.options.dampening 0, not 0.1",
-    "optimizer.options.lr=1": "optimizer.options holds 'lr', which is a setting of its own; set optimizer.lr",
-    "optimizer.in_backward=true train.clip_norm=1": "has no norm of all gradients, which train.clip_norm needs",
-    "optimizer.in_backward=true train.accumulate=2": "adds up no gradients; train.accumulate is 2, and must be 1",
-    "optimizer.in_backward=true train.precision=fp16": "cannot skip a step whose gradients overflow, as fp16 must",
-    "schedule.milestones=[30,30]": "schedule.milestones must be epochs from 1 on in ascending order, not [30, 30]",
-    "schedule.milestones=[0,30]": "schedule.milestones must be epochs from 1 on in ascending order, not [0, 30]",
+    "train.warm_start.epochs=11": (
+        "train.warm_start.epochs is 11, but train.epochs, among which they count, is 10"
+    ),
+    "train.accumulate=3 train.batch_size=2": (
+        "train.accumulate is 3, more parts than the 2 samples of train.batch_size"
+    ),
+    "train.deterministic=true train.cudnn_benchmark=true": (
+        "train.cudnn_benchmark may choose other kernels"
+    ),
+    "optimizer.nesterov=true optimizer.momentum=0": (
+        "optimizer.nesterov needs optimizer.momentum greater than 0"
+    ),
+    "optimizer.nesterov=true optimizer.options.dampening=0.1": (
+        "needs optimizer.options.dampening 0, not 0.1"
+    ),
+    "optimizer.options.lr=1": (
+        "optimizer.options holds 'lr', which is a setting of its own; set optimizer.lr"
+    ),
+    "optimizer.in_backward=true train.clip_norm=1": (
+        "has no norm of all gradients, which train.clip_norm needs"
+    ),
+    "optimizer.in_backward=true train.accumulate=2": (
+        "adds up no gradients; train.accumulate is 2, and must be 1"
+    ),
+    "optimizer.in_backward=true train.precision=fp16": (
+        "cannot skip a step whose gradients overflow, as fp16 must"
+    ),
+    "schedule.milestones=[30,30]": (
+        "schedule.milestones must be epochs from 1 on in ascending order, not [30, 30]"
+    ),
+    "schedule.milestones=[0,30]": (
+        "schedule.milestones must be epochs from 1 on in ascending order, not [0, 30]"
+    ),
     "schedule.name=step": "schedule.milestones is empty, but schedule.name is step",
     "data.name=dummy data.classes=2": "evaluation.topk is 5, but dummy has 2 classes",
     "evaluation.topk=11": "evaluation.topk is 11, but digits has 10 classes",
-    "data.name=imagefolder data.image_size=288": "data.resize is 256, too small to crop data.image_size 288 out of it",
+    "data.name=imagefolder data.image_size=288": (
+        "data.resize is 256, too small to crop data.image_size 288 out of it"
+    ),
     "data.name=stdlib train.mixup=0.2": "train.mixup mixes images; stdlib is text, so it must be 0",
     "data.shape=[3,0]": "data.shape must be one or more sizes greater than 0, not [3, 0]",
     "name=''": "name must not be empty, not ''",

@@ -1,4 +1,4 @@
-"""What the ranks of test_local.py do."""
+"""Targets of the ranks in test_local_launch.py."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def rank() -> int:
 
 
 def note(folder: str, name: str, text: str = "") -> None:
-    """Leave a file whose appearance means that it is complete."""
+    """Write a file that appears only when it is complete."""
     partial = Path(folder, f".{name}.{rank()}")
     partial.write_text(text)
     partial.rename(Path(folder, f"{name}.{rank()}"))
 
 
-def meet() -> None:
+def initialize_group() -> None:
     dist.init_process_group("gloo")
     dist.barrier()
 
 
-def writes_its_place(folder: str) -> None:
-    meet()
-    place = environment.read(os.environ)
+def writes_its_rank(folder: str) -> None:
+    initialize_group()
+    info = environment.read(os.environ)
     note(
         folder,
         "place",
-        f"{place.launcher} {place.rank}/{place.world} {place.local_rank}/{place.local_world}",
+        f"{info.launcher} {info.rank}/{info.world} {info.local_rank}/{info.local_world}",
     )
     note(folder, "port", os.environ["MASTER_PORT"])
 
@@ -51,7 +51,7 @@ def writes_its_threads(folder: str) -> None:
 
 def fails_in_rank_one(folder: str) -> None:
     note(folder, "pid", str(os.getpid()))
-    meet()
+    initialize_group()
     if rank() == 1:
         raise ValueError("first line\nsecond line")
     dist.barrier()
@@ -59,14 +59,14 @@ def fails_in_rank_one(folder: str) -> None:
 
 def fails_in_rank_one_while_others_sleep(folder: str) -> None:
     note(folder, "pid", str(os.getpid()))
-    meet()
+    initialize_group()
     if rank() == 1:
         raise ValueError("nothing to lose")
     time.sleep(1000)
 
 
 def dies_in_rank_one(folder: str) -> None:
-    meet()
+    initialize_group()
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -79,17 +79,17 @@ def lacks_data(folder: str) -> None:
 
 
 def exits(folder: str, codes: list[int]) -> None:
-    meet()
+    initialize_group()
     sys.exit(codes[rank()])
 
 
 def saves_when_told(folder: str, parent: int) -> None:
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    meet()
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    initialize_group()
     if rank() == 0:
         os.kill(parent, signal.SIGTERM)
-    while not told:
+    while not signals:
         time.sleep(0.01)
     note(folder, "saved")
     sys.exit(EXIT_RESTART)
@@ -98,7 +98,7 @@ def saves_when_told(folder: str, parent: int) -> None:
 def signals_its_parent(folder: str, parent: int, number: int) -> None:
     atexit.register(note, folder, "exit")
     try:
-        meet()
+        initialize_group()
         if rank() == 0:
             os.kill(parent, number)
         time.sleep(1000)
@@ -109,7 +109,7 @@ def signals_its_parent(folder: str, parent: int, number: int) -> None:
 def ignores_the_end(folder: str, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(folder, "pid", str(os.getpid()))
-    meet()
+    initialize_group()
     if rank() == 0:
         os.kill(parent, signal.SIGTERM)
     time.sleep(1000)

@@ -1,6 +1,4 @@
-"""endless.py FOLDER: a program with two ranks that have data-loader workers and never end by
-themselves.
-"""
+"""never_ending_program.py FOLDER: two ranks with data-loader workers that never end."""
 
 from __future__ import annotations
 
@@ -24,6 +22,6 @@ def run(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    import endless
+    import never_ending_program
 
-    sys.exit(local.run(endless.run, (sys.argv[1],), 2, preload=()))
+    sys.exit(local.run(never_ending_program.run, (sys.argv[1],), 2, preload=()))

@@ -1,4 +1,4 @@
-"""What the ranks of test_keeper.py do: a run whose checkpoints are files, `saved.STEP`."""
+"""Targets of the ranks in test_restarting.py. Their checkpoints are files, `saved.STEP`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def begins(folder: str, how: str) -> int:
-    """Leave a note of this start; which one it is, counted from 1."""
+def record_start(folder: str, how: str) -> int:
+    """Record this start in a file, and return its number, from 1."""
     starts = len(list(Path(folder).glob(f"start.*.{rank()}"))) + 1
     world, temporary = os.environ["WORLD_SIZE"], Path(folder, f".start.{rank()}")
     temporary.write_text(f"{how} of {world}")
@@ -31,8 +31,8 @@ def until(path: Path) -> None:
 
 
 def dies(folder: str, how: str, number: int, times: int, saves: bool) -> None:
-    """Rank 1 is lost in its first starts, each time after a new checkpoint, or after none."""
-    start = begins(folder, how)
+    """Kill rank 1 in its first `times` starts, after a new checkpoint if `saves`."""
+    start = record_start(folder, how)
     if rank() == 1 and start <= times:
         until(Path(folder, f"start.{start}.0"))
         if saves:
@@ -50,7 +50,7 @@ def dies_once_and_sleeps(folder: str, how: str) -> None:
 
 
 def is_stopped_once(folder: str, how: str) -> None:
-    begins(folder, how)
+    record_start(folder, how)
     if how == "first":
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,23 +58,23 @@ def is_stopped_once(folder: str, how: str) -> None:
 
 
 def is_wrong(folder: str, how: str) -> None:
-    begins(folder, how)
+    record_start(folder, how)
     raise ValueError("always wrong")
 
 
 def loses_a_shard(folder: str, how: str) -> None:
-    if begins(folder, how) == 1:
+    if record_start(folder, how) == 1:
         raise ServerLost(
             "shard 0 of the parameter servers is lost: it is gone. The same command goes on."
         )
 
 
 def stops_when_told(folder: str, how: str) -> None:
-    """Saves and stops at a SIGTERM, like a run; ends by itself once `end` is there."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    start = begins(folder, how)
-    while not told:
+    """Save and stop at a SIGTERM, as a run does; end without one once the file `end` exists."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    start = record_start(folder, how)
+    while not signals:
         if Path(folder, "end").exists():
             return
         time.sleep(0.01)
@@ -83,10 +83,10 @@ def stops_when_told(folder: str, how: str) -> None:
 
 
 def saves_slowly(folder: str, how: str) -> None:
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    begins(folder, how)
-    while not told:
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    record_start(folder, how)
+    while not signals:
         time.sleep(0.01)
     Path(folder, f"told.{rank()}").touch()
     until(Path(folder, "saved"))
@@ -94,7 +94,7 @@ def saves_slowly(folder: str, how: str) -> None:
 
 
 def does_not_know_the_signal(folder: str, how: str) -> None:
-    begins(folder, how)
+    record_start(folder, how)
     if how == "first":
         time.sleep(1000)
 

@@ -1,4 +1,4 @@
-"""The socket in a run's directory: who may use it, what it takes, and that it goes."""
+"""The control socket of a run: its permissions, its requests, and its removal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shoal.errors import LaunchError
 from shoal.launch import control_server
 from shoal.launch.control_client import request
 from shoal.launch.control_server import (
-    LONGEST_LINE_BYTES,
-    MOST_CALLERS,
+    MAX_CALLERS,
+    MAX_LINE_BYTES,
     NAME,
     ControlConnection,
     ControlServer,
@@ -28,10 +28,10 @@ from shoal.launch.control_server import (
 
 
 @contextmanager
-def listens(folder: Path) -> Iterator[ControlServer]:
-    with ControlServer(folder, ".") as listening:
-        assert listening.open() == ""
-        yield listening
+def open_server(folder: Path) -> Iterator[ControlServer]:
+    with ControlServer(folder, ".") as server:
+        assert server.open() == ""
+        yield server
 
 
 def connected(folder: Path) -> socket.socket:
@@ -42,16 +42,16 @@ def connected(folder: Path) -> socket.socket:
     return caller
 
 
-def attended(listening: ControlServer) -> list[tuple[ControlConnection, dict]]:
-    """What comes next."""
-    select.select(listening.sources, [], [], 10)
-    return listening.accept_requests()
+def next_requests(server: ControlServer) -> list[tuple[ControlConnection, dict]]:
+    """Wait for an event, and return the requests that have arrived."""
+    select.select(server.sources, [], [], 10)
+    return server.accept_requests()
 
 
-def test_it_is_its_owners_alone_and_gone_at_the_end(tmp_path):
+def test_only_the_owner_may_use_it_and_it_is_removed_at_the_end(tmp_path):
     before = os.umask(0)
     try:
-        with listens(tmp_path):
+        with open_server(tmp_path):
             assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
             assert os.umask(0) == 0
     finally:
@@ -59,67 +59,67 @@ def test_it_is_its_owners_alone_and_gone_at_the_end(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_waits_until_the_directory_is_the_runs(tmp_path):
-    with ControlServer(tmp_path / "run", "config.yaml") as listening:
-        assert not listening.is_due
+def test_it_waits_until_the_run_has_claimed_the_directory(tmp_path):
+    with ControlServer(tmp_path / "run", "config.yaml") as server:
+        assert not server.is_due
         (tmp_path / "run").mkdir()
-        assert not listening.is_due
-        assert listening.sources == listening.accept_requests() == []
+        assert not server.is_due
+        assert server.sources == server.accept_requests() == []
         (tmp_path / "run/config.yaml").touch()
-        assert listening.is_due
-        assert listening.open() == ""
-        assert not listening.is_due
+        assert server.is_due
+        assert server.open() == ""
+        assert not server.is_due
         connected(tmp_path / "run").close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
 def test_a_request_is_answered_in_lines(tmp_path):
-    with listens(tmp_path) as listening, connected(tmp_path) as asking:
-        asking.sendall(b'{"scale"')
-        assert attended(listening) == []
-        asking.sendall(b": 3}\n")
-        ((caller, request),) = attended(listening)
+    with open_server(tmp_path) as server, connected(tmp_path) as command:
+        command.sendall(b'{"scale"')
+        assert next_requests(server) == []
+        command.sendall(b": 3}\n")
+        ((caller, request),) = next_requests(server)
         assert request == {"scale": 3}
-        caller.say(stopping=2)
-        caller.say(step=7)
+        caller.send(stopping=2)
+        caller.send(step=7)
         caller.close()
-        assert [json.loads(line) for line in asking.makefile()] == [{"stopping": 2}, {"step": 7}]
-        assert len(listening.sources) == 1
+        assert [json.loads(line) for line in command.makefile()] == [{"stopping": 2}, {"step": 7}]
+        assert len(server.sources) == 1
 
 
 @pytest.mark.parametrize(
-    "said", [b"\n", b"scale 3\n", b"[3]\n", b"\xff\xfe\n", b"x" * (LONGEST_LINE_BYTES + 1)]
+    "line", [b"\n", b"scale 3\n", b"[3]\n", b"\xff\xfe\n", b"x" * (MAX_LINE_BYTES + 1)]
 )
-def test_what_is_no_request_is_refused_and_the_next_one_is_heard(tmp_path, said):
-    with listens(tmp_path) as listening:
-        with connected(tmp_path) as asking:
-            asking.sendall(said)
-            while not select.select([asking], [], [], 0)[0]:
-                assert attended(listening) == []
-            assert len(listening.sources) == 1
-            assert "this is no request" in json.loads(asking.makefile().readline())["refused"]
-        with connected(tmp_path) as asking:
-            asking.sendall(b"{}\n")
-            ((caller, _),) = attended(listening)
+def test_a_malformed_request_is_refused_and_the_next_is_read(tmp_path, line):
+    with open_server(tmp_path) as server:
+        with connected(tmp_path) as command:
+            command.sendall(line)
+            while not select.select([command], [], [], 0)[0]:
+                assert next_requests(server) == []
+            assert len(server.sources) == 1
+            assert "this is no request" in json.loads(command.makefile().readline())["refused"]
+        with connected(tmp_path) as command:
+            command.sendall(b"{}\n")
+            ((caller, _),) = next_requests(server)
             caller.close()
 
 
-def test_who_hangs_up_is_forgotten(tmp_path):
-    with listens(tmp_path) as listening:
+def test_a_closed_connection_is_forgotten(tmp_path):
+    with open_server(tmp_path) as server:
         connected(tmp_path).close()
-        assert attended(listening) == []
-        assert len(listening.sources) == 1
+        assert next_requests(server) == []
+        assert len(server.sources) == 1
 
 
-def test_only_so_many_may_wait(tmp_path):
-    with listens(tmp_path) as listening:
+def test_the_number_of_connections_is_limited(tmp_path):
+    with open_server(tmp_path) as server:
         callers = []
-        for _ in range(MOST_CALLERS + 1):
+        for _ in range(MAX_CALLERS + 1):
             callers.append(connected(tmp_path))
-            listening.accept_requests()
-        assert len(listening.sources) == 1 + MOST_CALLERS
+            server.accept_requests()
+        assert len(server.sources) == 1 + MAX_CALLERS
         assert callers[-1].recv(1) == b""
-        turned_away = threading.Thread(target=attended, args=(listening,))
+        turned_away = threading.Thread(target=next_requests, args=(server,))
         turned_away.start()
         with pytest.raises(LaunchError, match="has hung up: it has ended, or too many call it"):
             list(request(tmp_path, scale=2))
@@ -132,28 +132,28 @@ def test_only_so_many_may_wait(tmp_path):
 def deep(tmp_path: Path) -> Path:
     directory = tmp_path.joinpath(*["a directory with a long name"] * 6)
     directory.mkdir(parents=True)
-    assert len(str(directory)) > control_server.LONGEST_NAME_BYTES
+    assert len(str(directory)) > control_server.MAX_NAME_BYTES
     return directory
 
 
 def test_the_directory_may_have_any_length(deep):
-    with listens(deep), connected(deep):
+    with open_server(deep), connected(deep):
         assert (deep / NAME).is_socket()
     assert list(deep.iterdir()) == []
 
 
-def test_where_no_name_is_short_enough_nobody_can_call_and_the_run_does_without(deep, monkeypatch):
+def test_without_a_short_name_the_run_goes_on_without_a_socket(deep, monkeypatch):
     monkeypatch.setattr(control_server.sys, "platform", "darwin")
-    with ControlServer(deep, ".") as listening:
-        assert "more than 103 bytes" in listening.open()
-        assert not listening.is_due
-        assert listening.sources == listening.accept_requests() == []
+    with ControlServer(deep, ".") as server:
+        assert "more than 103 bytes" in server.open()
+        assert not server.is_due
+        assert server.sources == server.accept_requests() == []
 
 
-def test_what_a_killed_launcher_has_left_is_taken_and_what_another_uses_is_not(tmp_path):
+def test_only_the_socket_of_a_killed_launcher_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead, short_name(tmp_path / NAME) as name:
         dead.bind(name)
-    with listens(tmp_path):
+    with open_server(tmp_path):
         with ControlServer(tmp_path, ".") as second:
             assert second.open() == "another launcher listens there"
         with connected(tmp_path):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import launcher_environments as recorded
 import pytest
-import recorded
 from launcher_environments import (
     OPEN_MPI,
     OPEN_MPI_IN_SALLOC,
@@ -128,15 +128,15 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 def test_each_launcher_is_read_by_its_own_variables(
     environ, launcher, rank_of_world, local, address
 ):
-    place = read(environ)
-    assert place.launcher == launcher
-    assert (place.rank, place.world) == rank_of_world
-    assert (place.local_rank, place.local_world) == local
-    assert place.master_address == address
+    info = read(environ)
+    assert info.launcher == launcher
+    assert (info.rank, info.world) == rank_of_world
+    assert (info.local_rank, info.local_world) == local
+    assert info.master_address == address
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "problems"),
     [
         (TORCHRUN_IN_EVERY_TASK, ["Each of 2 tasks", "--nnodes=2", "SHOAL_LAUNCHER=torchrun"]),
         (
@@ -208,10 +208,10 @@ def test_each_launcher_is_read_by_its_own_variables(
         ({"SHOAL_LAUNCHER": "slurm"}, ["SHOAL_LAUNCHER=slurm was asked for"]),
     ],
 )
-def test_a_contradictory_environment_is_refused_with_all_that_is_wrong(environ, said):
+def test_a_contradictory_environment_is_refused_with_all_problems(environ, problems):
     with pytest.raises(EnvironmentConflict) as error:
         read(environ)
-    assert [part for part in said if part not in str(error.value)] == []
+    assert [problem for problem in problems if problem not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_ranks_of_mpich_derive_their_port_from_their_common_parent():
     assert read(MPICH, parent_pid=71).master_port != read(MPICH, parent_pid=72).master_port
 
 
-def test_a_place_describes_itself_in_one_line():
+def test_a_rank_info_describes_itself_in_one_line():
     assert read({}).describe() == "1 process (no launcher's variables are set)"
-    said = read(STEP | {"MASTER_PORT": "29511"}).describe()
+    text = read(STEP | {"MASTER_PORT": "29511"}).describe()
     assert (
-        said == "rank 3 of 5 (1 of 2 on this machine), meeting at n1:29511; step 0 of Slurm job 3"
+        text == "rank 3 of 5 (1 of 2 on this machine), meeting at n1:29511; step 0 of Slurm job 3"
     )
 
 

@@ -1,4 +1,4 @@
-"""Helpers are processes of their own, whatever the rank had in hand when the nursery was made."""
+"""Helpers share nothing with the rank, whatever it had open when the spawner was made."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def answers(listener: socket.socket, question: Callable[[], str]) -> None:
         sock.sendall(question().encode())
 
 
-def asked(nursery: HelperSpawner, question: Callable[[], str]) -> str:
-    """What a helper answers."""
+def answer_of(spawner: HelperSpawner, question: Callable[[], str]) -> str:
+    """Return the answer of a helper."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nursery.start(answers, question, listener=listener)
+        spawner.start(answers, question, listener=listener)
         connection, _ = listener.accept()
         with connection, connection.makefile() as lines:
             return lines.read()
 
 
 class Stale:
-    """A socket that only the collector of cycles closes."""
+    """A socket in a reference cycle, which only the garbage collector closes."""
 
     def __init__(self) -> None:
         self.myself: Any = self
@@ -50,40 +50,40 @@ def collect_and_use() -> str:
     return "all of them work"
 
 
-def test_what_the_rank_had_dropped_closes_nothing_in_a_helper() -> None:
+def test_a_garbage_socket_of_the_rank_closes_nothing_in_a_helper() -> None:
     gc.disable()
     try:
         for _ in range(5):
             Stale()
-        nursery = HelperSpawner()
+        spawner = HelperSpawner()
     finally:
         gc.enable()
-    assert asked(nursery, collect_and_use) == "all of them work"
-    nursery.close()
+    assert answer_of(spawner, collect_and_use) == "all of them work"
+    spawner.close()
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()
 
 
 def test_a_helper_has_no_connection_of_the_rank() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            nursery = HelperSpawner()
-        assert ours.recv(1) == b""
-    nursery.close()
+    local, remote = socket.socketpair()
+    with local:
+        with remote:
+            spawner = HelperSpawner()
+        assert local.recv(1) == b""
+    spawner.close()
 
 
-def test_helpers_end_though_nobody_hears_of_the_first_one_any_more(
+def test_helpers_end_though_nobody_reads_the_event_of_the_first(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """As when the rank is killed while the first one ends."""
-    nursery = HelperSpawner()
+    """It is so when the rank is killed while the first helper ends."""
+    spawner = HelperSpawner()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        first, second = (nursery.start(sleep, listener=listener) for _ in range(2))
-    nursery._socket.shutdown(socket.SHUT_RD)
+        first, second = (spawner.start(sleep, listener=listener) for _ in range(2))
+    spawner._socket.shutdown(socket.SHUT_RD)
     os.kill(first, signal.SIGKILL)
     _wait_until_gone(first)
-    nursery.close()
+    spawner.close()
     _wait_until_gone(second)
     assert capfd.readouterr().err == ""
 

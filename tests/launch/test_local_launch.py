@@ -1,6 +1,4 @@
-"""Ranks on this machine, started for real; those that end this process's ranks from outside run
-in a program.
-"""
+"""Real ranks on this machine. Tests that signal the launcher start it as a program of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import endless
-import launched
+import launch_targets
+import never_ending_program
 import pytest
 
 from shoal.errors import LaunchError
@@ -36,9 +34,7 @@ def notes(folder: Path, name: str) -> list[str]:
 
 
 def ready(folder: Path) -> list[list[str]]:
-    """Process id and whether it has the terminal, of each rank of `endless` that has a
-    data-loader worker by now.
-    """
+    """Return pid and `isatty` of each rank of `never_ending_program` with a data-loader worker."""
     return [path.read_text().split() for path in sorted(folder.glob("*.ready"))]
 
 
@@ -46,25 +42,23 @@ def alive(pids: list[str]) -> list[str]:
     return [pid for pid in pids if Path("/proc", pid).exists()]
 
 
-def test_every_rank_reads_its_place_and_the_port_is_free_afterwards(tmp_path):
-    assert local.run(launched.writes_its_place, (str(tmp_path),), 3) == 0
+def test_every_rank_reads_its_rank_and_the_port_is_free_afterwards(tmp_path):
+    assert local.run(launch_targets.writes_its_rank, (str(tmp_path),), 3) == 0
     assert notes(tmp_path, "place") == [f"shoal {rank}/3 {rank}/3" for rank in range(3)]
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", int(notes(tmp_path, "port")[0]))) != 0
 
 
-def test_cores_are_shared_unless_the_user_says_otherwise_and_the_server_has_one_thread(
-    tmp_path, monkeypatch
-):
+def test_ranks_divide_the_cores_and_the_server_has_one_thread(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    local.run(launched.writes_its_threads, (str(tmp_path),), 1)
+    local.run(launch_targets.writes_its_threads, (str(tmp_path),), 1)
     assert notes(tmp_path, "threads") == [f"{len(os.sched_getaffinity(0))} 1"]
-    local.run(launched.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
+    local.run(launch_targets.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
     assert notes(tmp_path, "threads") == ["3 1", "3 1"]
 
 
-def test_the_first_failure_is_printed_last_and_whole_and_without_its_echoes(tmp_path, capfd):
-    assert local.run(launched.fails_in_rank_one, (str(tmp_path),), 3) == 1
+def test_the_root_cause_is_printed_last_and_in_full(tmp_path, capfd):
+    assert local.run(launch_targets.fails_in_rank_one, (str(tmp_path),), 3) == 1
     printed = capfd.readouterr().err
     assert (
         "rank 1 of 3 failed: ValueError: first line\n\nTraceback (most recent call last):\n"
@@ -77,20 +71,20 @@ def test_the_first_failure_is_printed_last_and_whole_and_without_its_echoes(tmp_
 
 
 def test_a_failure_ends_ranks_that_do_something_else(tmp_path, capfd):
-    assert local.run(launched.fails_in_rank_one_while_others_sleep, (str(tmp_path),), 3) == 1
+    assert local.run(launch_targets.fails_in_rank_one_while_others_sleep, (str(tmp_path),), 3) == 1
     assert capfd.readouterr().err.endswith("ValueError: nothing to lose\n")
     assert alive(notes(tmp_path, "pid")) == []
 
 
 def test_a_rank_that_was_killed_is_named_and_not_the_ranks_that_lost_it(tmp_path, capfd):
-    assert local.run(launched.dies_in_rank_one, (str(tmp_path),), 2) == 128 + signal.SIGKILL
+    assert local.run(launch_targets.dies_in_rank_one, (str(tmp_path),), 2) == 128 + signal.SIGKILL
     printed = capfd.readouterr().err
     assert printed.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
     assert "Traceback" not in printed
 
 
-def test_an_error_that_the_user_can_mend_has_no_traceback(tmp_path, capfd):
-    assert local.run(launched.lacks_data, (str(tmp_path),), 2) == 1
+def test_an_error_with_a_cure_has_no_traceback(tmp_path, capfd):
+    assert local.run(launch_targets.lacks_data, (str(tmp_path),), 2) == 1
     assert capfd.readouterr().err == "rank 1 of 2: data/x is not there; put it there\n"
 
 
@@ -99,29 +93,31 @@ def test_an_error_that_the_user_can_mend_has_no_traceback(tmp_path, capfd):
     [([0, 0], 0), ([0, 3], 3), ([75, 75], 75), ([75, 0], 75), ([75, 4], 4), ([-1, 0], 255)],
 )
 def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, codes, code):
-    assert local.run(launched.exits, (str(tmp_path), codes), 2) == code
+    assert local.run(launch_targets.exits, (str(tmp_path), codes), 2) == code
 
 
 def test_a_sigterm_is_passed_on_so_that_ranks_save_and_ask_to_be_run_again(tmp_path):
-    assert local.run(launched.saves_when_told, (str(tmp_path), os.getpid()), 2) == 75
+    assert local.run(launch_targets.saves_when_told, (str(tmp_path), os.getpid()), 2) == 75
     assert len(notes(tmp_path, "saved")) == 2
 
 
-def test_a_sigterm_ends_ranks_that_do_not_know_it(tmp_path, capfd):
+def test_a_sigterm_ends_ranks_without_a_handler(tmp_path, capfd):
     arguments = (str(tmp_path), os.getpid(), signal.SIGTERM)
-    assert local.run(launched.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
+    assert local.run(launch_targets.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_ranks_that_take_longer_than_the_grace_are_killed(tmp_path):
+def test_ranks_that_exceed_the_grace_time_are_killed(tmp_path):
     arguments = (str(tmp_path), os.getpid())
-    assert local.run(launched.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
+    assert (
+        local.run(launch_targets.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
+    )
     assert alive(notes(tmp_path, "pid")) == []
 
 
 def test_an_interrupt_ends_all_in_order_and_without_a_traceback(tmp_path, capfd):
     arguments = (str(tmp_path), os.getpid(), signal.SIGINT)
-    assert local.run(launched.signals_its_parent, arguments, 2) == 130
+    assert local.run(launch_targets.signals_its_parent, arguments, 2) == 130
     assert len(notes(tmp_path, "finally")) == len(notes(tmp_path, "exit")) == 2
     assert "Traceback" not in capfd.readouterr().err
 
@@ -130,50 +126,53 @@ def test_signals_reach_this_process_as_before_when_the_ranks_have_ended(tmp_path
     before = [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
     ]
-    local.run(launched.exits, (str(tmp_path), [0]), 1)
+    local.run(launch_targets.exits, (str(tmp_path), [0]), 1)
     assert [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
     ] == before
 
 
-def test_rank_0_speaks_for_all_and_errors_of_others_carry_their_rank(tmp_path, capfd):
-    local.run(launched.prints, (str(tmp_path),), 2)
+def test_stdout_is_that_of_rank_0_and_stderr_lines_have_their_rank(tmp_path, capfd):
+    local.run(launch_targets.prints, (str(tmp_path),), 2)
     printed = capfd.readouterr()
     assert printed.out == "stdout of 0\n"
     assert sorted(printed.err.splitlines()) == ["[rank 1] stderr of 1", "stderr of 0"]
 
 
-def test_every_rank_speaks_where_that_is_asked_for(tmp_path, capfd):
-    local.run(launched.prints, (str(tmp_path),), 2, output="all")
+def test_output_all_shows_stdout_of_every_rank(tmp_path, capfd):
+    local.run(launch_targets.prints, (str(tmp_path),), 2, output="all")
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] stdout of 1", "stdout of 0"]
 
 
 @pytest.mark.parametrize("processes", [0, -2])
-def test_there_must_be_a_process(tmp_path, processes):
+def test_less_than_one_process_is_refused(tmp_path, processes):
     with pytest.raises(LaunchError, match=f"{processes} processes were asked for"):
-        local.run(launched.prints, (str(tmp_path),), processes)
+        local.run(launch_targets.prints, (str(tmp_path),), processes)
 
 
 @contextlib.contextmanager
 def program(
     folder: Path, **options: object
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], list[int]]]]:
-    """A program with two ranks that run for ever; and a way to list all processes that descend
-    from it.
+    """Run a program with two ranks that never end. Yield it, and a function of its descendants.
+
+    Descendants are found by a variable in their environment, for they have sessions of their own.
     """
     mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
 
     def descendants() -> list[int]:
-        found = []
+        pids = []
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark.encode() in (directory / "environ").read_bytes():
-                    found.append(int(directory.name))
-        return found
+                    pids.append(int(directory.name))
+        return pids
 
     environ = dict([*os.environ.items(), mark.split("=")])
-    command = [sys.executable, endless.__file__, str(folder)]
-    with subprocess.Popen(command, env=environ, start_new_session=True, **options) as process:  # type: ignore[call-overload]
+    command = [sys.executable, never_ending_program.__file__, str(folder)]
+    with subprocess.Popen(  # type: ignore[call-overload]
+        command, env=environ, start_new_session=True, **options
+    ) as process:
         try:
             yield process, descendants
         finally:
@@ -182,7 +181,7 @@ def program(
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_ctrl_c_on_the_foreground_group_leaves_no_process_and_no_word(tmp_path):
+def test_ctrl_c_on_the_foreground_group_leaves_no_process(tmp_path):
     with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
         process,
         descendants,
@@ -190,12 +189,12 @@ def test_ctrl_c_on_the_foreground_group_leaves_no_process_and_no_word(tmp_path):
         until(lambda: len(ready(tmp_path)) == 2)
         assert len(descendants()) >= 6  # itself, the server, two ranks, two workers
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate()
-        assert (process.returncode, said) == (130, b"")
+        output, _ = process.communicate()
+        assert (process.returncode, output) == (130, b"")
         until(lambda: not descendants())
 
 
-def test_ctrl_c_while_torch_is_still_imported_leaves_no_process_and_no_word(tmp_path):
+def test_ctrl_c_during_the_import_of_torch_leaves_no_process(tmp_path):
     with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
         process,
         descendants,
@@ -206,8 +205,8 @@ def test_ctrl_c_while_torch_is_still_imported_leaves_no_process_and_no_word(tmp_
             )
         )
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate()
-        assert (process.returncode, said) == (130, b"")
+        output, _ = process.communicate()
+        assert (process.returncode, output) == (130, b"")
         until(lambda: not descendants())
 
 
@@ -219,11 +218,11 @@ def test_a_launcher_that_is_killed_takes_ranks_workers_and_server_with_it(tmp_pa
 
 
 def states(pids: list[str]) -> str:
-    """The state of each process, as one letter."""
+    """Return the state of each process, one letter each."""
     return "".join(Path("/proc", pid, "stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
-def test_ranks_stop_and_go_on_with_their_launcher_and_rank_0_has_the_terminal(tmp_path):
+def test_ranks_stop_and_continue_with_their_launcher(tmp_path):
     terminal, inner = pty.openpty()
     with program(tmp_path, stdout=inner, stderr=inner) as (process, _):
         os.close(inner)

@@ -1,4 +1,4 @@
-"""Ranks that are started again: after a loss, and at another number."""
+"""Restarts of ranks: after a loss, and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lasting
 import pytest
+import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import sigstop_detector
@@ -39,10 +39,10 @@ def run(
     processes: int = 2,
     restarts: int = 3,
 ) -> int:
-    where = str(folder)
-    first, again = (where, "first", *arguments), (where, "again", *arguments)
+    first = (str(folder), "first", *arguments)
+    again = (str(folder), "again", *arguments)
     work = JobSpec(
-        target, first, again, lasting.takes_even_numbers, lambda: saved_step(folder), {}, ()
+        target, first, again, restart_targets.takes_even_numbers, lambda: saved_step(folder), {}, ()
     )
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
@@ -53,8 +53,8 @@ def starts(folder: Path, rank: int = 0) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob(f"start.*.{rank}"))]
 
 
-def test_a_killed_rank_has_all_started_again_and_it_is_said_from_where(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True) == 0
+def test_after_a_killed_rank_all_start_again_from_the_checkpoint(tmp_path, capfd):
+    assert run(tmp_path, restart_targets.dies, signal.SIGKILL, 1, True) == 0
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == ["first of 2", "again of 2"]
     assert capfd.readouterr().err == (
         "note: rank 1 of 2 was killed by SIGKILL (out of memory?); 2 processes start from the "
@@ -64,54 +64,60 @@ def test_a_killed_rank_has_all_started_again_and_it_is_said_from_where(tmp_path,
     assert not (tmp_path / NAME).exists()
 
 
-def test_it_is_started_again_so_often_and_then_the_loss_is_reported(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGABRT, 9, True, restarts=2) == 128 + signal.SIGABRT
+def test_after_the_last_restart_the_loss_is_reported(tmp_path, capfd):
+    assert (
+        run(tmp_path, restart_targets.dies, signal.SIGABRT, 9, True, restarts=2)
+        == 128 + signal.SIGABRT
+    )
     assert len(starts(tmp_path)) == 3
-    said = capfd.readouterr().err
-    assert "note: it was started again 2 times; that is all (--restarts 2)\n" in said
-    assert said.endswith("rank 1 of 2 was killed by SIGABRT\n")
+    printed = capfd.readouterr().err
+    assert "note: it was started again 2 times; that is all (--restarts 2)\n" in printed
+    assert printed.endswith("rank 1 of 2 was killed by SIGABRT\n")
 
 
 def test_the_same_loss_without_a_checkpoint_in_between_ends_the_run(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 9, False) == 128 + signal.SIGKILL
+    assert run(tmp_path, restart_targets.dies, signal.SIGKILL, 9, False) == 128 + signal.SIGKILL
     assert len(starts(tmp_path)) == 2
-    said = capfd.readouterr().err
-    assert "start from the beginning, for there is no checkpoint (restart 1 of 3)\n" in said
-    assert "note: the same again, and no checkpoint in between" in said
-    assert said.endswith("\nrank 1 of 2 was killed by SIGKILL (out of memory?)\n")
+    printed = capfd.readouterr().err
+    assert "start from the beginning, for there is no checkpoint (restart 1 of 3)\n" in printed
+    assert "note: the same again, and no checkpoint in between" in printed
+    assert printed.endswith("\nrank 1 of 2 was killed by SIGKILL (out of memory?)\n")
 
 
 def test_without_restarts_a_loss_ends_the_run(tmp_path, capfd):
-    assert run(tmp_path, lasting.dies, signal.SIGKILL, 1, True, restarts=0) == 128 + signal.SIGKILL
+    assert (
+        run(tmp_path, restart_targets.dies, signal.SIGKILL, 1, True, restarts=0)
+        == 128 + signal.SIGKILL
+    )
     assert capfd.readouterr().err == "rank 1 of 2 was killed by SIGKILL (out of memory?)\n"
 
 
 def test_a_program_that_is_wrong_is_not_started_again(tmp_path, capfd):
-    assert run(tmp_path, lasting.is_wrong, processes=1) == 1
+    assert run(tmp_path, restart_targets.is_wrong, processes=1) == 1
     assert len(starts(tmp_path)) == 1
     assert capfd.readouterr().err.endswith("ValueError: always wrong\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_rank_that_somebody_has_asked_to_end_is_not_started_again(tmp_path, capfd, number):
-    assert run(tmp_path, lasting.dies, number, 1, True) == 128 + number
+def test_a_rank_that_was_asked_to_end_is_not_started_again(tmp_path, capfd, number):
+    assert run(tmp_path, restart_targets.dies, number, 1, True) == 128 + number
     assert len(starts(tmp_path)) == 1
 
 
 def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sigstop_detector, "STOPPED_LOOKS", 1)
-    assert run(tmp_path, lasting.is_stopped_once) == 0
-    said = capfd.readouterr().err
-    assert said.startswith(
+    assert run(tmp_path, restart_targets.is_stopped_once) == 0
+    printed = capfd.readouterr().err
+    assert printed.startswith(
         "note: rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 1 s"
     )
-    assert said.endswith(
+    assert printed.endswith(
         "; 2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)\n"
     )
 
 
-def test_a_shard_that_nobody_holds_any_more_is_a_loss(tmp_path, capfd):
-    assert run(tmp_path, lasting.loses_a_shard, processes=1) == 0
+def test_a_lost_shard_of_the_servers_is_a_loss(tmp_path, capfd):
+    assert run(tmp_path, restart_targets.loses_a_shard, processes=1) == 0
     assert capfd.readouterr().err == (
         "note: shard 0 of the parameter servers is lost: it is gone; 1 process starts from the "
         "beginning, for "
@@ -126,9 +132,7 @@ def refusal(folder: Path) -> str:
 
 
 class Commands(threading.Thread):
-    """Commands given to the run in a folder while this process keeps it; `errors` if one went
-    wrong.
-    """
+    """A thread that sends commands to the run of this process; `errors` has its exceptions."""
 
     def __init__(self, target: Callable[[], None]) -> None:
         super().__init__()
@@ -150,16 +154,16 @@ class Commands(threading.Thread):
         assert self.errors == []
 
 
-def test_a_run_is_scaled_while_it_goes(tmp_path, capfd):
+def test_a_run_is_scaled_while_it_trains(tmp_path, capfd):
     def commands() -> None:
         until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
         assert list(request(tmp_path, scale=4)) == [{"stopping": 2}, {"processes": 4, "step": 1}]
         until(lambda: len(list(tmp_path.glob("start.*"))) == 2 + 4)
         (tmp_path / "end").touch()
 
-    given = Commands(commands)
-    assert run(tmp_path, lasting.stops_when_told) == 0
-    given.end()
+    thread = Commands(commands)
+    assert run(tmp_path, restart_targets.stops_when_told) == 0
+    thread.end()
     assert starts(tmp_path) == ["first of 2", "again of 4"]
     assert capfd.readouterr().err == (
         "note: 2 stopped for `shoal scale`; 4 processes start from the checkpoint of step 1\n"
@@ -176,7 +180,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused_before_anything_stops(tmp_path, capfd):
+def test_an_impossible_request_is_refused_before_ranks_stop(tmp_path, capfd):
     def commands() -> None:
         until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
         for processes, reason in REFUSED.items():
@@ -184,27 +188,25 @@ def test_what_cannot_be_is_refused_before_anything_stops(tmp_path, capfd):
                 list(request(tmp_path, scale=processes))
         (tmp_path / "end").touch()
 
-    given = Commands(commands)
-    assert run(tmp_path, lasting.stops_when_told) == 0
-    given.end()
+    thread = Commands(commands)
+    assert run(tmp_path, restart_targets.stops_when_told) == 0
+    thread.end()
     assert starts(tmp_path) == ["first of 2"]
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_that_have_not_begun_yet_are_scaled_too(tmp_path, capfd):
+def test_ranks_without_a_signal_handler_are_scaled_too(tmp_path, capfd):
     def commands() -> None:
         until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
         assert list(request(tmp_path, scale=4))[-1] == {"processes": 4, "step": None}
 
-    given = Commands(commands)
-    assert run(tmp_path, lasting.does_not_know_the_signal) == 0
-    given.end()
+    thread = Commands(commands)
+    assert run(tmp_path, restart_targets.does_not_know_the_signal) == 0
+    thread.end()
     assert starts(tmp_path, 3) == ["again of 4"]
 
 
-def test_while_ranks_stop_for_a_command_another_is_refused_and_a_sigterm_ends_the_run(
-    tmp_path, capfd
-):
+def test_while_ranks_stop_another_command_is_refused(tmp_path, capfd):
     def commands() -> None:
         until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
         answers = request(tmp_path, scale=4)
@@ -218,9 +220,9 @@ def test_while_ranks_stop_for_a_command_another_is_refused_and_a_sigterm_ends_th
         with pytest.raises(UsageError, match="it has ended before it could go on"):
             next(answers)
 
-    given = Commands(commands)
-    assert run(tmp_path, lasting.saves_slowly) == 75
-    given.end()
+    thread = Commands(commands)
+    assert run(tmp_path, restart_targets.saves_slowly) == 75
+    thread.end()
     assert starts(tmp_path) == ["first of 2"]
 
 
@@ -232,13 +234,13 @@ def test_a_signal_to_the_launcher_ends_ranks_that_were_started_again(tmp_path, c
         until(lambda: len(list(tmp_path.glob("start.2.*"))) == 2)
         os.kill(os.getpid(), number)
 
-    given = Commands(commands)
-    assert run(tmp_path, lasting.dies_once_and_sleeps) == code
-    given.end()
+    thread = Commands(commands)
+    assert run(tmp_path, restart_targets.dies_once_and_sleeps) == code
+    thread.end()
     assert starts(tmp_path) == ["first of 2", "again of 2"]
 
 
-def test_a_command_that_meets_no_launcher_says_so(tmp_path):
+def test_a_command_without_a_launcher_reports_that(tmp_path):
     with pytest.raises(
         LaunchError, match=r"no launcher on this machine has .*Start it with `shoal train"
     ):

@@ -1,13 +1,13 @@
-"""The launcher hears the signals that are meant for it, and no others."""
+"""The launcher receives SIGINT, SIGTERM and SIGTSTP, and no other signals."""
 
 import os
 import signal
 from select import select
 
-from shoal.launch.signals import arrived, caught
+from shoal.launch.supervise import arrived, caught
 
 
-def test_a_signal_that_somebody_else_handles_asks_for_nothing() -> None:
+def test_a_signal_with_another_handler_does_not_arrive() -> None:
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         with caught() as signals:

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, by real signals; the looks follow each other faster than a second."""
+"""Ranks that are stopped by real signals; the polls follow each other without a delay."""
 
 import contextlib
 import signal
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(sigstop_detector, "POLL_S", 0.0)
     with contextlib.ExitStack() as stack:
-        found = []
+        processes = []
         for number in range(2):
             program = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
             process = stack.enter_context(subprocess.Popen(program))
             stack.callback(process.kill)
-            found.append(SimpleNamespace(number=number, pid=process.pid, process=process))
-        yield found
+            processes.append(SimpleNamespace(number=number, pid=process.pid, process=process))
+        yield processes
 
 
 def send(rank: Any, number: signal.Signals) -> None:
@@ -37,27 +37,29 @@ def send(rank: Any, number: signal.Signals) -> None:
         pass
 
 
-def test_a_rank_that_others_wait_for_is_given_up_once_after_so_many_looks(ranks: list[Any]) -> None:
-    looks = SigstopDetector()
+def test_a_rank_that_others_wait_for_fails_once_after_eight_polls(ranks: list[Any]) -> None:
+    detector = SigstopDetector()
     send(ranks[1], signal.SIGSTOP)
-    assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (STOPPED_LOOKS - 1)
-    (failure,) = looks.poll(ranks)
+    assert [detector.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (STOPPED_LOOKS - 1)
+    (failure,) = detector.poll(ranks)
     assert (failure.rank, failure.code) == (1, 128 + signal.SIGSTOP)
     assert f"kill -CONT {ranks[1].pid}" in failure.headline
-    assert looks.poll(ranks) == []
+    assert detector.poll(ranks) == []
 
 
-def test_a_rank_that_goes_on_in_between_is_not_given_up(ranks: list[Any]) -> None:
-    looks = SigstopDetector()
+def test_a_rank_that_continues_in_between_does_not_fail(ranks: list[Any]) -> None:
+    detector = SigstopDetector()
     for _ in range(3):
         send(ranks[1], signal.SIGSTOP)
-        assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (STOPPED_LOOKS - 1)
+        assert [detector.poll(ranks) for _ in range(STOPPED_LOOKS - 1)] == [[]] * (
+            STOPPED_LOOKS - 1
+        )
         send(ranks[1], signal.SIGCONT)
-        assert looks.poll(ranks) == []
+        assert detector.poll(ranks) == []
 
 
-def test_nobody_is_given_up_where_all_are_stopped(ranks: list[Any]) -> None:
-    looks = SigstopDetector()
+def test_no_rank_fails_where_all_are_stopped(ranks: list[Any]) -> None:
+    detector = SigstopDetector()
     for rank in ranks:
         send(rank, signal.SIGSTOP)
-    assert [looks.poll(ranks) for _ in range(STOPPED_LOOKS)] == [[]] * STOPPED_LOOKS
+    assert [detector.poll(ranks) for _ in range(STOPPED_LOOKS)] == [[]] * STOPPED_LOOKS

@@ -1,4 +1,4 @@
-"""The launchers themselves, where this machine has them. torchrun comes with torch."""
+"""Real launchers, where this machine has them. torchrun is a part of torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import launcher_environments as recorded
 import pytest
-import recorded
 
 from shoal.cli import main
 
@@ -29,7 +29,8 @@ SCRIPT = """
     total = torch.tensor(run.rank + 1)
     distributed.all_reduce(total)
     place = run.mesh.place
-    Path(sys.argv[1], str(run.rank)).write_text(f"{place.launcher} {place.local_rank}/{place.local_world} {total}")
+    local = f"{place.local_rank}/{place.local_world}"
+    Path(sys.argv[1], str(run.rank)).write_text(f"{place.launcher} {local} {total}")
 """
 
 
@@ -72,7 +73,7 @@ def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]
         ),
     ],
 )
-def test_what_a_launcher_starts_is_one_world(
+def test_the_ranks_of_a_launcher_are_one_world(
     tmp_path: Path, launcher: str, command: list[str]
 ) -> None:
     script = tmp_path / "script.py"
@@ -89,7 +90,7 @@ def test_the_package_is_the_command(tmp_path: Path) -> None:
     assert "name: digits" in ended.stdout
 
 
-def test_shoal_launch_as_one_of_many_tasks_would_make_many_worlds_and_is_refused(
+def test_shoal_launch_is_refused_in_one_of_many_tasks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in recorded.STEP.items():

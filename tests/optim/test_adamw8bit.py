@@ -162,7 +162,7 @@ def saves(directory: Path, strategy: str, early: bool = False) -> dict[str, Tens
 
 def resumes(directory: Path, strategy: str, epochs: int, early: bool = False) -> dict[str, Tensor]:
     run, *parts = prepared(strategy, early, lr=0.5)  # the rate is among what is restored
-    saved = Checkpoints(directory).load(print, like=run.like())
+    saved = Checkpoints(directory).load(print, like=run.layout_of())
     assert saved is not None
     run.load_state(saved.tensors, saved.info, saved.private)
     for _ in range(epochs):

@@ -15,7 +15,7 @@ import pytest
 
 import shoal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUILT = (
     *(".git", ".venv", "build", "dist", "runs", "out", "*.egg-info", "*.so", "__pycache__"),
     *(".*_cache", ".hypothesis", "bench-venv"),

@@ -13,7 +13,7 @@ from shoal.cli.program import VERBS
 from shoal.config import builtin_names
 from shoal.strategies import STRATEGIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()

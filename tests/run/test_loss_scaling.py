@@ -40,7 +40,7 @@ def calls(strategy: str, plan: list[str]) -> list[bool]:
 @pytest.mark.parametrize(
     "where", [["overflow", "good"], ["good", "overflow"], ["good", "overflow", "good"]]
 )
-def test_an_overflow_in_any_call_before_a_step_skips_that_step_and_no_other(
+def test_an_overflow_in_any_call_before_a_step_skips_only_that_step(
     strategy: str, where: list[str]
 ) -> None:
     plan = [*where, "step", "drop", "good", "good", "step"]
@@ -82,5 +82,5 @@ def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(strategy: str) -> None:
+def test_an_overflow_on_one_rank_skips_all_steps_and_halves_the_scale(strategy: str) -> None:
     assert world.run(2, fp16_overflow, strategy) == [([32768.0, 32768.0], False)] * 2

@@ -184,7 +184,7 @@ def test_batches_of_ones_own_are_refused() -> None:
         shoal.init(step_in_backward=True).prepare(model, torch.optim.SGD(model.parameters()))
 
 
-def test_a_loss_that_counts_for_itself_is_refused_before_anything_is_stepped() -> None:
+def test_a_sum_and_count_loss_is_refused_before_anything_is_stepped() -> None:
     run, model, _, loader = prepared("single", early=True)
     before = {name: weight.clone() for name, weight in run.weights().items()}
     x, y = next(iter(loader))

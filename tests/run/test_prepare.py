@@ -20,7 +20,7 @@ def test_the_header_spells_the_global_batch() -> None:
     assert said == ["global batch 4 = 1 rank x 2 x 2 accumulated"]
 
 
-def test_batch_norm_and_dropout_are_named_before_the_run_where_ranks_would_differ() -> None:
+def test_batch_norm_and_dropout_are_named_if_ranks_would_differ() -> None:
     said: list[str] = []
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3)).double()
     shoal.init(announce=said.append, accumulate=2).prepare(*parts(model))

@@ -1,6 +1,4 @@
-"""Calls that ranks make twice, on the backend "shoal" and on Gloo, and that must come to the
-same.
-"""
+"""Calls that ranks make on the backend "shoal" and on Gloo, with equal results."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def compare(plan: Plan) -> int:
-    """Make each call with both; the number of those that went through shared memory."""
+    """Make each call on both backends; return the number of calls that used shared memory."""
     # Every group there is: all ranks, and where there are more than two, the first ones and the
     # last ones.
     ranks = list(range(dist.get_world_size()))
@@ -38,7 +36,7 @@ def compare(plan: Plan) -> int:
             torch.testing.assert_close(mine, theirs, equal_nan=True)
     group = groups[0][1]
     assert isinstance(group, ShoalGroup)
-    return group._exchange.calls
+    return group._board.calls
 
 
 def _length(chance: random.Random) -> int:
@@ -46,7 +44,7 @@ def _length(chance: random.Random) -> int:
 
 
 def _tensor(chance: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Different on every rank."""
+    """Return a tensor that is different on every rank."""
     made = torch.Generator().manual_seed(chance.getrandbits(40) + dist.get_rank())
     if dtype in (*FLOATS[:2], torch.complex64):
         return torch.randn(*shape, dtype=dtype, generator=made)
@@ -196,7 +194,7 @@ def all_to_all_single(group: Any, ranks: list[int], chance: random.Random) -> li
 
 
 def _lengths(chance: random.Random, ranks: list[int]) -> list[list[int]]:
-    """How much each rank sends to each."""
+    """Return the length that each rank sends to each rank."""
     return [[chance.choice((1, 5, 1000, 80_000)) for _ in ranks] for _ in ranks]
 
 
@@ -206,7 +204,7 @@ def barrier(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]
 
 
 def strided(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]:
-    """With gaps: Gloo wants none, so it gets a copy."""
+    """Reduce and broadcast views with gaps. Gloo refuses them, so it gets a copy."""
     tensor = _tensor(chance, torch.float32, 40, 60)
     view = tensor.t()[3:, ::2]
     whole = view if isinstance(group, ShoalGroup) else view.contiguous()

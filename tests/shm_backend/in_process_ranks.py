@@ -1,4 +1,4 @@
-"""Ranks that meet in one process, driven in any order."""
+"""Phase boards of several ranks in one process, driven in any order of turns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -14,41 +14,43 @@ Turns = st.lists(st.integers(0, 3), max_size=400)
 
 
 def meet(size: int) -> list[PhaseBoard]:
+    """Return the boards of `size` ranks that have attached each other's segments."""
     memories = [SharedSegment(SIZE_BYTES) for _ in range(size)]
-    found = []
+    boards = []
     for rank, memory in enumerate(memories):
-        others = {
-            other: attach(memories[other].description) for other in range(size) if other != rank
-        }
-        found.append(
-            PhaseBoard(rank, memory, {other: a for other, a in others.items() if a is not None})
-        )
+        peers = {}
+        for peer in range(size):
+            if peer != rank and (segment := attach(memories[peer].description)) is not None:
+                peers[peer] = segment
+        boards.append(PhaseBoard(rank, memory, peers))
     for memory in memories:
         memory.close()
-    return found
+    return boards
 
 
 def drive(ranks: Sequence[PhaseBoard], programs: Sequence[Program], turns: Any) -> None:
-    """Each rank makes its calls one after the other; `turns` says who may go on next, as far as
-    it reaches.
+    """Let each rank make its calls in sequence.
+
+    Args: turns: the rank that takes the next step, from the last entry on; all in turn afterwards.
     """
-    lives = [_life(exchange, program) for exchange, program in zip(ranks, programs, strict=True)]
-    alive = dict(enumerate(lives))
-    left = list(turns)
-    while alive:
-        before, order = (
-            [exchange.phase for exchange in ranks],
-            [left.pop() % len(ranks)] if left else list(alive),
-        )
-        said = {rank: next(alive[rank], "over") for rank in order if rank in alive}
-        stuck = set(said.values()) == {"waits"} and before == [exchange.phase for exchange in ranks]
-        assert not stuck or len(order) < len(alive), "all wait for each other"
-        alive = {rank: life for rank, life in alive.items() if said.get(rank) != "over"}
+    running = {
+        rank: _progress(board, program)
+        for rank, (board, program) in enumerate(zip(ranks, programs, strict=True))
+    }
+    remaining = list(turns)
+    while running:
+        phases = [board.phase for board in ranks]
+        order = [remaining.pop() % len(ranks)] if remaining else list(running)
+        outcomes = {rank: next(running[rank], "over") for rank in order if rank in running}
+        stuck = set(outcomes.values()) == {"waits"} and phases == [board.phase for board in ranks]
+        assert not stuck or len(order) < len(running), "all wait for each other"
+        running = {rank: life for rank, life in running.items() if outcomes.get(rank) != "over"}
 
 
-def _life(exchange: PhaseBoard, program: Program) -> Any:
+def _progress(board: PhaseBoard, program: Program) -> Any:
+    """Make the calls of one rank; yield once for each step or failed test of a condition."""
     for call, start in program:
-        exchange.begin(call, call.encoded)
+        board.begin(call, call.encoded)
         for condition, phase in start():
             while not condition(phase):
                 yield "waits"

@@ -1,11 +1,11 @@
-"""Waiting until a process has ended, whoever is to collect it."""
+"""Wait for the end of a process that another process collects."""
 
 import time
 from pathlib import Path
 
 
 def wait_for_the_end(pid: int, limit_s: float) -> None:
-    """Until it has ended. Raises AssertionError: it has not within the limit."""
+    """Wait until a process has ended. Raises AssertionError at the limit."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         try:

@@ -1,11 +1,9 @@
-"""The backend "shoal" in processes: what each call comes to is what Gloo says, on any shapes,
-types and groups.
-"""
+"""The backend "shoal" in processes gives the results of Gloo for all shapes, dtypes and groups."""
 
 import subprocess
 import sys
 
-import agreeing
+import backend_parity_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
 
 PLANS = st.lists(
-    st.tuples(st.sampled_from(sorted(agreeing.CALLS)), st.integers(0, 2**20)),
+    st.tuples(st.sampled_from(sorted(backend_parity_calls.CALLS)), st.integers(0, 2**20)),
     min_size=6,
     max_size=14,
 )
@@ -27,19 +25,22 @@ PLANS = st.lists(
 @settings(
     max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink takes long
-def test_any_calls_come_to_what_they_come_to_on_gloo(ranks: int, plan: agreeing.Plan) -> None:
-    world.run(ranks, agreeing.compare, plan)
+def test_any_calls_come_to_what_they_come_to_on_gloo(
+    ranks: int, plan: backend_parity_calls.Plan
+) -> None:
+    world.run(ranks, backend_parity_calls.compare, plan)
 
 
-@pytest.mark.parametrize("kind", sorted(agreeing.CALLS))
+@pytest.mark.parametrize("kind", sorted(backend_parity_calls.CALLS))
 def test_each_call_comes_to_what_it_comes_to_on_gloo(kind: str) -> None:
-    calls = world.run(3, agreeing.compare, [(kind, seed) for seed in range(8)])
+    calls = world.run(3, backend_parity_calls.compare, [(kind, seed) for seed in range(8)])
     assert max(calls) > 0  # not all of it fell through
 
 
 @pytest.mark.parametrize("order", ["torch, shoal", "shoal, torch"])
 def test_an_import_of_shoal_is_enough(order: str) -> None:
-    program = f"import {order}; print(torch.distributed.Backend('shoal') in torch.distributed.Backend.backend_list)"
+    known = "torch.distributed.Backend('shoal') in torch.distributed.Backend.backend_list"
+    program = f"import {order}; print({known})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -60,7 +61,7 @@ def _carry_every_type() -> int:
     ours, carried = dist.group.WORLD, 0
     assert isinstance(ours, ShoalGroup)
     for dtype in DTYPES:
-        before = ours._exchange.calls
+        before = ours._board.calls
         made = [(torch.arange(48, dtype=torch.uint8) + rank) % 2 for rank in range(2)]
         numbers = [one.clone().view(dtype) for one in made]
         rows = [torch.zeros_like(numbers[0]) for _ in range(2)]
@@ -70,12 +71,12 @@ def _carry_every_type() -> int:
         carried += all(alike) and torch.equal(numbers[0].view(torch.uint8), made[1]) == (
             dist.get_rank() == 0
         )
-        assert ours._exchange.calls == before + 2
+        assert ours._board.calls == before + 2
     return carried
 
 
 def test_a_tensor_that_autograd_keeps_may_be_reduced() -> None:
-    """As on Gloo: what is written into it is not seen by autograd."""
+    """As on Gloo, autograd does not see the result."""
     assert world.run(2, _reduce_a_parameter) == [(3.0, 0), (3.0, 0)]
 
 

@@ -1,6 +1,4 @@
-"""Ranks that die, stop or err in the middle of a collective: the others end with an error that
-says who, and where.
-"""
+"""Ranks that die, stop or fail in a collective: the others raise an error that names the rank."""
 
 import os
 import random
@@ -62,7 +60,7 @@ def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:
 
 
 def _error_of_calls(steps: random.Random, group: ShoalGroup) -> tuple[CollectiveFailed, float]:
-    """What one of many calls fails with, and how long it took."""
+    """Return the error of one of many calls, and the seconds until it."""
     for step in range(1000):
         begin = time.monotonic()
         try:
@@ -73,22 +71,22 @@ def _error_of_calls(steps: random.Random, group: ShoalGroup) -> tuple[Collective
 
 
 def _fall(group: ShoalGroup, phase: int, number: int, before: bool) -> None:
-    """This rank is to be struck when it publishes its so many'th phase."""
-    publish = group._exchange.publish
+    """Send a signal to this rank when it publishes a phase."""
+    publish = group._board.publish
 
     def struck() -> None:
         if not before:
             publish()
-        if group._exchange.phase >= phase - before:
+        if group._board.phase >= phase - before:
             os.kill(os.getpid(), number)
         if before:
             publish()
 
-    group._exchange.publish = struck  # type: ignore[method-assign]
+    group._board.publish = struck  # type: ignore[method-assign]
 
 
 def _one_call(chance: random.Random, group: ShoalGroup, rank: int, size: int, step: int) -> None:
-    """A call of some kind, the same on all ranks, whose result must be right if there is one."""
+    """Make a random call, the same on all ranks, and check its result."""
     kind, length, later = (
         chance.randrange(5),
         chance.choice((3, 1000, 600_000)),

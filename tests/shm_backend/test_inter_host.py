@@ -1,9 +1,9 @@
-"""Several hosts, played on one machine: SHOAL_HOST says which one a rank is on."""
+"""Several hosts on one machine: SHOAL_HOST is the host of a rank."""
 
 import os
 import random
 
-import agreeing
+import backend_parity_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def _sums(hosts: str) -> int:
         assert torch.equal(highest, torch.stack(made).amax(0))
     dist.broadcast(highest, src=1, group=group)  # Gloo's
     dist.barrier(group=group)
-    return group._exchange.calls
+    return group._board.calls
 
 
 def test_hosts_that_differ_in_their_calls_get_an_error() -> None:
@@ -76,13 +76,13 @@ def _other_calls() -> int:
     group = _group_over("AABB")
     assert isinstance(group, ShoalGroup)
     for kind in sorted(
-        agreeing.CALLS.keys()
+        backend_parity_calls.CALLS.keys()
         - {"all_reduce", "all_reduce_complex", "all_reduce_coalesced"}
         - ONE_HOST
     ):
         for seed in range(3):
-            agreeing.CALLS[kind](group, [0, 1, 2, 3], random.Random(seed))
-    return group._exchange.calls
+            backend_parity_calls.CALLS[kind](group, [0, 1, 2, 3], random.Random(seed))
+    return group._board.calls
 
 
 @pytest.mark.parametrize("hosts", ["AAB", "ABC"])

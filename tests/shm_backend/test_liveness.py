@@ -1,4 +1,4 @@
-"""Looking after the other processes of the host."""
+"""Liveness of the other processes of a host."""
 
 import os
 import subprocess

@@ -28,7 +28,7 @@ Message = tuple[int, int, int, int, int]  # sender, receiver, tag, length, seed
 
 
 def messages(ranks: int) -> st.SearchStrategy[list[Message]]:
-    """All that is sent, in the order in which each sender sends it."""
+    """Messages in the order in which each sender sends them."""
     rank = st.integers(0, ranks - 1)
     lengths = st.sampled_from([*LENGTHS[:4], *LENGTHS])
     message = st.tuples(rank, rank, st.integers(0, 2), lengths, st.integers(0, 999))
@@ -51,7 +51,7 @@ def test_many_messages_in_any_order_arrive_as_they_were_sent(
 
 
 def _exchange(plan: Sequence[Message], seed: int) -> bool:
-    """Post sends and receipts in an order of each rank's own, but for those of one tag."""
+    """Post sends and receives in a random order on each rank, except those with one tag."""
     rank = dist.get_rank()
     waits: list[dist.Work | None] = []
     received: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -71,7 +71,7 @@ def _exchange(plan: Sequence[Message], seed: int) -> bool:
 
 
 def _shuffled(plan: Sequence[Message], chance: random.Random) -> list[Message]:
-    """In another order, but that of messages with the same ends and tag."""
+    """Shuffle messages, but keep the order of those with the same ends and tag."""
     places = list(range(len(plan)))
     chance.shuffle(places)
     rows: dict[tuple[int, int, int], list[Message]] = {}

@@ -1,6 +1,4 @@
-"""Ranks that die or stop between messages: whoever waits for them gets an error that says who,
-and where.
-"""
+"""Ranks that die or stop between messages: the ranks that wait raise an error that names them."""
 
 import os
 import random
@@ -56,7 +54,7 @@ def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:
 
 
 def _fall(steps: int, number: int) -> None:
-    """Let this rank be struck after so many messages that it has posted."""
+    """Send a signal to this rank after a number of messages."""
     posted, start = [0], ShoalGroup._start
 
     def struck(self: ShoalGroup, message: MessageSignature) -> dist.Work:
@@ -69,7 +67,7 @@ def _fall(steps: int, number: int) -> None:
 
 
 def _talk(chance: random.Random, group: ShoalGroup) -> None:
-    """To and fro, until somebody is missing; what comes must be right."""
+    """Exchange messages until a rank is missing, and check each of them."""
     rank = dist.get_rank()
     for step in range(10_000):
         length, tag = chance.choice((1, 1000, 300_000, 1_500_000)), chance.randrange(3)

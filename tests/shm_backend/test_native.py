@@ -1,6 +1,4 @@
-"""All-reduces whose steps are compiled: in one process in any order of turns, and then in
-processes that die.
-"""
+"""Compiled all-reduces: in one process in any order of turns, then in processes that die."""
 
 import os
 import random
@@ -36,7 +34,7 @@ KINDS = st.tuples(st.sampled_from(sorted(CODES, key=str)), st.integers(0, 3000))
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices so small that slots are used again and again, and sums that are shared soon."""
+    """Make slices small, so that slots are used again and two passes come soon."""
     monkeypatch.setattr(native, "SLICE_BYTES", 1 << 9)
     monkeypatch.setattr(native, "LARGE_BYTES", 1 << 13)
     monkeypatch.setattr(native, "LARGE_SLICE_BYTES", 1 << 11)
@@ -48,8 +46,8 @@ Reduce = Callable[[Tensor, str], Steps]
 
 
 def compiled_of(ranks: Sequence[PhaseBoard]) -> list[Reduce]:
-    """The compiled all-reduce of each rank."""
-    return [partial(_compiled_all_reduce, NativeCalls(exchange)) for exchange in ranks]
+    """Return the compiled all-reduce of each rank."""
+    return [partial(_compiled_all_reduce, NativeCalls(board)) for board in ranks]
 
 
 def _compiled_all_reduce(steps: NativeCalls, tensor: Tensor, operation: str) -> Steps:
@@ -64,16 +62,16 @@ def test_sums_are_those_of_python_bit_by_bit(
     results = []
     for is_compiled in (True, False):
         ranks = meet(size)
-        plain: list[Reduce] = [partial(collectives.all_reduce, exchange) for exchange in ranks]
+        plain: list[Reduce] = [partial(collectives.all_reduce, board) for board in ranks]
         reduces = compiled_of(ranks) if is_compiled else plain
         torch.manual_seed(len(kinds))
         programs: list[list[tuple[CallSignature, Callable[[], Steps]]]] = [[] for _ in ranks]
         for (dtype, operation), length in kinds:
-            for exchange, reduce, program in zip(ranks, reduces, programs, strict=True):
+            for board, reduce, program in zip(ranks, reduces, programs, strict=True):
                 own = torch.randn(length, dtype=dtype)
                 results.append(own)
                 program.append(_all_reduce(reduce, own, operation))
-                program.append(_broadcast(exchange, length))  # whose phases come between
+                program.append(_broadcast(board, length))  # whose phases come between
         drive(ranks, programs, turns)
     half = len(results) // 2
     assert all(
@@ -89,14 +87,14 @@ def _all_reduce(
     return call, partial(reduce, tensor, operation)
 
 
-def _broadcast(exchange: PhaseBoard, length: int) -> tuple[CallSignature, Callable[[], Steps]]:
+def _broadcast(board: PhaseBoard, length: int) -> tuple[CallSignature, Callable[[], Steps]]:
     return CallSignature("broadcast", torch.int64, length), partial(
-        collectives.broadcast, exchange, torch.ones(length), 0
+        collectives.broadcast, board, torch.ones(length), 0
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_no_number_and_what_is_too_small_for_one_is_summed_as_torch_does(
+def test_nan_infinity_and_subnormal_values_are_summed_as_by_torch(
     dtype: torch.dtype,
 ) -> None:
     tiny = torch.finfo(dtype).tiny / 4
@@ -139,7 +137,7 @@ def test_steps_of_another_source_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert native.version() == 0
 
 
-def test_what_no_caller_should_ask_for_is_refused() -> None:
+def test_invalid_arguments_of_compiled_steps_are_refused() -> None:
     steps = NativeCalls(meet(2)[0])._compiled
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 4 and a step 0"):
         steps.advance(64, 8, 4, 0, 1, 0)
@@ -148,7 +146,7 @@ def test_what_no_caller_should_ask_for_is_refused() -> None:
     with pytest.raises(TypeError, match="takes 6 numbers, not 1"):
         steps.advance(0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="whole cache lines"):
-        type(steps)(0, [1, 2], [1, 2], 0, 3, 8, 16, 8, 1 << 19, 5, 100, 1 << 17, 0, 0)
+        type(steps)(0, [1, 2], [1, 2], (0, 3, 8, 16, 8, 1 << 19, 5), (100, 1 << 17), 0, 0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -161,7 +159,7 @@ def test_all_do_without_where_one_rank_has_none() -> None:
 
 
 def _reduce(one_has_none: bool) -> tuple[bool, bool]:
-    """Whether steps were compiled, and whether sums are right."""
+    """Return whether steps were compiled, and whether sums are right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if one_has_none and rank == 1:
         os.environ["SHOAL_COMPILED"] = "0"
@@ -174,7 +172,7 @@ def _reduce(one_has_none: bool) -> tuple[bool, bool]:
         right &= torch.equal(
             own, size * torch.arange(length, dtype=torch.float64) + sum(range(size))
         )
-    return group._express is not None, right
+    return group._native_calls is not None, right
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The collectives without processes: all ranks in one, driven in any order that hypothesis
-thinks of.
-"""
+"""The collectives without processes: all ranks in one, driven in any order by hypothesis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,7 @@ SMALL_SLOT_BYTES = 1 << 10
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots so small that many are filled."""
+    """Make slots small, so that many are filled."""
     monkeypatch.setattr(collectives, "SLOT_BYTES", SMALL_SLOT_BYTES)
     monkeypatch.setattr(collectives, "ONE_PASS_BYTES", SMALL_SLOT_BYTES // 2)
 
@@ -56,8 +54,8 @@ def test_an_all_reduce_is_the_reduction_in_the_order_of_ranks(
         assert torch.equal(result, expected)
 
 
-def _all_reduce(exchange: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[], Steps]:
-    return lambda: collectives.all_reduce(exchange, tensor, operation)
+def _all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[], Steps]:
+    return lambda: collectives.all_reduce(board, tensor, operation)
 
 
 @given(
@@ -88,7 +86,7 @@ def test_calls_of_all_kinds_in_a_row_do_not_disturb_each_other(
 def _any_call(
     e: PhaseBoard, number: int, root: int, made: list[Tensor]
 ) -> tuple[CallSignature, Callable[[], Steps], Any]:
-    """One rank's call, and what must be true afterwards. made[rank][row] are its numbers."""
+    """Return one rank's call, and a check of its result. made[rank][row] are the inputs."""
     size, length = made[0].shape
     own, out, at = made[e.rank].clone(), torch.full((size, length), -1), e.rank
     kind = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")[number]
@@ -195,6 +193,6 @@ def test_a_call_survives_its_way_through_a_word(
     assert 0 <= call.encoded < 2**63
 
 
-def test_a_rank_cannot_be_further_ahead_than_the_calls_of_its_phases_are_kept() -> None:
+def test_the_calls_of_all_phases_ahead_fit_into_the_ring() -> None:
     assert phase_board.RING > phase_board.SLOTS + phase_board.LAG
     assert SLOT_BYTES % 4096 == 0

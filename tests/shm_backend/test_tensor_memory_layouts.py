@@ -1,6 +1,4 @@
-"""Tensors whose numbers do not lie in a row, or are not those in their memory: what is reduced
-is what they say.
-"""
+"""Collectives of tensors whose memory is not exactly their elements."""
 
 from collections.abc import Callable
 
@@ -29,7 +27,7 @@ def test_it_does_not_matter_how_a_tensor_lies(how: str) -> None:
 
 
 def _reduce(how: str) -> bool:
-    """Once all ranks have such a tensor, and once the first one has it alone."""
+    """Reduce such a tensor of all ranks, then one of the first rank only."""
     right, rank = True, dist.get_rank()
     for length in (2, 1000, 40_000):
         for all_have_it in (True, how == "still on its way"):

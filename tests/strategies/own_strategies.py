@@ -1,4 +1,4 @@
-"""Classes that a line may name: a strategy of one's own, and some that are none."""
+"""Classes for `MODULE:CLASS` in a strategy text: a strategy, and classes that are none."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ class Mine(Strategy):
     count: int = 1
     name: str = "herring"
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        return part
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        return model
 
 
 class WithoutBase:
-    def cut(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        return part
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        return model
 
 
-class WithoutCut(Strategy):
+class WithoutApply(Strategy):
     pass

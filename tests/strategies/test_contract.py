@@ -23,7 +23,7 @@ from shoal.strategies.transforms.precision import Precision
 STRATEGY_CLASSES = [
     *(
         getattr(import_module(f"shoal.strategies.{file}"), name)
-        for file, _, name in (known.where.partition(":") for known in STRATEGIES.values())
+        for file, _, name in (known.class_path.partition(":") for known in STRATEGIES.values())
     ),
     Accumulate,
     Compile,
@@ -33,12 +33,13 @@ STATE_CLASSES = [ErrorFeedbackState, LocalSgdStep, WorkerEngine, Stateless]
 MISSPELLED = """
 from shoal.comm.mesh import Mesh
 from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.full_model import FullModel
 
 class Mine(Strategy):
-    def apply(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        return part
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        return model
 
-    def colocations(self, uncut: int) -> list[str]:
+    def colocations(self, full_model: FullModel) -> list[str]:
         return []
 
 def notes_of(strategy: Strategy) -> list[str]:
@@ -63,7 +64,7 @@ def test_every_strategy_derives_from_the_contract(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", STRATEGY_CLASSES, ids=lambda kind: kind.__name__)
-def test_public_members_of_a_strategy_are_declared_by_the_contract_or_are_options(
+def test_public_members_of_a_strategy_are_declared_or_are_options(
     kind: type,
 ) -> None:
     declared = {name for base in Strategy.__mro__ for name in vars(base)}
@@ -103,5 +104,5 @@ def test_mypy_finds_a_misspelled_member_of_a_strategy(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True
     )
-    assert 'Return type "list[str]" of "together" incompatible' in found.stdout
+    assert 'Return type "list[str]" of "colocations" incompatible' in found.stdout
     assert 'has no attribute "remarks"' in found.stdout

@@ -163,7 +163,7 @@ def observed(strategy: str) -> tuple[list[int], list[bool], list[bool]]:
     return counts, heard, agreed
 
 
-def test_between_meetings_nothing_is_sent_and_all_learn_of_a_stop_at_the_next_one() -> None:
+def test_between_rounds_nothing_is_sent_and_a_stop_comes_at_the_next() -> None:
     for counts, heard, agreed in world.run(2, observed, "local=4"):
         assert [count > 0 for count in counts] == [False, False, False, True] * 2
         assert heard == [False, False, False, True] + [False, False, False, True]

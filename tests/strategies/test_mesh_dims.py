@@ -88,7 +88,7 @@ def refused(strategy: str) -> None:
     shoal.init(strategy)
 
 
-def test_a_world_that_degrees_do_not_divide_is_refused_before_the_model_is_seen() -> None:
+def test_sizes_that_do_not_divide_the_world_are_refused_at_init() -> None:
     with pytest.raises(
         shoal.errors.LaunchError,
         match=r"tensor=2 needs a multiple of 2 ranks; there are 3\. Try tensor=3\.",

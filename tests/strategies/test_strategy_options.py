@@ -1,6 +1,4 @@
-"""Values that no model and no world makes sense of are said when the line is read: without
-torch, and by every rank.
-"""
+"""Option values that fit no model and no world are errors when a text is parsed."""
 
 import subprocess
 import sys
@@ -77,20 +75,23 @@ def test_all_bad_values_of_a_line_are_said_at_once() -> None:
 
 
 def test_reading_a_line_needs_no_torch() -> None:
-    program = "import sys, shoal.strategies as s\ns.parse_line(sys.argv[1])\nassert 'torch' not in sys.modules"
+    program = (
+        "import sys, shoal.strategies as s\n"
+        "s.parse_line(sys.argv[1])\n"
+        "assert 'torch' not in sys.modules"
+    )
     line = "tensor=2,pipeline=2,schedule=zbv,recompute,ddp,compress=bf16"
     subprocess.run([sys.executable, "-c", program, line], check=True)
 
 
-def test_what_can_be_asked_of_a_strategy_is_what_it_is_made_of() -> None:
-    for strategy in STRATEGIES.values():
-        file, _, kind = strategy.where.partition(":")
-        assert issubclass(
-            getattr(import_module(f"shoal.strategies.{file}"), kind), strategy.options
-        )
+def test_a_strategy_inherits_the_options_of_its_entry() -> None:
+    for entry in STRATEGIES.values():
+        file, _, name = entry.class_path.partition(":")
+        strategy_class = getattr(import_module(f"shoal.strategies.{file}"), name)
+        assert issubclass(strategy_class, entry.options)
 
 
-def test_options_of_a_strategy_of_ones_own_are_left_to_those_who_can_import_it() -> None:
+def test_options_of_a_foreign_strategy_are_not_checked_before_its_import() -> None:
     line = parse_line("nowhere:Mine,some=thing")
     with pytest.raises(ConfigError, match="a strategy of one's own is MODULE:CLASS"):
         build_strategies(line)
@@ -101,7 +102,7 @@ def test_options_of_a_strategy_of_ones_own_are_left_to_those_who_can_import_it()
     [
         ("WithoutBase", "derive the class from shoal.strategies.base.Strategy"),
         ("NOT_A_CLASS", "derive the class from shoal.strategies.base.Strategy"),
-        ("WithoutCut", "own_strategies:WithoutCut lacks cut"),
+        ("WithoutApply", "own_strategies:WithoutApply lacks apply"),
     ],
 )
 def test_a_class_that_is_no_strategy_is_refused_before_anything_is_done(

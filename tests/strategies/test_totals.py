@@ -1,4 +1,4 @@
-"""What rides with the gradients: counts, measures and stop requests, summed over all ranks."""
+"""Totals of a step: counts, measures and stop requests, summed over all ranks."""
 
 import pytest
 import torch

@@ -107,11 +107,11 @@ def test_an_exchange_shows_for_whom_it_waits_and_what_is_transfer(tmp_path: Path
     assert details[0]["dur"] == pytest.approx(0.333)
 
 
-def test_a_large_trace_is_packed_and_replaces_the_one_before(
+def test_a_large_trace_is_compressed_and_replaces_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chrome.write(a_trace(tmp_path), tmp_path)
-    monkeypatch.setattr(chrome, "PACK_FROM_BYTES", 100)
+    monkeypatch.setattr(chrome, "COMPRESS_FROM_BYTES", 100)
     file = chrome.write(a_trace(tmp_path), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
     assert json.loads(gzip.decompress(file.read_bytes()))["displayTimeUnit"] == "ms"

@@ -33,7 +33,7 @@ REMEMBERING = {"model.name": "remembering", "data.name": "noisy", "checkpoint.ev
 
 def recorded(out: Path, *parts: dict[str, Any], strategy: str = STALE, **more: Any) -> Job:
     job = tiny(out, *parts, strategy=strategy, train__record=True, log__every=100, **more)
-    return replace(job, imports=(str(DATA), str(DATA.with_name("remembering.py"))))
+    return replace(job, imports=(str(DATA), str(DATA.with_name("stateful_model.py"))))
 
 
 def trains_unevenly(job: Job) -> int:
@@ -174,7 +174,7 @@ def test_a_run_without_a_record_or_a_checkpoint_says_so(copy: Path) -> None:
         replay(copy)
 
 
-def test_other_bits_are_never_called_the_same_and_the_worst_tensor_is_named(copy: Path) -> None:
+def test_other_bits_are_found_and_the_worst_tensor_is_named(copy: Path) -> None:
     config = next(copy.glob("record/*/config.yaml"))
     assert "seed: 0" in config.read_text()
     config.write_text(

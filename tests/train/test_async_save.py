@@ -60,7 +60,7 @@ class DiesBesideASave(tiny_jobs.Undrawn):
 
     def _step(self, batch: Any, epochs: float) -> None:
         super()._step(batch, epochs)
-        if self.step > 4 and self.in_flight >= 0:
+        if self.step > 4 and self.saver.in_flight >= 0:
             while (
                 not (aside := list(self.checkpoints.directory.glob("step-*.tmp")))
                 and not self._is_there()
@@ -70,7 +70,7 @@ class DiesBesideASave(tiny_jobs.Undrawn):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_there(self) -> bool:
-        return (self.checkpoints.directory / f"step-{self.in_flight:08}").exists()
+        return (self.checkpoints.directory / f"step-{self.saver.in_flight:08}").exists()
 
 
 def dies(job: Any) -> None:
@@ -191,9 +191,9 @@ def test_warning_filters_that_training_sets_while_a_save_goes_on_stay(
 class FailsBesideAFailingSave(tiny_jobs.Undrawn):
     """A save has no room, and then a step of one rank fails."""
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
+    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         self.checkpoints.directory.touch()  # a file, where a directory is to be made
-        super()._save(best, must)
+        super()._save(best, must_succeed)
 
     def _step(self, batch: Any, epochs: float) -> None:
         if self.step == 3 and self.run.rank == 1:
@@ -219,13 +219,13 @@ def test_a_save_that_fails_while_training_ends_by_an_error_is_said(
 class CannotSaveStep3(tiny_jobs.Undrawn):
     """While step 3 is saved, the directory can be written by everybody, and is not trusted."""
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
+    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         if self.step == 3:
-            self._settle_save()
+            self.saver.wait()
             self.checkpoints.directory.chmod(0o777)
-        super()._save(best, must)
+        super()._save(best, must_succeed)
         if self.step == 3:
-            self._settle_save()
+            self.saver.wait()
             self.checkpoints.directory.chmod(0o755)
 
 

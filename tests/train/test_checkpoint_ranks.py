@@ -148,7 +148,7 @@ def fail_to_write(directory: Path, failing: int) -> tuple[str, list[str], int | 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_costs_nothing_else(
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
     tmp_path: Path, failing: int
 ) -> None:
     outcomes = world.run(2, fail_to_write, tmp_path / "c", failing)
@@ -203,7 +203,7 @@ def save_and_be_killed(directory: Path, victim: int, point: int) -> None:
 
 
 @pytest.mark.parametrize(("victim", "point"), [(1, 1), (1, 3), (0, 5), (0, 12), (0, 24)])
-def test_killing_one_of_two_ranks_ends_the_save_and_a_whole_checkpoint_loads(
+def test_a_killed_rank_ends_the_save_and_a_complete_checkpoint_loads(
     tmp_path: Path, victim: int, point: int
 ) -> None:
     save(tmp_path / "c", 1)

@@ -47,8 +47,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(contents)
 
 
-# -- what goes in comes out
-# ------------------------------------------------------------------------------------------
+# -- what goes in comes out --
 
 TENSORS = {
     "scalar": torch.tensor(3),
@@ -137,8 +136,7 @@ def test_all_misuse_is_named_at_once(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
-# -- what is loaded
-# --------------------------------------------------------------------------------------------------
+# -- what is loaded --
 
 
 def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
@@ -175,8 +173,7 @@ def test_a_checkpoint_copied_elsewhere_loads(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "copy").load(pytest.fail) is not None
 
 
-# -- what stays and what goes
-# ----------------------------------------------------------------------------------------
+# -- what stays and what goes --
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -266,8 +263,7 @@ def test_a_run_that_goes_on_marks_the_best_one_if_it_is_there(tmp_path: Path) ->
     assert (tmp_path / "c" / "best").read_text() == "step-00000001\n"
 
 
-# -- a full disk
-# -----------------------------------------------------------------------------------------------------
+# -- a full disk --
 
 
 def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path: Path) -> None:

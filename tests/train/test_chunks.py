@@ -60,7 +60,7 @@ def laid_out(tensor: TensorEntry) -> Tensor:
         torch.empty(tensor.shape.numel(), dtype=tensor.dtype),
         torch.zeros(tensor.shape.numel()),
     )
-    for piece in tensor.pieces:
+    for piece in tensor.chunks:
         values, done = piece.read().reshape(-1), 0
         for first, length in piece.runs(tensor.shape):
             flat[first : first + length] = values[done : done + length]
@@ -79,7 +79,7 @@ def test_pieces_of_any_cut_fill_the_whole(directory: Path, name: str) -> None:
 
 def test_a_tensor_cut_along_its_rows_is_one_run_a_piece(directory: Path) -> None:
     rows = stored(directory)["rows"]
-    assert sorted(run for piece in rows.pieces for run in piece.runs(rows.shape)) == [
+    assert sorted(run for piece in rows.chunks for run in piece.runs(rows.shape)) == [
         (0, 60),
         (60, 60),
         (120, 60),
@@ -89,7 +89,7 @@ def test_a_tensor_cut_along_its_rows_is_one_run_a_piece(directory: Path) -> None
 
 def test_a_file_that_holds_something_else_is_said(directory: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(directory, tmp_path / "copy")
-    piece = stored(copy)["rows"].pieces[0]
+    piece = stored(copy)["rows"].chunks[0]
     with piece.file.open("r+b") as file:
         file.seek(piece.start_bytes)
         file.write(b"nothing of torch's")
@@ -98,7 +98,7 @@ def test_a_file_that_holds_something_else_is_said(directory: Path, tmp_path: Pat
     ):
         piece.read()
     several = stored(directory)
-    other = several["columns"].pieces[0]
+    other = several["columns"].chunks[0]
     with pytest.raises(CheckpointError, match="its index says otherwise"):
         type(piece)(
             other.offsets, other.shape, torch.int8, other.file, other.start_bytes, other.size_bytes

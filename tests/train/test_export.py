@@ -225,7 +225,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_what_a_narrower_model_rounds_is_said_and_another_kind_of_number_refused(
+def test_rounded_weights_are_noted_and_another_kind_of_dtype_refused(
     tmp_path: Path, suffix: str
 ) -> None:
     model, file = torch.nn.BatchNorm1d(2), tmp_path / f"model{suffix}"
@@ -272,7 +272,7 @@ def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -
                 load_weights(model, str(file), "linear")
 
 
-def test_a_file_that_holds_no_weights_is_refused_without_advice_to_run_what_is_in_it(
+def test_a_file_without_weights_is_refused_without_advice_to_run_it(
     tmp_path: Path,
 ) -> None:
     model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"

@@ -22,7 +22,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return everything(directory)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tiny(tmp_path / "run", SETTINGS)
@@ -70,7 +70,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert_equal_to_the_bit(everything(tmp_path / "run"), {**undisturbed, "checkpoints": names})
 
 
-def test_a_last_save_that_fails_is_a_failed_run_which_the_same_command_completes(
+def test_a_failed_last_save_fails_a_run_that_the_same_command_completes(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     job = tiny(tmp_path / "run", SETTINGS)

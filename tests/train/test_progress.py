@@ -19,7 +19,7 @@ from shoal.train.throughput import Throughput
 
 RUN = """
 import sys
-from shoal.train.console import say_summary
+from shoal.train.console import print_summary
 from shoal.train.progress import Progress
 
 progress = Progress(active=True, epochs=2, total_steps=20)
@@ -31,10 +31,12 @@ for epoch in (1, 2):
     print("a word in between", file=sys.stderr)
     with progress.paused("evaluating"):
         pass
-    progress.evaluation({"step": 10 * epoch, "epoch": epoch, "loss": 0.2, "top1": 98.0, "top5": 99.5, "samples": 360})
+    results = {"loss": 0.2, "top1": 98.0, "top5": 99.5, "samples": 360}
+    progress.evaluation({"step": 10 * epoch, "epoch": epoch, **results})
 progress.close()
 progress.close()
-say_summary({"best": {"step": 20, "loss": 0.2, "top1": 98.0}, "steps": 20, "curves": "runs/digits/curves.png"})
+best = {"step": 20, "loss": 0.2, "top1": 98.0}
+print_summary({"best": best, "steps": 20, "curves": "runs/digits/curves.png"})
 """
 
 

@@ -20,7 +20,7 @@ from shoal.testing import world
 
 MORTAL = {
     **MLP,
-    "import": str(Path(__file__).with_name("mortal_data.py")),
+    "import": str(Path(__file__).with_name("crashing_data.py")),
     "data.name": "mortal",
     "train.ema": 0.9,
     "checkpoint.every_epochs": 2,
@@ -129,7 +129,7 @@ def test_a_run_that_loses_all_servers_of_a_shard_ends_bit_equal(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_loss_before_the_first_checkpoint_begins_again_though_no_old_run_may_be_resumed(
+def test_a_rank_lost_before_the_first_checkpoint_starts_the_run_again(
     undisturbed: Undisturbed, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     foretell(tmp_path, 1, part="training", point=1)

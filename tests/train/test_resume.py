@@ -114,7 +114,7 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
-def test_on_another_number_of_ranks_each_remaining_sample_comes_once_and_losses_agree(
+def test_on_other_ranks_each_remaining_sample_comes_once_and_losses_agree(
     tmp_path: Path, on_one_rank: Path, before: int, after: int
 ) -> None:
     stop(before, tiny(tmp_path / "run", DOUBLE, data__path=str(tmp_path / "seen before")), 5)

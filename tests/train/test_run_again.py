@@ -36,7 +36,7 @@ def test_a_finished_run_shows_its_results_again_and_changes_nothing(
     assert f"resumed from {tmp_path / 'run/checkpoints/step-00000012'}" in said.err
 
 
-def test_another_experiment_in_the_same_directory_is_refused_with_what_differs(
+def test_another_experiment_in_a_directory_is_refused_with_its_differences(
     tmp_path: Path,
 ) -> None:
     tiny_jobs.trains(tiny(tmp_path / "run", MLP))

@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_each_remaining_sample_comes_once_and_losses_are_those_of_a_run_that_was_left_alone(
+def test_each_remaining_sample_comes_once_with_the_losses_of_one_run(
     tmp_path: Path,
     on_one_rank: list[dict[str, Any]],
     capfd: pytest.CaptureFixture[str],

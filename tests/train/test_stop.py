@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_command_that_is_told_to_stop_saves_exits_with_75_and_goes_on_when_run_again(
+def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     config = tmp_path / "patient.yaml"

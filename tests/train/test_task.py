@@ -57,7 +57,7 @@ def test_a_diverged_text_has_infinite_perplexity_instead_of_an_error() -> None:
     assert Task("language", 3).training_report(1e6, 0, 1)["perplexity"] == math.inf
 
 
-def test_of_two_evaluations_of_equal_accuracy_the_one_with_the_lower_loss_is_better() -> None:
+def test_of_two_equal_accuracies_the_one_with_the_lower_loss_is_better() -> None:
     task = Task("classification", 3)
     assert task.score({"top1": 99.17, "loss": 0.147}) > task.score({"top1": 99.17, "loss": 0.195})
     assert task.score({"top1": 99.44, "loss": 0.195}) > task.score({"top1": 99.17, "loss": 0.147})

@@ -148,12 +148,12 @@ class FillsTheDisk(Undrawn):
         super().__init__(job)
         self.full_at = steps
 
-    def _save(self, best: bool = False, must: bool = False) -> None:
+    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.step in self.full_at:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
         try:
-            super()._save(best, must)
+            super()._save(best, must_succeed)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -1,4 +1,4 @@
-"""Strategies as they go wrong in the field: each trains, each loss falls, none says a word."""
+"""Strategies with typical errors. All of them train, all losses fall, and none reports an error."""
 
 from dataclasses import dataclass, replace
 
@@ -10,22 +10,20 @@ from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, S
 
 @dataclass(frozen=True)
 class Right(Strategy):
-    """Data parallel by hand: the yardstick that shows that the others are wrong for their own
-    reason alone.
-    """
+    """Correct data parallelism. The other strategies differ from it in one error each."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        mesh.broadcast_module(part.module)
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        mesh.broadcast_module(model.module)
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
-            loss = part.run(forward, self.share(batch, mesh))
+            loss = model.run(forward, self.share(batch, mesh))
             return loss._replace(step_totals=mesh.all_reduce(loss.step_totals))
 
         def reduce() -> None:
-            for name, parameter in part.trainable_params.items():
+            for name, parameter in model.trainable_params.items():
                 self.average(name, parameter, mesh)
 
-        return self.bound(replace(part, run=run, reduce_gradients=reduce))
+        return self.bound(replace(model, run=run, reduce_gradients=reduce))
 
     def share(self, batch: LocalBatch, mesh: Mesh) -> LocalBatch:
         return batch
@@ -38,14 +36,14 @@ class Right(Strategy):
 
 
 class NotDivided(Right):
-    """A sum over ranks where a mean is due."""
+    """Sums the gradients over ranks in place of a mean."""
 
     def share(self, batch: LocalBatch, mesh: Mesh) -> LocalBatch:
         return batch._replace(grad_weight=batch.grad_weight * mesh.size)
 
 
 class OneNotReduced(Right):
-    """A bias of ten numbers that each rank trains for itself."""
+    """Leaves one bias of ten values without an average over ranks."""
 
     def average(self, name: str, parameter: nn.Parameter, mesh: Mesh) -> None:
         if name != "head.bias":
@@ -53,7 +51,7 @@ class OneNotReduced(Right):
 
 
 class StaleBinding(Right):
-    """The optimizer steps copies that nobody reads."""
+    """Gives the optimizer copies of the parameters, which the model does not read."""
 
     def bound(self, part: LocalModel) -> LocalModel:
         copies = {
@@ -71,16 +69,16 @@ class StaleBinding(Right):
 
 
 class ShareDropped(Right):
-    """The last rank's samples count nothing, in the third part of a batch that nobody looks at."""
+    """Drops the samples of the last rank."""
 
     def share(self, batch: LocalBatch, mesh: Mesh) -> LocalBatch:
         return batch._replace(num_samples=0) if mesh.rank == mesh.size - 1 else batch
 
 
 class BufferLost(Right):
-    """Zeros where the model keeps a constant."""
+    """Overwrites the constants of the model with zeros."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        for buffer in part.module.buffers():
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        for buffer in model.module.buffers():
             buffer.zero_()
-        return super().apply_strategies(part, mesh)
+        return super().apply(model, mesh)

@@ -1,6 +1,4 @@
-"""Buffers are part of the proof: those that ranks change by design are told apart from those
-that are wrong.
-"""
+"""The proof of buffers: differences by design, and differences that are errors."""
 
 import pytest
 import torch
@@ -8,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.verification.buffer_check import are_read, changed, copied
+from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 
 
 class Counted(nn.Module):
-    """Counts samples, and keeps a running mean that only evaluation reads."""
+    """A model that counts samples, and has a running mean that only evaluation reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +28,7 @@ class Counted(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Divides by a running size, in training too."""
+    """A model that divides by a running size, in training too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class Scaled(nn.Module):
 
 
 class Stepped(nn.Module):
-    """Counts calls, which are the same on every rank."""
+    """A model that counts calls, which are the same on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class Stepped(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Keeps a number that nobody reads."""
+    """A model with a constant that no pass reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def doubled(output: Tensor, target: Tensor) -> Tensor:
-    """Right on one process, wrong on two."""
+    """Return a loss that is right on one process, and wrong on two."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return F.mse_loss(output, target) * ranks
 
@@ -120,8 +118,8 @@ def test_a_buffer_that_no_sample_changes_has_no_excuse() -> None:
 def test_what_a_forward_pass_changes_and_whether_training_reads_it() -> None:
     for make, names, read in [(Counted, ["seen", "mean"], False), (Scaled, ["size"], True)]:
         model = make().double()
-        before, x = copied(model), torch.full((2, 4), 2.0).double()
+        before, x = copy_buffers(model), torch.full((2, 4), 2.0).double()
         model(x)
-        assert changed(model, before) == names
-        assert are_read(model, before, lambda m=model, x=x: m(x).sum()) is read
-        assert changed(model, before) == names
+        assert changed_buffers(model, before) == names
+        assert training_reads(model, before, lambda m=model, x=x: m(x).sum()) is read
+        assert changed_buffers(model, before) == names

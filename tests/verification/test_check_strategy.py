@@ -1,10 +1,11 @@
-"""The conformance check can fail: it is no proof otherwise."""
+"""The conformance check can fail, without which it would be no proof."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
+from shoal.strategies.base import LossFunction
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
 from shoal.verification.matrix_cases import image_loader, mlp
@@ -24,6 +25,6 @@ def not_a_number(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [wrong_scale, one_rank_wrong, not_a_number])
-def test_a_wrong_scale_a_wrong_rank_and_a_nan_are_caught(loss_fn) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_scale_a_wrong_rank_and_a_nan_are_caught(loss_fn: LossFunction) -> None:
     with pytest.raises(AssertionError, match="differs from one process:"):
         check_strategy("ddp", 2, Experiment(mlp, image_loader, loss_fn))

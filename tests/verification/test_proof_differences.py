@@ -1,6 +1,4 @@
-"""How far two sets of tensors are from each other, also where they are empty, zero or not
-finite.
-"""
+"""Differences between two sets of tensors, also of empty, zero and infinite ones."""
 
 import math
 

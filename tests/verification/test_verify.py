@@ -1,8 +1,7 @@
-"""`shoal verify`, from the library and from the command line: what is right passes, what is
-broken is caught.
-"""
+"""`shoal verify` in the library and on the command line: it passes right strategies only."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def norm() -> nn.Module:
 
 
 class WithNothing(nn.Module):
-    """Has a parameter without entries."""
+    """A model with an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +149,9 @@ def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_wrong_functions_are_named(functions, error, message) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_functions_are_named(
+    functions: tuple[Any, Any, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         shoal.verify(*functions)
 

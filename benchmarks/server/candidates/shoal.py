@@ -82,7 +82,7 @@ class Pusher(Worker):
             (Path(self.place.folder) / f"loaded-{self.times}").touch()
         else:
             _await(Path(self.place.folder) / f"loaded-{self.times}")
-        self.client.connect()
+        self.client.mark_current()
 
     def round(self) -> Sequence[Tensor]:
         assert self.client is not None

@@ -1,13 +1,14 @@
-"""All-reduce by algorithms that can be read, each one small file over messages between two ranks.
+"""Algorithms of all-reduce, each in a small file that uses only messages between two ranks.
 
-    M bytes, n ranks    one after the other      sent by the busiest rank    bits of a sum depend on its place
-    ring                2 (n - 1) messages       2 (n - 1)/n M               from 3 ranks on
-    tree                2 log2(n)                log2(n) M                   no
-    halving_doubling    2 log2(n)                2 (n - 1)/n M               no
-    hierarchical        a ring of hosts' leaders, shared memory inside hosts from 3 hosts on
+    M bytes, n ranks    messages in sequence   sent by the busiest rank   bits depend on position
+    ring                2 (n - 1)              2 (n - 1)/n M              from 3 ranks on
+    tree                2 log2(n)              log2(n) M                  no
+    halving_doubling    2 log2(n)              2 (n - 1)/n M              no
+    hierarchical        shared memory inside hosts,                       from 3 hosts on
+                        a ring of the hosts' leaders
 
-    pairs.py ── ring, tree, halving_doubling, hierarchical ── all_reduce.py ── DistributedDataParallel's buckets
+    send_recv.py ── ring, tree, halving_doubling, hierarchical ── all_reduce.py ── buckets of DDP
 
-Whatever the algorithm, all ranks end with the same bits: each number is summed on one rank, or in
-the same pairs on all. With halving_doubling, where n is no power of two, some ranks send M more.
+With every algorithm, all ranks end with the same bits: each element is summed on one rank, or in
+the same pairs on all. With halving_doubling, if n is no power of two, some ranks send M more.
 """

@@ -1,4 +1,6 @@
-"""The names of all-reduce algorithms, as options spell them. This file needs no torch."""
+"""Names of all-reduce algorithms in options.
+
+The command line checks options with this file, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from shoal.errors import ConfigError, did_you_mean
 NAMES = ("backend", "ring", "tree", "halving-doubling", "hierarchical")
 """`backend` is the all-reduce of the process group itself."""
 CHOICES = (*NAMES, "auto")
-"""With `auto`, which older configurations and checkpoints hold; it means `backend`."""
+"""All accepted names. Older configurations and checkpoints have `auto`; it means `backend`."""
 
 
 def refuse_unknown(name: str, table: str) -> None:
-    """Raise ConfigError unless `name` is one of CHOICES, and `table` stands beside `auto` only."""
+    """Raise ConfigError unless `name` is one of CHOICES, and a table is used only with `auto`."""
     if name not in CHOICES:
         raise ConfigError([f"allreduce={name}: not known; {did_you_mean(name, NAMES)}"])
     if table and name != "auto":

@@ -1,4 +1,4 @@
-"""Messages between two ranks of a group: all that the algorithms beside this file are made of."""
+"""Messages between two ranks of a group, of which all algorithms in this folder are made."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal.errors import CollectiveFailed, PeerLost
 
 
 class PairwiseLink:
-    """Ranks that send to each other, numbered from 0.
+    """Messages between the members of a group. Members are numbered from 0.
 
     Args:
-        group: theirs alone: two threads must not share it. None for all ranks of the world.
-        members: ranks of the group, where not all take part; they are numbered in this order.
+        group: used by one thread only. None for all ranks of the world.
+        members: ranks of the group that take part, in the order of their numbers; empty for all.
 
     Attributes:
-        rank, size: this rank's number; how many there are.
+        rank, size: the number of this member, and the number of members.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, members: Sequence[int] = ()) -> None:
@@ -28,26 +28,30 @@ class PairwiseLink:
         self.rank, self.size = self._members.index(dist.get_rank(group)), len(self._members)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Until `to` has taken it, or will. An empty tensor is no message, here and below.
+        """Send `tensor`. For an empty tensor no method sends or receives a message.
 
-        Raises: PeerLost: that rank has ended or has given up. CollectiveFailed: it is late by the
-        group's time-out."""
-        self._do([(dist.isend, tensor, to)])
+        Returns when the tensor may be changed.
+
+        Raises:
+            PeerLost: the other rank has ended or given up.
+            CollectiveFailed: the other rank is late by the group's time-out.
+        """
+        self._transfer([(dist.isend, tensor, to)])
 
     def receive(self, into: Tensor, source: int) -> None:
-        """Until `source` has sent what fills `into`. Raises as `send` does."""
-        self._do([(dist.irecv, into, source)])
+        """Receive a message from `source` into `into`. Raises as `send` does."""
+        self._transfer([(dist.irecv, into, source)])
 
     def exchange(self, tensor: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Send and receive at the same time, so that a circle of ranks that all do it does not wait
-        for itself.
+        """Send and receive at the same time, so that ranks in a circle do not deadlock.
 
-        The other way round, Gloo would fill one direction of a link after the other
+        The receive starts first: otherwise Gloo would use one direction of a link after the other
         (shoal/shm_backend/full_duplex.py)."""
-        self._do([(dist.irecv, into, source), (dist.isend, tensor, to)])
+        self._transfer([(dist.irecv, into, source), (dist.isend, tensor, to)])
 
-    def _do(self, wanted: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:
-        messages = [message for message in wanted if message[1].numel()]
+    def _transfer(self, operations: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:
+        """Start all operations, each (function, tensor, member), and wait for all."""
+        messages = [message for message in operations if message[1].numel()]
         if not messages:
             return
         peers = [self._members[peer] for _, _, peer in messages]
@@ -58,23 +62,22 @@ class PairwiseLink:
                 blamed = [peer]
                 work.wait()
         except RuntimeError as error:
-            raise _failure([self._number(peer) for peer in blamed], str(error)) from None
+            raise _explained([self._global_rank(peer) for peer in blamed], str(error)) from None
 
     def _operation(self, kind: Callable[..., object], tensor: Tensor, peer: int) -> P2POp:
         return P2POp(kind, tensor, group=self._group, group_peer=self._members[peer])
 
-    def _number(self, peer: int) -> int:
-        """A rank of the group as it is known in the world."""
+    def _global_rank(self, peer: int) -> int:
         return peer if self._group is None else dist.get_global_rank(self._group, peer)
 
 
-def _failure(ranks: Sequence[int], problem: str) -> CollectiveFailed:
-    """What broke, from Gloo's words for it."""
-    who = " or ".join(f"rank {rank}" for rank in ranks)
+def _explained(ranks: Sequence[int], problem: str) -> CollectiveFailed:
+    """Return an error that names the ranks, for a text of Gloo."""
+    names = " or ".join(f"rank {rank}" for rank in ranks)
     if "timed out" in problem.lower():
         return CollectiveFailed(
-            f"{who} has not come to this all-reduce in time: {problem.splitlines()[0]}"
+            f"{names} has not come to this all-reduce in time: {problem.splitlines()[0]}"
         )
     return PeerLost(
-        f"the connection to {who} broke: it has died or given up ({problem.splitlines()[0]})"
+        f"the connection to {names} broke: it has died or given up ({problem.splitlines()[0]})"
     )

@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""The ranks of an axis by host."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from shoal.comm.axis import Axis, new_group
 from shoal.shm_backend.rendezvous import host_id
 
 Hosts = tuple[tuple[int, ...], ...]
-"""The ranks of each host, hosts in the order of their first ranks."""
+"""The global ranks of each host; hosts in the order of their first ranks."""
 
 
 def hosts_of(axis: Axis) -> tuple[Hosts, ...]:
-    """For each line of the axis, its ranks by host, as numbers of the world. Collective over
-    the world.
+    """Return the hosts of each group of the axis. Collective over the world."""
+    world = Axis(dist.get_rank(), dist.get_world_size(), axis.device)
+    host_ids = world.all_gather_str(host_id())
+    all_groups = axis.all_groups or (tuple(range(world.size)),)
+    return tuple(_ranks_by_host(group, host_ids) for group in all_groups)
+
+
+def new_host_group(hosts_of_groups: Sequence[Hosts]) -> dist.ProcessGroup | None:
+    """Make a group of the ranks of this rank's group on its host. Collective over the world.
+
+    Returns: None if this rank is the only one.
     """
-    names = Axis(dist.get_rank(), dist.get_world_size(), axis.device).all_gather_str(host_id())
-    return tuple(_by_host(line, names) for line in axis.all_groups or (tuple(range(len(names))),))
-
-
-def group_inside(lines: Sequence[Hosts]) -> dist.ProcessGroup | None:
-    """The ranks of this rank's line on its host, on the default backend; None where it is alone.
-    Collective over the world."""
-    group = new_group([ranks for hosts in lines for ranks in hosts])
+    group = new_group([ranks for hosts in hosts_of_groups for ranks in hosts])
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _by_host(line: Sequence[int], names: Sequence[str]) -> Hosts:
-    found = dict.fromkeys(names[rank] for rank in line)
-    return tuple(tuple(rank for rank in line if names[rank] == name) for name in found)
+def _ranks_by_host(group: Sequence[int], host_ids: Sequence[str]) -> Hosts:
+    hosts: dict[str, list[int]] = {}
+    for rank in group:
+        hosts.setdefault(host_ids[rank], []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())

@@ -1,16 +1,16 @@
-"""All-reduce on a tree: sums climb to rank 0, and the total comes down the way they went.
+"""All-reduce on a binomial tree: sums go up to rank 0, and the total comes down on the same edges.
 
     rank        0     1     2     3     4     5           six ranks
-    [1] up      <──── 1     <──── 3     <──── 5           whoever has sent is done
+    [1] up      <──── 1     <──── 3     <──── 5           a rank sends once in this phase
                 <────────── 23
                 <────────────────────── 45
-    [2] down    ──────────────────────> A                 the same messages backwards, the last one first
+    [2] down    ──────────────────────> A                 the same edges in reverse order
                 ──────────> A
                 ────> A     ────> A     ────> A
 
-2 log2(n) messages one after the other, rounded up, each of all M bytes: few, so it is the one for
-small tensors. Rank 0 sends and receives log2(n) M. Every number is summed in the same pairs of
-ranks, wherever in the tensor it lies.
+2 log2(n) messages in sequence, rounded up, each of all M bytes: few messages, so the tree suits
+small tensors. Rank 0 sends and receives log2(n) M. Every element is summed in the same pairs of
+ranks, at every position in the tensor.
 
 Source: the binomial tree of Thakur, Rabenseifner and Gropp, Optimization of Collective
 Communication Operations in MPICH, IJHPCA 19(1), 2005. Two trees at once use all links (Sanders,
@@ -26,7 +26,7 @@ from shoal.comm.algorithms.send_recv import PairwiseLink
 
 
 def all_reduce(tensor: Tensor, pairs: PairwiseLink) -> None:
-    """`tensor` (1-D, contiguous) becomes the sum of all ranks', the same bits on each.
+    """Sum `tensor` (1-D, contiguous) over all ranks in place, with the same bits on each.
     Collective.
     """
     rank, size = pairs.rank, pairs.size

@@ -1,16 +1,16 @@
-"""Fewer bytes for gradients on their way to whoever adds them up.
+"""Gradient compression: messages of fewer bytes to a parameter server or to other ranks.
 
-      gradient ──(+)──> encode ──> message ──> decode ──> gradient, roughly
-                ^          │        fixed size
-                └─ memory <┘        what the message left out waits here for the next step (top-k and one-bit)
+      gradient ──(+)──> encode ──> message ──> decode ──> approximate gradient
+                ^          │        of fixed size
+                └─ memory <┘        the residual, added in the next step (top-k and one-bit)
 
-    none      as it is
-    bf16      2 bytes a number, 8 bits of precision                       half.py
-    fp16      2 bytes a number, 11 bits of precision, one shift           half.py
-    topk=f    (4 + its own) bytes for each of the f x count largest       topk.py
-    onebit    1 bit a number, two means                                   onebit.py
+    none      uncompressed
+    bf16      2 bytes for each element, 8 bits of precision                      half.py
+    fp16      2 bytes for each element, 11 bits of precision, one shift          half.py
+    topk=f    4 bytes and the value for each of the f x count largest            topk.py
+    onebit    1 bit for each element, two means                                  onebit.py
 
-None of them gives the numbers of one device, so none is ever on unless it was asked for.
+No compression gives the numbers of one device, so all are off by default.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ PLAIN: dict[str, Compression | None] = {
     "fp16": Fp16(),
     "onebit": OneBit(),
 }
-"""The compressions that take no number."""
+"""The compressions without a parameter."""
 
 
 def parse(text: str) -> Compression | None:
-    """The compression that `text` names: none, bf16, fp16, topk=FRACTION or onebit. None stands for
-    none.
+    """Make the compression for `text`: none, bf16, fp16, topk=FRACTION or onebit.
 
-    Raises: ConfigError: another word, a value where there is none, or a fraction outside its range.
+    Returns: None for "none".
+
+    Raises: ConfigError: an unknown name, a value for a compression that takes none, or a fraction
+        outside its range.
     """
     name, number = read(text)
     return TopK(number) if name == "topk" else PLAIN[name]

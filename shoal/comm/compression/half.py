@@ -1,6 +1,4 @@
-"""Two bytes a number: bfloat16 and float16. Each message is rounded by itself, so there is no
-error to keep.
-"""
+"""Compression to two bytes for each element: bfloat16 and float16, without error feedback."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from shoal.comm.compression.base import read, write
 from shoal.errors import UsageError
 
 LARGEST = 65504.0
-"""The largest number of float16."""
+"""The largest finite value of float16."""
 
 
 @dataclass(frozen=True)
 class Bf16:
-    """Each number rounded to bfloat16, to nearest, ties to even: 8 bits of precision over float32's
-    range.
+    """Rounds each element to bfloat16: 8 bits of precision with float32's range.
 
-    Numbers beyond that range (above 3.39e38, which float64 has) arrive infinite, as IEEE 754 rounds
-    them. torch rounds float64 to float32 on the way."""
+    Rounding is to nearest, ties to even. Values of float64 above 3.39e38 become infinite, as in
+    IEEE 754. torch rounds float64 to float32 on the way."""
 
     keeps_error: ClassVar[bool] = False
 
@@ -42,14 +39,14 @@ class Bf16:
 
 @dataclass(frozen=True)
 class Fp16:
-    """Each number rounded to float16 after multiplication by a power of two: 11 bits of precision.
+    """Rounds each element to float16 after multiplication by a power of two: 11 bits of precision.
 
         message   [shift: int32] [gradient x 2^shift: float16 ...]
 
-    The shift is the highest with which the largest number fits, so float16 does not overflow: only
-    within 2^-12 of the largest number of its own dtype can a number round to infinity. Numbers down
-    to 2^-29 of the gradient's largest keep all 11 bits; those below 2^-40 of it become 0. A
-    gradient of float16 arrives unchanged. One that is not finite is sent with a shift of 0."""
+    The shift is the highest with which the largest magnitude fits, so float16 does not overflow:
+    only values within 2^-12 of the largest value of their own dtype can become infinite. Values
+    down to 2^-29 of the gradient's largest keep all 11 bits; those below 2^-40 of it become 0. A
+    gradient of float16 arrives unchanged. A gradient that is not finite is sent with shift 0."""
 
     keeps_error: ClassVar[bool] = False
 
@@ -65,7 +62,7 @@ class Fp16:
     def decode(self, message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         header, rounded = read(message, (torch.int32, 1), (torch.float16, count))
         shift = int(header)
-        if not -1023 <= shift <= _most(dtype):
+        if not -1023 <= shift <= _max_shift(dtype):
             raise UsageError(
                 f"a message of fp16 tells of a factor of 2^{shift}: it is damaged, or of another "
                 "dtype."
@@ -74,7 +71,7 @@ class Fp16:
 
 
 def _shift(gradient: Tensor) -> int:
-    """The highest power of two by which `gradient` can be multiplied within float16."""
+    """Return the highest shift for which `gradient` x 2^shift fits into float16."""
     largest = max(abs(float(end)) for end in gradient.aminmax()) if gradient.numel() else 0.0
     if not math.isfinite(largest):
         return 0
@@ -82,11 +79,12 @@ def _shift(gradient: Tensor) -> int:
     shift = 16 - exponent
     if mantissa * 2**16 > LARGEST:
         shift -= 1
-    return min(shift, _most(gradient.dtype))
+    return min(shift, _max_shift(gradient.dtype))
 
 
-def _most(dtype: torch.dtype) -> int:
-    """The highest shift whose factor is finite where torch multiplies numbers of `dtype`: in
-    float32, or float64.
+def _max_shift(dtype: torch.dtype) -> int:
+    """Return the highest shift whose factor is finite in the dtype in which torch multiplies.
+
+    This is float64 for float64, else float32.
     """
     return 1023 if dtype == torch.float64 else 127

@@ -1,4 +1,4 @@
-"""The numbers of largest magnitude, and where they stand."""
+"""Compression to the elements of largest magnitude, with their indices."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from torch import Tensor
 from shoal.comm.compression.base import add_residual, read, write
 from shoal.errors import UsageError
 
-MOST_NUMBERS = 2**31 - 1
-"""The most numbers whose indices fit in 32 bits."""
+MAX_COUNT = 2**31 - 1
+"""The largest number of elements whose indices fit in 32 bits."""
 STRIDE = 61
-"""One number in so many is looked at to guess the threshold; a prime, so that it does not walk
-along a column.
+"""The stride of the sample from which the threshold is guessed; a prime, so that the sample does
+not lie in one column of a matrix.
 """
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The `fraction` of numbers with the largest magnitude; all others wait in the memory.
+    """Sends the `fraction` of elements with the largest magnitude; the memory holds the others.
 
         message   [values: the gradient's dtype ...] [their indices, ascending: int32 ...]
 
-    Of equal magnitudes the lowest indices are sent. NaN and infinity count as larger than all
-    numbers.
+    Of equal magnitudes, the lowest indices are sent. NaN and infinity count as larger than all
+    finite values.
 
     Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017; Stich,
-    Cordonnier and Jaggi, Sparsified SGD with Memory, 2018, whose memory holds updates where this
-    one holds gradients.
+    Cordonnier and Jaggi, Sparsified SGD with Memory, 2018. Their memory holds updates, this one
+    holds gradients.
 
-    Args:
-        fraction: of the numbers, above 0 and at most 1; taken as the decimal that it prints as.
+    Args: fraction: above 0 and at most 1. Its value is the decimal that Python prints.
     """
 
     fraction: float
@@ -43,66 +42,73 @@ class TopK:
     keeps_error: ClassVar[bool] = True
 
     def num_selected(self, count: int) -> int:
-        """How many of `count` numbers a message holds: the fraction, rounded up, and at least
-        one.
+        """Return how many of `count` elements a message holds: at least one, rounded up.
+
+        Raises: UsageError: `count` is above MAX_COUNT.
         """
-        if count > MOST_NUMBERS:
+        if count > MAX_COUNT:
             raise UsageError(
                 f"topk names places by 32 bits; cut {count:,} numbers in parts of at most "
-                f"{MOST_NUMBERS:,}."
+                f"{MAX_COUNT:,}."
             )
-        # In binary 0.07 * 100 is a little more than 7.
+        # Exact arithmetic: with floats, 0.07 * 100 is a little more than 7.
         return min(count, max(1, math.ceil(Fraction(str(self.fraction)) * count)))
 
     def size_bytes(self, count: int, dtype: torch.dtype) -> int:
         return self.num_selected(count) * (dtype.itemsize + 4)
 
     def encode(self, gradient: Tensor, memory: Tensor | None, out: Tensor) -> None:
-        whole = add_residual(gradient, memory)
+        total = add_residual(gradient, memory)
         assert memory is not None
-        indices = _largest(whole, self.num_selected(len(whole)))
-        values = whole[indices].to(gradient.dtype)
+        indices = _largest(total, self.num_selected(len(total)))
+        values = total[indices].to(gradient.dtype)
         write(out, values, indices.to(torch.int32))
         if values.isfinite().all():
-            memory.copy_(whole)
-            memory[indices] -= values
+            memory.copy_(total)
+            memory[indices] -= values  # not zero: `values` may have a narrower dtype
 
     def decode(self, message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        kept = self.num_selected(count)
-        values, indices = read(message, (dtype, kept), (torch.int32, kept))
-        _check(indices, count)
+        selected = self.num_selected(count)
+        values, indices = read(message, (dtype, selected), (torch.int32, selected))
+        _check_indices(indices, count)
         gradient = torch.zeros(count, dtype=dtype, device=message.device)
         gradient[indices.long()] = values
         return gradient
 
 
-def _largest(numbers: Tensor, k: int) -> Tensor:
-    """The indices, ascending, of the k largest magnitudes; torch.topk leaves open which of
-    equal ones it takes.
+def _largest(values: Tensor, k: int) -> Tensor:
+    """Return the ascending indices of the k largest magnitudes.
+
+    Among equal magnitudes torch.topk takes any; this function takes the lowest indices.
     """
-    if k == len(numbers):
-        return torch.arange(k, device=numbers.device)
-    magnitudes = numbers.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+    if k == len(values):
+        return torch.arange(k, device=values.device)
+    magnitudes = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     candidates = _candidates(magnitudes, k)
-    among = magnitudes[candidates]
-    threshold = among.topk(k, sorted=False).values.min()
-    above, ties = among > threshold, among == threshold
+    candidate_magnitudes = magnitudes[candidates]
+    threshold = candidate_magnitudes.topk(k, sorted=False).values.min()
+    above = candidate_magnitudes > threshold
+    ties = candidate_magnitudes == threshold
     return candidates[above | (ties & (ties.cumsum(0) <= k - above.sum()))]
 
 
 def _candidates(magnitudes: Tensor, k: int) -> Tensor:
-    """Indices, ascending, with the k largest among them: as few as a guess allows, for to
-    search all takes longer.
+    """Return ascending indices that include those of the k largest magnitudes.
+
+    A sample gives a guess of the threshold, a little too low. A search among the few elements above
+    it is faster than a search among all. If the guess is too high, all indices are returned.
     """
     sample = magnitudes[::STRIDE]
     above_guess = min(len(sample), k * 5 // (4 * STRIDE) + 16)
     guess = sample.topk(above_guess, sorted=False).values.min()
-    found = (magnitudes >= guess).nonzero().view(-1)
-    return found if len(found) >= k else torch.arange(len(magnitudes), device=magnitudes.device)
+    candidates = (magnitudes >= guess).nonzero().view(-1)
+    if len(candidates) >= k:
+        return candidates
+    return torch.arange(len(magnitudes), device=magnitudes.device)
 
 
-def _check(indices: Tensor, count: int) -> None:
-    """Raises UsageError unless `indices` ascend within 0 to `count` - 1."""
+def _check_indices(indices: Tensor, count: int) -> None:
+    """Raise UsageError unless `indices` ascend within 0 to `count` - 1."""
     if len(indices) and not (
         indices[0] >= 0 and indices[-1] < count and (indices[1:] > indices[:-1]).all()
     ):

@@ -193,11 +193,11 @@ class WorkerClient:
             payload = pack_partition(self.values[part.number], list(state), {})
             self._ask(Op.LOAD, {part.number: payload})
             taken.setdefault(owner, []).append(len(payload) / (time.perf_counter() - begun_s))
-        self.connect()
+        self.mark_current()
         speeds = {shard: statistics.median(rates) for shard, rates in taken.items()}
         self._network.report_speeds(speeds)
 
-    def connect(self) -> None:
+    def mark_current(self) -> None:
         """Take the values that are here for those of the servers."""
         with self.lock:
             self.session.begin()

@@ -51,13 +51,21 @@ from shoal.parameter_server.worker.worker_messages import (
 
 @dataclass
 class PartitionRequests:
-    """Requests about one partition that have no answer yet."""
+    """Requests about one partition.
+
+    Attributes:
+        push: the last one, be it answered or not. To free a gradient as soon as it is answered, on
+            the thread of a connection, makes steps slower.
+        queries: those that have no answer yet.
+    """
 
     push: PushMessage | None = None
     queries: dict[Op, QueryMessage] = field(default_factory=dict)
 
-    def messages(self) -> list[ShardMessage]:
-        pushes = [] if self.push is None else [self.push]
+    def unanswered(self, clock: int) -> list[ShardMessage]:
+        """Return those without an answer, where values that include `clock` steps have come."""
+        push = self.push
+        pushes = [] if push is None or push.step < clock else [push]
         return [*pushes, *self.queries.values()]
 
 
@@ -153,8 +161,6 @@ class WorkerSession:
         """Take the values that are in memory for those of this step, by default the present one."""
         self.step = self.step if step is None else step
         self._clocks = [self.step] * len(self._clocks)
-        for partition in range(len(self._clocks)):
-            self._forget_push(partition)
 
     def missing(self, partitions: Iterable[int]) -> list[int]:
         """Return those whose values of this step have not arrived."""
@@ -175,8 +181,11 @@ class WorkerSession:
         new = {0, *placement.owners, *targets} - self._shards
         self._shards |= new
         actions: list[SessionAction] = [ConnectShard(shard) for shard in sorted(new)]
+        # In a version that was missed, a move may have begun and been called off: the owner is the
+        # same, and has forgotten what it had of the partition when it gave it away.
+        has_missed = placement.version > before.version + 1
         for partition in range(len(self._requests)):
-            if before.route(partition) != placement.route(partition):
+            if has_missed or before.route(partition) != placement.route(partition):
                 actions += self._resend_all(partition)
         return actions
 
@@ -230,7 +239,7 @@ class WorkerSession:
         partition, clock, oldest = values.partition, values.clock, values.oldest
         here = self._clocks[partition]
         is_owner = self.placement.owners[partition] == shard
-        counts = is_owner and here < clock and not self._writers(partition)
+        counts = is_owner and here < clock and self._writer(partition) is None
         if counts:
             limit = self.staleness
             assert limit is None or oldest >= clock - limit, (clock, oldest, limit)
@@ -254,9 +263,9 @@ class WorkerSession:
 
     def resend(self, partition: int, op: Op) -> list[SessionAction]:
         """Repeat a request that found no owner, unless it was answered since."""
-        requests = self._requests[partition]
-        message = requests.push if op == Op.PUSH else requests.queries.get(op)
-        return [] if message is None else self._to_owner(partition, [message])
+        unanswered = self._requests[partition].unanswered(self._clocks[partition])
+        repeated = [message for message in unanswered if _op_of(message) == op]
+        return self._to_owner(partition, repeated)
 
     def fail(self, shard: int, reason: str) -> list[SessionAction]:
         """Give up: nobody holds a shard any more."""
@@ -277,7 +286,6 @@ class WorkerSession:
         self._clocks[partition] = values.clock
         self.stop_at = self.stop_at or values.stop_at
         self._requests[partition].queries.pop(Op.PULL, None)
-        self._forget_push(partition)
         return [*actions, ValuesArrived(partition, values.clock)]
 
     def _end_incoming(self, shard: int) -> list[SessionAction]:
@@ -287,12 +295,6 @@ class WorkerSession:
             return self._resend_all(partition)
         return []
 
-    def _forget_push(self, partition: int) -> None:
-        """Forget a push that is answered."""
-        push = self._requests[partition].push
-        if push is not None and push.step < self._clocks[partition]:
-            self._requests[partition].push = None
-
     def _is_answer(self, op: Op, about: int) -> bool:
         if (op, about) in self._shard_queries:
             del self._shard_queries[op, about]
@@ -301,7 +303,8 @@ class WorkerSession:
         return is_partition and self._requests[about].queries.pop(op, None) is not None
 
     def _resend_all(self, partition: int) -> list[SessionAction]:
-        return self._to_owner(partition, self._requests[partition].messages())
+        unanswered = self._requests[partition].unanswered(self._clocks[partition])
+        return self._to_owner(partition, unanswered)
 
     def _to_owner(self, partition: int, messages: list[ShardMessage]) -> list[SessionAction]:
         """Messages for the owner; none while it is not known, or not connected.
@@ -312,10 +315,17 @@ class WorkerSession:
         shard = self.placement.route(partition)
         if shard is None or shard not in self._connected:
             return []
-        if self._writers(partition) - {shard}:
+        if self._writer(partition) not in (None, shard):
             return []
         return [ToShard(shard, message) for message in messages]
 
-    def _writers(self, partition: int) -> set[int]:
+    def _writer(self, partition: int) -> int | None:
         """The shard whose connection is writing a partition's values, if there is one."""
-        return {s for s, (p, counts) in self._incoming.items() if p == partition and counts}
+        for shard, (written, counts) in self._incoming.items():
+            if counts and written == partition:
+                return shard
+        return None
+
+
+def _op_of(message: ShardMessage) -> Op:
+    return message.op if isinstance(message, QueryMessage) else Op.PUSH

@@ -86,7 +86,8 @@ class ShardConnection:
         self._peer: QueuedConnection | None = None
         self._is_lending = False  # the server reads gradients in this worker's memory
         self._borrowed: AttachedSegment | None = None  # the server's memory
-        self._accepted = False  # the values that are coming in are to be written
+        self._coming: ValuesMessage | None = None  # of the frame that is coming in
+        self._accepted = False  # its values are to be written
         self._closed = False
         threading.Thread(target=self._run_or_report, name=f"shard {shard}", daemon=True).start()
 
@@ -248,8 +249,9 @@ class ShardConnection:
         )
 
     def _accept(self, header: Header) -> None:
+        self._coming = _values(header)
         with self._owner.lock:
-            self._accepted = self._owner.session.accept(self.shard, _values(header))
+            self._accepted = self._owner.session.accept(self.shard, self._coming)
 
     def _receive_values(self, header: Header, payload: memoryview) -> None:
         if not header.length:
@@ -261,7 +263,8 @@ class ShardConnection:
             values.copy_(self._borrowed.tensor(at_bytes, values.numel(), values.dtype))
         elif self._accepted and header.flags & BLOCKS:
             sparse_blocks.unpack(payload, values)
-        self._tell(_values(header))
+        assert self._coming is not None
+        self._tell(self._coming)
 
     def _share(self, payload: memoryview) -> None:
         """The server has this worker's memory, and lends its own."""

@@ -1,4 +1,10 @@
-"""Means of buckets while something else goes on, in the order in which they are started."""
+"""Asynchronous means of buckets, in the order in which they are started.
+
+backward pass   ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
+start_mean         1     2   3
+reduce             ├─ 1 ─┤├─ 2 ─┤├─ 3 ─┤      one after the other, the same order on all ranks
+wait                              1  2  3
+"""
 
 from __future__ import annotations
 
@@ -16,29 +22,28 @@ from shoal.strategies.ddp.reduce_functions import ReduceFunction
 
 
 def with_own_group(axis: Axis) -> Axis:
-    """Return the axis with a group of its own on the CPU. Collective over the world.
+    """Return the axis with a process group of its own on the CPU. Collective over the world.
 
-    What is sent during the backward pass must not come between other messages.
+    Messages of the backward pass then do not mix with other messages of the axis.
     """
     return replace(axis, group=axis.new_group()) if axis.device.type == "cpu" else axis
 
 
 class PendingMean(Protocol):
-    """A mean that is under way, as torch.distributed.Work."""
+    """Handle of a mean that is not finished, like torch.distributed.Work."""
 
     def wait(self) -> Any: ...
 
 
 class BucketWorker:
-    """Starts means in place.
+    """Starts means over ranks that replace the message.
 
-    Three ways, for the reduce function may block and a GPU's launches do not:
+          reduce function         device    runs
+          backend's all-reduce    any       asynchronously
+          any other               CPU       in one thread, so that all ranks send in the same order
+          any other               GPU       in the caller's thread; kernel launches do not block
 
-          the backend's own all-reduce    asynchronous
-          any other, on the CPU           in one thread: every rank must send in the same order
-          any other, on a GPU             in the caller's thread
-
-    Args: axis: of a group of its own where messages overlap with others, as `with_own_group` gives.
+    Args: axis: an axis of `with_own_group` if messages overlap with others.
     """
 
     def __init__(self, axis: Axis, reduce: ReduceFunction) -> None:
@@ -50,10 +55,10 @@ class BucketWorker:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="bucket-mean")
 
     def start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> PendingMean:
-        """Start to put the mean over ranks in the place of `message`. Collective.
+        """Start to replace `message` by its mean over ranks. Collective.
 
-        Args: members: whose gradients it holds; empty for a message that is no bucket, which is
-            averaged exactly.
+        Args: members: parameters whose gradients the message holds. Empty for a message of other
+            values, which is averaged without compression.
         """
         if self._thread is not None:
             return _ThreadedMean(self._thread.submit(self.reduce.mean, message, members))
@@ -65,7 +70,7 @@ class BucketWorker:
         return pending
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the thread and the process group."""
+        """Wait for started means, and release the thread and the process group."""
         if self._thread is not None:
             self._thread.shutdown()
         self._group = None

@@ -1,4 +1,4 @@
-"""Broadcast of the first rank's buffers, in models whose forward pass changes them."""
+"""Broadcast of the first rank's buffers, in models whose forward pass changes buffers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shoal.strategies.buffer_versions import (
 
 
 class BufferSync:
-    """Gives every rank the first rank's buffers in each step, if the first step changed any.
+    """Broadcasts the first rank's buffers in each step, if the first step changed any.
 
-    Each rank's forward pass changes buffers by its own samples: without this they drift apart.
+    Each rank's forward pass changes buffers by its own samples. Without a broadcast, ranks would
+    have different buffers.
     """
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
@@ -29,20 +30,20 @@ class BufferSync:
         self._broadcasts = False
 
     def broadcast(self) -> None:
-        """Take the first rank's buffers. To be called when a step begins. Collective."""
+        """Receive the first rank's buffers. Called at the beginning of a step. Collective."""
         if not self._broadcasts:
             return
         for buffer in mutable_buffers(self._module).values():
             self._axis.broadcast_tensor(buffer)
 
     def changed(self) -> bool:
-        """Return if this rank's first step has changed a buffer; False after that step."""
+        """Return True if this rank's first step has changed a buffer; False in later steps."""
         return self._is_first_step and any(changed_since(self._module, self._before).values())
 
     def record_change(self, on_any_rank: bool) -> None:
-        """End a step in which `changed` was true on some rank, or on none.
+        """Record at the end of a step if `changed` was True on any rank.
 
-        Only the first step counts.
+        Only the first step counts: later steps are not compared, which would cost time.
         """
         if not self._is_first_step:
             return

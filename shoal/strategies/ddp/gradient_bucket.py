@@ -1,4 +1,4 @@
-"""A bucket: parameters of one type, whose gradients travel in one message."""
+"""A bucket: parameters of one dtype whose gradients are sent in one message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shoal.strategies.ddp.bucket_worker import BucketWorker, PendingMean
 
 
 class GradientBucket:
-    """Copies gradients into a message, and their means back.
+    """Copies gradients to a message, and their means back.
 
     Args:
-        parameters: of one dtype; of a DTensor its slice on this rank counts.
+        parameters: parameters of one dtype. A DTensor counts with its shard on this rank.
         members: their names and shapes on this rank.
 
-    Attributes: num_missing: parameters whose gradient is still to come in this backward pass.
+    Attributes: num_missing: parameters that have no gradient yet in this backward pass.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], members: Sequence[BucketEntry]) -> None:
@@ -38,18 +38,19 @@ class GradientBucket:
 
     @property
     def num_elements(self) -> int:
-        """What this rank sends as it is."""
+        """Elements of the message."""
         return sum(member.count for member in self.members)
 
     def start_mean(self, worker: BucketWorker) -> None:
-        """Copy the gradients, zeros for missing ones, and start their mean. Collective."""
+        """Copy gradients to the message, zeros for missing ones, and start its mean. Collective."""
         self._message = self._packed()
         self._pending = worker.start_mean(self._message, self.members)
 
     def finish_mean(self, used: Sequence[bool]) -> None:
-        """Wait, and put means in the place of gradients.
+        """Wait for the mean, and copy it to the gradients.
 
-        Args: used: for each parameter if any rank had a gradient; where none had, none stays.
+        Args: used: for each parameter, True if any rank had a gradient. A parameter that no rank
+            has used gets `.grad = None`.
         """
         assert self._pending is not None
         assert self._message is not None
@@ -66,7 +67,7 @@ class GradientBucket:
         self._pending = None
 
     def clear(self) -> None:
-        """Let go of what a step that was broken off has sent."""
+        """Drop the message of a step that an error has ended."""
         if self._pending is not None:
             self._pending.wait()
         self._message = None
@@ -80,9 +81,9 @@ def bucketize_backward(
     parameters: Mapping[str, nn.Parameter],
     bucket_mb: float,
 ) -> list[GradientBucket]:
-    """Return buckets in the reverse order of parameters, which is about that of their gradients.
+    """Return buckets in the reverse order of parameters, in which most gradients arrive.
 
-    Args: bucket_mb: size of a bucket in MiB; a larger parameter has one of its own.
+    Args: bucket_mb: size of a bucket in MiB. A larger parameter has a bucket of its own.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     backward_order = reversed([*parameters.values()])
@@ -93,7 +94,7 @@ def bucketize_backward(
 
 
 def _dense_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank sends for a parameter, (numel,), and make a sparse gradient dense."""
+    """Return a parameter's gradient, (numel,), or zeros. Makes a sparse gradient dense."""
     if parameter.grad is None:
         return torch.zeros_like(to_local(parameter).reshape(-1))
     if parameter.grad.is_sparse:

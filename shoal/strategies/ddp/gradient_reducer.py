@@ -1,12 +1,12 @@
-"""A step of data parallel training: each rank's passes, then gradients that are means over ranks.
+"""A step of data parallel training: passes on each rank, then means of gradients over ranks.
 
       layout (when)                                                 reduce function (how)
       SingleMessage       one message after the backward pass       RankOrderMean
       OverlappedBuckets   buckets while the backward pass goes on   RankOrderMean, CompressedMean
       TorchEngine         torch's DistributedDataParallel           RankOrderMean, NamedMean
 
-The totals of a step travel with the gradients in every layout, so the global loss costs no message
-of its own. `layout_choice.py` says which layout and which function a run gets, and why.
+Every layout sends the totals of a step with the gradients, so the global loss costs no message of
+its own. `layout_choice.py` chooses the layout and the function of a run.
 """
 
 from __future__ import annotations
@@ -21,40 +21,44 @@ from shoal.strategies.mean_scaling import scaled_for_mean
 
 
 class GradientLayout(ABC):
-    """Decides which gradients travel together, and when. Every rank makes the same one."""
+    """Decides which gradients are sent in one message, and when. Equal on all ranks."""
 
-    def __init__(self, part: LocalModel) -> None:
-        self.part = part
+    def __init__(self, model: LocalModel) -> None:
+        self.model = model
 
     @property
     def forward(self) -> Forward:
-        """A micro-batch through the model and the loss."""
-        return self.part.forward
+        """Forward function of the reduced model: a micro-batch and its loss."""
+        return self.model.forward
 
     @abstractmethod
     def start_step(self) -> None:
-        """Prepare for the first micro-batch of a step, also after one that an error has ended.
+        """Prepare for the first micro-batch of a step. Collective.
 
-        Collective: ranks may have different numbers of micro-batches, and each calls this once.
+        It drops the messages of an earlier step that an error has ended. Ranks may have different
+        numbers of micro-batches; each rank calls this once in a step.
         """
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """Run both passes of a micro-batch; the last one may begin to reduce. Totals are local."""
-        return self.part.run(forward, batch)
+        """Compute both passes of a micro-batch. The last one may start to reduce.
+
+        Returns: totals of this rank.
+        """
+        return self.model.run(forward, batch)
 
     @abstractmethod
     def finish_step(self, totals: Tensor) -> Tensor:
         """Wait until every `.grad` is the mean over ranks. Collective.
 
-        A parameter that no rank has used has no gradient then.
+        A parameter that no rank has used has no gradient afterwards.
 
-        Args: totals: (SLOTS,), of this rank.
+        Args: totals: (TOTALS_LENGTH,), of this rank.
 
-        Returns: (SLOTS,), their mean over ranks.
+        Returns: (TOTALS_LENGTH,), their mean over ranks.
         """
 
     def close(self) -> None:
-        """Let go of threads and engines that hold a process group, if there are any."""
+        """Release threads and engines that hold a process group, if there are any."""
         return
 
 
@@ -68,9 +72,10 @@ class GradientReducer:
         self.forward = layout.forward
 
     def forward_backward(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """Run both passes of one micro-batch. Collective.
+        """Compute both passes of one micro-batch. Collective.
 
-        With the last one of a step, gradients and totals are those of all ranks.
+        After the last one of a step, gradients and totals are means over ranks. `scaled_for_mean`
+        makes them global means and sums.
         """
         if batch.previous_totals is None:
             self.layout.start_step()
@@ -80,6 +85,6 @@ class GradientReducer:
         return StepResult(self.layout.finish_step(local.step_totals), local.is_sum_and_count)
 
     def close(self) -> None:
-        """Let go of process groups, and of all that holds one."""
+        """Release process groups, and all objects that hold one."""
         self.layout.close()
         self.reduce.close()

@@ -28,73 +28,75 @@ from shoal.strategies.ddp.torch_engine import TorchEngine
 from shoal.strategies.options import DdpOptions
 
 SMALL_MIB = 4.0
-"""Largest single message. Steps took 0.78 of those with DistributedDataParallel for gradients of
-0.07 MiB, 0.87 for 1.1 and as long for 8.3, on two ranks of a core each; and these gradients are
-there twice at the end of a backward pass."""
+"""Largest single message. Steps took 0.78 of the time of DistributedDataParallel for gradients of
+0.07 MiB, 0.87 for 1.1 MiB and 1.0 for 8.3 MiB, on two ranks of a core each. A single message also
+holds all gradients a second time at the end of a backward pass.
+"""
 
 
 class LayoutName(Enum):
-    """The three layouts of gradients."""
+    """Names of the three layouts."""
 
     SINGLE = "one message after the backward pass"
     BUCKETS = "buckets of our own while the backward pass goes on"
     ENGINE = "torch's DistributedDataParallel"
 
 
-def choose_layout(options: DdpOptions, part: LocalModel, axis: Axis) -> LayoutName:
+def choose_layout(options: DdpOptions, model: LocalModel, axis: Axis) -> LayoutName:
     """Return the layout of a run. The first rule that holds decides."""
     if parse(options.compress) is not None:
-        # Error feedback belongs to parameters by name, which the engine's hook does not know.
+        # Error feedback is kept by parameter name, which the engine's hook does not know.
         return LayoutName.BUCKETS
-    if is_partial_model(part):
-        # The engine takes no sliced parameters, and one backward pass a micro-batch.
+    if is_partial_model(model):
+        # The engine takes no DTensors, and only one backward pass for each micro-batch.
         return LayoutName.BUCKETS
-    sparse = sparse_layers(part.module)
+    sparse = sparse_layers(model.module)
     if sparse and needs_order(axis):
-        # The engine sums sparse gradients past its hook, in any order; our buckets make them dense.
+        # The engine sums sparse gradients without its hook, in any order. Our buckets make them
+        # dense.
         return LayoutName.BUCKETS
     if options.allreduce != "backend" or sparse:
-        # A named algorithm is to overlap with the backward pass; sparse gradients stay sparse.
+        # A named algorithm overlaps with the backward pass; sparse gradients stay sparse.
         return LayoutName.ENGINE
-    if fits_in_single_message(part, axis, options.bucket_mb):
-        # So short a message costs less than the engine's hooks and buckets.
+    if fits_in_single_message(model, axis, options.bucket_mb):
+        # A short message costs less than the hooks and buckets of the engine.
         return LayoutName.SINGLE
     return LayoutName.ENGINE
 
 
-def build_reducer(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
-    """Return what averages the gradients of a run. Every rank of the world makes it together."""
+def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
+    """Return the reducer of a run. Collective over the world: it may make process groups."""
     build = {
         LayoutName.SINGLE: _single_message,
         LayoutName.BUCKETS: _overlapped_buckets,
         LayoutName.ENGINE: _torch_engine,
     }
-    return build[choose_layout(options, part, axis)](options, part, axis)
+    return build[choose_layout(options, model, axis)](options, model, axis)
 
 
-def _single_message(_: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
+def _single_message(_: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     reduce = RankOrderMean(axis)
-    return GradientReducer(SingleMessage(part, axis, reduce), reduce, axis.size)
+    return GradientReducer(SingleMessage(model, axis, reduce), reduce, axis.size)
 
 
-def _overlapped_buckets(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
+def _overlapped_buckets(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     compression = parse(options.compress)
-    buckets = bucketize_backward(part.trainable_params, options.bucket_mb)
-    # A pipeline sends all buckets after its passes, when nothing else is under way.
-    own_axis = axis if part.passes.complete_after_run else with_own_group(axis)
-    reduce: ReduceFunction = RankOrderMean(own_axis)
+    buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
+    # A pipeline sends all buckets after its passes, when no other message is in flight.
+    bucket_axis = axis if model.pass_traits.complete_after_run else with_own_group(axis)
+    reduce: ReduceFunction = RankOrderMean(bucket_axis)
     if compression is not None:
         summary = _bytes_summary(options.compress, compression, buckets, axis.size)
-        reduce = CompressedMean(compression, own_axis, summary)
-    layout = OverlappedBuckets(part, axis, buckets, BucketWorker(own_axis, reduce))
+        reduce = CompressedMean(compression, bucket_axis, summary)
+    layout = OverlappedBuckets(model, axis, buckets, BucketWorker(bucket_axis, reduce))
     return GradientReducer(layout, reduce, axis.size)
 
 
-def _torch_engine(options: DdpOptions, part: LocalModel, axis: Axis) -> GradientReducer:
+def _torch_engine(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     reduce: ReduceFunction = RankOrderMean(axis)
     if options.allreduce != "backend":
         reduce = NamedMean(options.allreduce, axis)
-    return GradientReducer(TorchEngine(part, axis, options, reduce), reduce, axis.size)
+    return GradientReducer(TorchEngine(model, axis, options, reduce), reduce, axis.size)
 
 
 def _bytes_summary(
@@ -103,7 +105,7 @@ def _bytes_summary(
     buckets: Sequence[GradientBucket],
     num_ranks: int,
 ) -> str:
-    """Say what a rank sends for gradients in a step, and what it would send uncompressed."""
+    """Return a line with the bytes that a rank sends in a step, compressed and uncompressed."""
     sent = 0
     uncompressed = 0
     for bucket in buckets:
@@ -115,9 +117,9 @@ def _bytes_summary(
     )
 
 
-def is_partial_model(part: LocalModel) -> bool:
-    """Return if this rank has slices or stages of the model, beside tensor or in a pipeline."""
-    return part.passes.complete_after_run or part.has_sharded_params
+def is_partial_model(model: LocalModel) -> bool:
+    """Return True if this rank has shards of layers (tensor) or stages (pipeline) only."""
+    return model.pass_traits.complete_after_run or model.has_sharded_params
 
 
 def sparse_layers(module: nn.Module) -> list[str]:
@@ -131,12 +133,13 @@ def _has_sparse_gradient(layer: nn.Module) -> bool:
     return layer.sparse and layer.weight.requires_grad
 
 
-def fits_in_single_message(part: LocalModel, axis: Axis, bucket_mb: float) -> bool:
-    """Return if one message takes all gradients.
+def fits_in_single_message(model: LocalModel, axis: Axis, bucket_mb: float) -> bool:
+    """Return True if all gradients fit in one message.
 
-    They are on the CPU, of one plain dtype, small, and not more than a bucket of `bucket_mb` MiB.
+    They must be on the CPU, all float32 or all float64, and at most SMALL_MIB and one bucket of
+    `bucket_mb` MiB.
     """
-    parameters = part.trainable_params.values()
+    parameters = model.trainable_params.values()
     dtypes = {parameter.dtype for parameter in parameters}
     if axis.device.type != "cpu" or dtypes not in ({torch.float32}, {torch.float64}):
         return False

@@ -1,18 +1,18 @@
-"""Buckets of our own, for gradients that DistributedDataParallel does not take.
+"""Buckets of Shoal's own, for gradients that DistributedDataParallel does not take.
 
-They are those of slices, of a pipeline's stages, and those that travel in fewer bytes.
+These are gradients of shards, gradients of a pipeline's stages, and compressed gradients.
 
-      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in the reverse of their order; a bucket
-               └ bucket 1 ┐ └ bucket 2 ┐         is sent once its gradients are there and those
-                                     totals      before it are under way
+      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in reverse order; a bucket is sent once
+               └ bucket 1 ┐ └ bucket 2 ┐         its gradients are there and all buckets before it
+                                     totals      have been sent
 
-      f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   a pipeline's gradients are complete only after the
-                                     totals      last of many passes: all buckets are sent then
+      f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   pipeline: gradients are complete only after the
+                                     totals      last of many passes; all buckets are sent then
 
-Totals travel last, with the flags: which gradients each rank had. They are never compressed. Each
-rank of a tensor group sends its slices along a data axis of its own. A parameter that no rank has
-used keeps `.grad = None`. Buckets follow from the model alone, so a resumed run sends the messages
-of the undisturbed one.
+The last message has the totals and the flags. A flag says that this rank has a gradient. This
+message is never compressed. A parameter that no rank has used keeps `.grad = None`. Each rank of a
+tensor group sends its shards along a data axis of its own. Buckets depend on the model alone, so a
+resumed run sends the same messages as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class OverlappedBuckets(GradientLayout):
     """Buckets that are reduced while the backward pass goes on.
 
     Args:
-        axis: the ranks that share their buffers.
-        buckets: of all parameters, in the order in which they are sent.
+        axis: ranks that average their gradients, and take the first rank's buffers.
+        buckets: buckets of all parameters, in the order in which they are sent.
         worker: averages over the same ranks.
     """
 
     def __init__(
         self,
-        part: LocalModel,
+        model: LocalModel,
         axis: Axis,
         buckets: Sequence[GradientBucket],
         worker: BucketWorker,
     ) -> None:
-        super().__init__(part)
+        super().__init__(model)
         self.buckets = buckets
         self._worker = worker
-        self._buffers = BufferSync(part.module, axis)
+        self._buffers = BufferSync(model.module, axis)
         self._is_last_batch = False
-        self._next = 0  # the bucket to be sent next
-        # A pipeline's are sent after all passes, in however many parts they were accumulated.
-        overlaps = not part.passes.complete_after_run
-        self._check = AccumulatedOnceCheck(part.trainable_params if overlaps else {})
+        self._next = 0  # index of the bucket to be sent next
+        # A pipeline accumulates a gradient in several passes, and sends after all of them.
+        overlaps = not model.pass_traits.complete_after_run
+        self._check = AccumulatedOnceCheck(model.trainable_params if overlaps else {})
         for bucket in self.buckets if overlaps else ():
             for parameter in bucket.parameters:
                 hook = partial(self._on_grad_ready, bucket)
@@ -69,13 +69,13 @@ class OverlappedBuckets(GradientLayout):
         self._buffers.broadcast()
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """Run one micro-batch, or all that a pipeline makes of it."""
+        """Compute one micro-batch, or all micro-batches that a pipeline makes of it."""
         self._is_last_batch = batch.is_last_microbatch
         self._next = 0
         for bucket in self.buckets:
             bucket.num_missing = len(bucket.parameters)
         with self._check.during():
-            return self.part.run(forward, batch)
+            return self.model.run(forward, batch)
 
     def finish_step(self, totals: Tensor) -> Tensor:
         flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
@@ -107,9 +107,9 @@ class OverlappedBuckets(GradientLayout):
         bucket.start_mean(self._worker)
 
     def _finish_buckets(self, used: list[bool]) -> None:
-        """Put means in the place of gradients.
+        """Replace gradients by their means.
 
-        Args: used: for each parameter, in the order of buckets, if any rank had a gradient.
+        Args: used: for each parameter, in the order of buckets, True if any rank had a gradient.
         """
         names: list[str] = []
         start = 0

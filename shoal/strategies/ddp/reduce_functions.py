@@ -1,11 +1,11 @@
-"""Reduce functions: how gradients become their means over the ranks of the data axis.
+"""Reduce functions: they replace gradients by means over the ranks of the data axis.
 
-      RankOrderMean    exact; on the CPU every number is summed in the order of ranks,
-                       wherever in a message it lies
-      NamedMean        exact; summed in the order of an algorithm that has a name
-      CompressedMean   rounded, or late, in fewer bytes
+      RankOrderMean    exact; on the CPU every value is summed in the order of ranks, at any offset
+                       of a message
+      NamedMean        exact; summed in the order of a named algorithm, such as ring or tree
+      CompressedMean   in fewer bytes: rounded, or with error feedback in later steps
 
-A layout says when they are called.
+A layout decides when they are called.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ReduceFunction(ABC):
     """Means over ranks. Every rank calls it for the same messages in the same order.
 
     Attributes:
-        blocks: only `mean` gives these numbers, and it waits for other ranks: a layout that
-            overlaps it with the backward pass needs a thread. Where False, the backend's own
-            asynchronous all-reduce gives them too.
-        summary_lines: for the beginning of a run.
-        kept: what is kept from step to step, for checkpoints.
+        blocks: True if only `mean` gives these values. It waits for other ranks, so a layout that
+            overlaps it with the backward pass needs a thread. False if the backend's asynchronous
+            all-reduce gives the same values.
+        summary_lines: lines for the beginning of a run.
+        strategy_state: state from step to step, for checkpoints.
     """
 
     blocks: bool
@@ -48,33 +48,33 @@ class ReduceFunction(ABC):
 
     @abstractmethod
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
-        """Put the mean over ranks in the place of `message`. Collective.
+        """Replace `message` by its mean over ranks. Collective.
 
-        Args: members: whose gradients the message holds, one after the other; empty for a message
-            of anything else.
+        Args: members: parameters whose gradients the message holds, one after the other. Empty for
+            a message of other values.
         """
 
     def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
-        """Let torch's engine reduce its buckets so. Collective over the world.
+        """Register this function as the communication hook of `ddp`. Collective over the world.
 
-        Args: errors: of buckets are added here; to be looked at after each backward pass.
+        Args: errors: receives the errors of buckets; to be checked after each backward pass.
         """
         register_overlapped_reduce(ddp, self.mean, errors)
 
     def finish_step(self, names: Collection[str]) -> None:
-        """End a step in which parameters of these names got a mean.
+        """End a step in which the parameters `names` got a mean.
 
-        No names: drop what a step that was broken off has left.
+        Without names, drop the state of a step that an error has ended.
         """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of process groups."""
+        """Release process groups."""
 
 
 class RankOrderMean(ReduceFunction):
-    """The exact mean. On the CPU a sum over ranks is in the order of ranks."""
+    """The exact mean. On the CPU values are summed in the order of ranks."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -84,7 +84,7 @@ class RankOrderMean(ReduceFunction):
         mean(message, self.axis)
 
     def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
-        if self.blocks:  # else the engine's own all-reduce gives these numbers, without a hook
+        if self.blocks:  # else the engine's own all-reduce gives the same values, without a hook
             use_ordered_mean(ddp, self.axis, errors)
 
     def close(self) -> None:
@@ -92,9 +92,7 @@ class RankOrderMean(ReduceFunction):
 
 
 class NamedMean(ReduceFunction):
-    """The exact mean by a named algorithm.
-
-    Every rank of the world makes it together.
+    """The exact mean by a named algorithm. Its constructor is collective over the world.
 
     Args: name: as for `NamedAllReduce`.
     """
@@ -113,9 +111,9 @@ class NamedMean(ReduceFunction):
 
 
 class CompressedMean(ReduceFunction):
-    """The mean of gradients that travel in fewer bytes. What is no gradient is averaged exactly.
+    """The mean of compressed gradients. Messages of other values are averaged exactly.
 
-    Args: summary: how many bytes that saves.
+    Args: summary: line with the bytes that compression saves.
     """
 
     blocks = True
@@ -142,13 +140,13 @@ class CompressedMean(ReduceFunction):
 
 
 class ErrorFeedbackState(StrategyState):
-    """What messages have left out so far, each rank its own, for checkpoints."""
+    """Residuals that messages have left out, for checkpoints. Each rank has its own."""
 
     def __init__(self, compression: CompressedReducer) -> None:
         self.compression = compression
 
     def synchronize(self) -> bool:
-        """Return False: ranks are never apart."""
+        """Return False: weights are equal on all ranks after each step."""
         return False
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,16 +1,15 @@
-"""One message for a small model's gradients, after the backward pass and without a hook inside it.
+"""One message for all gradients of a small model, sent after the backward pass.
 
-      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ ── copied ── mean over ranks ── each `.grad` is its part of it
+      backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ ── copy ── mean over ranks ── each `.grad` is a view of the message
 
       message   │ gradient │ gradient │ ... │ totals │ flags │
 
-      flags     which gradients this rank has, and if its forward pass has changed a buffer
+      flags     one for each gradient that this rank has, and one for a changed buffer
 
-A message this small could hardly have been sent during the backward pass, and hooks and buckets
-cost more than it does. Its layout is fixed, so unused parameters need no search of the autograd
-graph: the flags say which gradients each rank has. A parameter that some rank has used gets the
-mean in that very step; one that no rank has used keeps `.grad = None`. A gradient may be
-accumulated in several parts.
+Hooks and buckets in the backward pass would cost more time than so small a message. The message
+has a fixed layout, so unused parameters need no search of the autograd graph: the flags say which
+gradients each rank has. A parameter used on any rank gets the mean in the same step; one used on
+none keeps `.grad = None`. A gradient may be accumulated in several parts.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from shoal.strategies.ddp.reduce_functions import ReduceFunction
 
 
 class SingleMessage(GradientLayout):
-    """One message for all gradients of a model that `layout_choice.fits_in_single_message`."""
+    """One message for the gradients of a model for which `fits_in_single_message` is True."""
 
-    def __init__(self, part: LocalModel, axis: Axis, reduce: ReduceFunction) -> None:
-        super().__init__(part)
+    def __init__(self, model: LocalModel, axis: Axis, reduce: ReduceFunction) -> None:
+        super().__init__(model)
         self._reduce = reduce
-        self._parameters = [*part.trainable_params.values()]
+        self._parameters = [*model.trainable_params.values()]
         count = len(self._parameters)
         sizes = [*(parameter.numel() for parameter in self._parameters), TOTALS_LENGTH, count + 1]
         self._message = torch.zeros(sum(sizes), dtype=self._parameters[0].dtype)
@@ -42,24 +41,25 @@ class SingleMessage(GradientLayout):
         self._totals = pieces.pop()
         pairs = zip(self._parameters, pieces, strict=True)
         self._means = [_view_as(parameter, piece) for parameter, piece in pairs]
-        self._known_flags: list[float] = []  # what stands in `_flags` since the last step
-        self._buffers = BufferSync(part.module, axis)
+        self._known_flags: list[float] = []  # content of `_flags` after the last step
+        self._buffers = BufferSync(model.module, axis)
 
     def start_step(self) -> None:
         self._buffers.broadcast()
 
     def finish_step(self, totals: Tensor) -> Tensor:
         self._fill(totals)
-        self._known_flags = []  # unknown until the message is back, whatever happens
+        self._known_flags = []  # unknown while the message is sent, also after an error
         self._reduce.mean(self._message)
-        *used, changed = self._known_flags = self._flags.tolist()
+        self._known_flags = self._flags.tolist()
+        *used, changed = self._known_flags
         self._buffers.record_change(changed > 0)
         for parameter, gradient, ranks in zip(self._parameters, self._means, used, strict=True):
             parameter.grad = gradient if ranks else None
         return self._totals.clone()  # the next step overwrites it
 
     def _fill(self, totals: Tensor) -> None:
-        """Copy what this rank has into the message, in one call for all."""
+        """Copy this rank's gradients, totals and flags to the message, in one call."""
         gradients = [parameter.grad for parameter in self._parameters]
         sources = [totals]
         targets = [self._totals]
@@ -70,13 +70,13 @@ class SingleMessage(GradientLayout):
                 sources.append(dense(gradient))
                 targets.append(target)
         flags = [*(gradient is not None for gradient in gradients), self._buffers.changed()]
-        if flags != self._known_flags:  # else they stand there already
+        if flags != self._known_flags:  # else the message has them already
             sources.append(torch.tensor(flags, dtype=self._message.dtype))
             targets.append(self._flags)
         foreach_copy_(targets, sources)
 
 
 def _view_as(parameter: Tensor, piece: Tensor) -> Tensor:
-    """View `piece`, (parameter.numel(),), in the parameter's shape and order of dimensions."""
+    """View `piece`, (parameter.numel(),), in the parameter's shape and order of dims."""
     strides = torch.empty_like(parameter).stride()  # without gaps in memory
     return piece.as_strided(parameter.shape, strides)

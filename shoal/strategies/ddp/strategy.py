@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model and a share of each batch.
+"""Distributed data parallel: every rank holds the full model and a share of each batch.
 
 Gradients are averaged over ranks.
 
@@ -7,21 +7,22 @@ Gradients are averaged over ranks.
       rank 1   forward ── backward ▓▓▓▓▓▓▓▓ ── step       gradients are there, while earlier layers
                                                           still compute
 
-      strategy.py            what can be asked, and what is refused
-      layout_choice.py       which layout and reduce function a run gets, and why
-      gradient_reducer.py    a step, whatever the layout
-      single_message.py, overlapped_buckets.py, torch_engine.py    layouts: when gradients travel
-      reduce_functions.py    how they become means
+      strategy.py            the strategy and its checks
+      layout_choice.py       the choice of a layout and a reduce function, with reasons
+      gradient_reducer.py    a step, the same for all layouts
+      single_message.py, overlapped_buckets.py, torch_engine.py    layouts: when gradients are sent
+      reduce_functions.py    the means
 
-Three things hold in every layout:
+Three rules hold in every layout:
 
-[1] *Totals travel with the gradients.* Loss sum, count and measures of a step are part of the
-    gradients' own messages: the global loss costs no collective and no synchronisation.
-[2] *A parameter that no rank has used keeps no gradient.* Messages say which gradients each rank
-    had. torch's engine cannot: a first step without it shows what it has to search for.
+[1] *Totals travel with the gradients.* Messages of gradients carry the loss sum, the count and the
+    measures of a step too. The global loss costs no collective and no synchronisation.
+[2] *A parameter that no rank has used keeps no gradient.* Messages carry a flag for each gradient
+    that a rank has. torch's engine cannot send flags, so a first step without it finds unused
+    parameters.
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the
-    backend, or by `comm/ordered.py`), so that a resumed run is the undisturbed one to the last bit.
-    With `allreduce=` another algorithm's order takes its place (`comm/algorithms`).
+    backend, or by `comm/deterministic.py`), so a resumed run gives the bits of an uninterrupted
+    one. With `allreduce=` the order is that of the named algorithm (`comm/algorithms`).
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB
 2020.
@@ -52,51 +53,51 @@ NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no train
 class Ddp(DdpOptions, Strategy):
     """Distributed data parallel."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replace forward, run and late_gradients; with error feedback, kept too. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `forward`, `run` and `strategy_state`. Collective.
 
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or
-            pipeline, or of complex numbers; allreduce beside these, or of sparse gradients.
+            pipeline, or of complex parameters; allreduce beside these, or of sparse gradients.
         """
         if self.allreduce == "auto":
-            part = replace(part, summary_lines=(*part.summary_lines, AUTO_MESSAGE))
-            return replace(self, allreduce="backend", table="").apply_strategies(part, mesh)
-        self._check_allreduce(part, mesh)
-        self._check_compress(part)
-        if not part.trainable_params and not part.is_partial:  # some layers may have none
+            model = replace(model, summary_lines=(*model.summary_lines, AUTO_MESSAGE))
+            return replace(self, allreduce="backend", table="").apply(model, mesh)
+        self._check_allreduce(model, mesh)
+        self._check_compress(model)
+        if not model.trainable_params and not model.is_partial:  # a stage may have none
             raise StrategyRefused(NO_PARAMETERS_MESSAGE)
         if mesh.data.size == 1:
-            return part
-        mesh.data.broadcast_module(part.module)
-        reducer = build_reducer(self, part, mesh.data)
+            return model
+        mesh.data.broadcast_module(model.module)
+        reducer = build_reducer(self, model, mesh.data)
         register_cleanup(reducer)
         return replace(
-            part,
+            model,
             forward=reducer.forward,
             run=reducer.forward_backward,
-            grads_not_ready_reason=part.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
+            grads_not_ready_reason=model.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
             strategy_state=reducer.reduce.strategy_state,
-            summary_lines=(*part.summary_lines, *reducer.reduce.summary_lines),
+            summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 
     @property
     def deviations(self) -> list[str]:
-        """Sentences for the startup summary: where the numbers are not those of one device."""
+        """Sentences for the startup summary: how numbers differ from those of one device."""
         if self.compress == "none":
             return []
         return [f"compress={self.compress} is not exact: gradients arrive rounded, or late."]
 
-    def _check_allreduce(self, part: LocalModel, mesh: Mesh) -> None:
+    def _check_allreduce(self, model: LocalModel, mesh: Mesh) -> None:
         """Raise StrategyRefused where the named algorithm cannot average this model's gradients."""
         if self.allreduce == "backend":
             return
-        sparse = sparse_layers(part.module)
+        sparse = sparse_layers(model.module)
         if sparse:
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} moves dense gradients, and {', '.join(sparse)} "
                 "has sparse=True. Use sparse=False, or leave allreduce out."
             )
-        if is_partial_model(part) or parse(self.compress) is not None:
+        if is_partial_model(model) or parse(self.compress) is not None:
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} does not stand beside tensor, pipeline or "
                 "compress, whose gradients are averaged in another way. Leave allreduce out."
@@ -108,13 +109,13 @@ class Ddp(DdpOptions, Strategy):
                 "NCCL_ALGO=Ring or NCCL_ALGO=Tree chooses one."
             )
 
-    def _check_compress(self, part: LocalModel) -> None:
+    def _check_compress(self, model: LocalModel) -> None:
         """Raise StrategyRefused where this model's gradients cannot be compressed."""
         if parse(self.compress) is None:
             return
-        if is_partial_model(part):
+        if is_partial_model(model):
             raise StrategyRefused(
                 f"compress={self.compress} is for whole models, and beside tensor and pipeline a "
                 "rank has a part of one. Use compress=none, or ddp alone."
             )
-        check_real_parameters(part.trainable_params, self.compress)
+        check_real_parameters(model.trainable_params, self.compress)

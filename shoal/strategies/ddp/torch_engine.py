@@ -1,12 +1,12 @@
-"""torch's DistributedDataParallel as a layout, built for what the first step shows.
+"""torch's DistributedDataParallel as a layout. The first step decides its settings.
 
-      step 1      without the engine    which parameters get a gradient? do buffers change?
+      step 1      without the engine    probe: parameters with a gradient, changed buffers;
                                         gradients are averaged after the backward pass, one by one
-      from 2 on   through the engine    buckets are reduced while the backward pass goes on; totals
-                                        travel in one of them
+      step 2 ...  with the engine       buckets are reduced while the backward pass goes on; one of
+                                        them has the totals
 
-Only a model with a parameter that some rank does not use pays for the engine's search of the
-graph, which is an all-reduce more in every step.
+The engine searches the graph for unused parameters only if a rank did not use one in step 1. The
+search costs an additional all-reduce in every step.
 """
 
 from __future__ import annotations
@@ -14,41 +14,49 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
+from shoal.platform.tensors import accumulation_dtype
 from shoal.platform.torch_private.c10d import check_reducer_finalized
-from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
-from shoal.strategies.ddp.first_step_probe import FirstStepProbe
+from shoal.strategies.base import (
+    TOTALS_LENGTH,
+    Forward,
+    ForwardOutput,
+    LocalBatch,
+    LocalModel,
+    StepResult,
+)
+from shoal.strategies.buffer_versions import changed_since, snapshot
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.strategies.ddp.totals_carrier import TotalsCarrier
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
 
 
 class TorchEngine(GradientLayout):
-    """Takes the first step by hand, and all others through a DistributedDataParallel."""
+    """Averages the first step's gradients itself, and all others with DistributedDataParallel."""
 
     def __init__(
         self,
-        part: LocalModel,
+        model: LocalModel,
         axis: Axis,
         options: DdpOptions,
         reduce: ReduceFunction,
     ) -> None:
-        super().__init__(part)
+        super().__init__(model)
         self._axis = axis
         self._options = options
         self._reduce = reduce
-        self._carrier = TotalsCarrier(part, axis.device)
-        self._probe = FirstStepProbe(self._carrier, part.module)
-        self._check = AccumulatedOnceCheck(part.trainable_params)
+        self._carrier = TotalsCarrier(model, axis.device)
+        self._probe = FirstStepProbe(self._carrier, model.module)
+        self._check = AccumulatedOnceCheck(model.trainable_params)
         self._ddp: DistributedDataParallel | None = None
         self._errors: list[Exception] = []
 
@@ -64,7 +72,7 @@ class TorchEngine(GradientLayout):
             nullcontext() if batch.is_last_microbatch or self._ddp is None else self._ddp.no_sync()
         )
         with self._check.during(), sync:
-            return self.part.run(forward, batch)
+            return self.model.run(forward, batch)
 
     def finish_step(self, totals: Tensor) -> Tensor:
         if self._errors:
@@ -79,20 +87,20 @@ class TorchEngine(GradientLayout):
         self._ddp = None
 
     def _through_engine(self, batch: LocalBatch) -> ForwardOutput:
-        """Run a micro-batch through the engine, so that it knows which gradients to wait for."""
-        outcome: ForwardOutput = (self._ddp or self._carrier)(batch)
-        return outcome
+        """Compute a micro-batch through the engine, which prepares for its backward pass."""
+        output: ForwardOutput = (self._ddp or self._carrier)(batch)
+        return output
 
     def _finish_first_step(self) -> DistributedDataParallel:
-        """Average the first step's gradients, and build the engine by its probe. Collective."""
+        """Average the first step's gradients, and build the engine from its probe. Collective."""
         used, changes_buffers = self._probe.result()
         flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self._axis.device)
         *ranks_using, ranks_changing = self._axis.all_reduce(flags).tolist()
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)
-        always = all(num_ranks == self._axis.size for num_ranks in ranks_using)
-        find_unused = self._options.unused or not always
+        all_used = all(num_ranks == self._axis.size for num_ranks in ranks_using)
+        find_unused = self._options.unused or not all_used
         ddp = self._build(find_unused, sync_buffers=ranks_changing > 0)
         self._carrier.engine_searches = find_unused
         self._reduce.register_hook(ddp, self._errors)
@@ -117,7 +125,7 @@ class TorchEngine(GradientLayout):
         return DistributedDataParallel(
             self._carrier,
             process_group=self._axis.group,
-            init_sync=False,  # `Ddp.cut` has made all ranks equal
+            init_sync=False,  # `Ddp.apply` has broadcast the module
             bucket_cap_mb=self._options.bucket_mb,
             find_unused_parameters=find_unused,
             gradient_as_bucket_view=True,
@@ -125,7 +133,10 @@ class TorchEngine(GradientLayout):
         )
 
     def _check_all_reduced(self, ddp: DistributedDataParallel) -> None:
-        """Raise before the step is taken if a bucket was not reduced for want of a gradient."""
+        """Raise StrategyRefused if a bucket was not reduced because it lacks a gradient.
+
+        Called before the step, which would use gradients of this rank alone.
+        """
         try:
             check_reducer_finalized(ddp)
         except RuntimeError as error:
@@ -136,7 +147,72 @@ class TorchEngine(GradientLayout):
             ) from error
 
     def _missing_names(self, text: str) -> list[str]:
-        """Return the names of the parameters whose numbers stand in torch's message."""
+        """Return the names of the parameters whose indices torch's error message has."""
         names = [name for name, p in self._carrier.named_parameters() if p.requires_grad]
         groups = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", text)
         return [names[int(i)].removeprefix("module.") for group in groups for i in group.split()]
+
+
+class TotalsCarrier(nn.Module):
+    """The local model's module, with a parameter whose gradient is the totals of the step.
+
+    Attributes:
+        parameter: (TOTALS_LENGTH,), the first parameter's real dtype, float32 at least.
+        engine_searches: the engine searches the autograd graph for unused parameters.
+    """
+
+    def __init__(self, model: LocalModel, device: torch.device) -> None:
+        super().__init__()
+        self.module = model.module
+        self.engine_searches = False
+        self._model_forward = model.forward
+        first = next(iter(model.trainable_params.values()))
+        dtype = accumulation_dtype(first.dtype).to_real()
+        self.parameter = nn.Parameter(torch.zeros(TOTALS_LENGTH, dtype=dtype, device=device))
+
+    def reduced_totals(self) -> Tensor:
+        """Return the mean of the totals over ranks, (TOTALS_LENGTH,), after the backward pass."""
+        assert self.parameter.grad is not None
+        return (
+            self.parameter.grad.clone()
+        )  # the gradient is a view of a bucket, which the next step overwrites
+
+    def forward(self, batch: LocalBatch) -> ForwardOutput:
+        output = self._model_forward(batch)
+        if not batch.is_last_microbatch:
+            return output
+        # The engine's search finds operations only, and no leaf, so make the parameter the input
+        # of an operation.
+        carrier = self.parameter.view(TOTALS_LENGTH) if self.engine_searches else self.parameter
+        return output._replace(
+            step_totals=output.step_totals.to(carrier.dtype), totals_param=carrier
+        )
+
+
+class FirstStepProbe:
+    """Observes one backward pass and the forward pass before it. `result` ends the probe.
+
+    Args:
+        watched: module whose trainable parameters are observed.
+        module: module whose buffers are observed.
+    """
+
+    def __init__(self, watched: nn.Module, module: nn.Module) -> None:
+        self.parameters = [p for p in watched.parameters() if p.requires_grad]
+        self._module = module
+        self._before = snapshot(module)
+        self._used = [0] * len(self.parameters)
+        self._hooks = [
+            parameter.register_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def result(self) -> tuple[list[int], int]:
+        """Return 1 or 0 for each parameter, used or unused, and 1 if a buffer has changed."""
+        for hook in self._hooks:
+            hook.remove()
+        changes = changed_since(self._module, self._before)
+        return self._used, int(any(changes.values()))
+
+    def _on_gradient(self, index: int, _: Tensor) -> None:
+        self._used[index] = 1

@@ -1,85 +1,133 @@
-"""Where to cut, so that stages take equally long and little crosses the cuts."""
+"""The choice of the cuts: stages take equally long, and little is sent between them.
+
+      costs     1   1   4   1   1   1        seconds, or numbers of parameters, of each step
+      places      1   2   3   4   5          where the model can be cut
+      2 stages            │                  cut before step 3: 6 | 3; or before step 2: 2 | 7
+
+Dynamic programming over (number of stages, place): O(stages * places^2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 SLACK = 1.05
-"""How much longer than the best cut's longest stage another cut's may be, if less is sent."""
+"""The longest stage may be 5 % longer than in the best partition if less is sent that way."""
+
+Value = tuple[float, float, float]
+"""Minimised in this order: separations; longest stage or bytes sent; sum of squared costs."""
+UNREACHED: Value = (float("inf"), float("inf"), float("inf"))
+
+
+class _Problem(NamedTuple):
+    """The input of the dynamic programming.
+
+    Attributes:
+        prefix: prefix[i] is the cost of all steps before step i.
+        crossing, separations: for each place, as in `balanced`.
+        boundaries: 0, the places, the number of steps.
+    """
+
+    prefix: Sequence[float]
+    crossing: Sequence[float]
+    separations: Sequence[int]
+    boundaries: Sequence[int]
+    num_stages: int
 
 
 def balanced(
     costs: Sequence[float],
     crossing: Sequence[float],
     places: Sequence[int],
-    stages: int,
-    parted: Sequence[int] | None = None,
+    num_stages: int,
+    separations: Sequence[int] | None = None,
 ) -> list[int]:
-    """The steps that begin stages 1, 2, ...: the longest stage is nearly as short as can be, with
-    the least to send.
+    """Return the first steps of stages 1, 2, ...
 
-    Args: costs: of each step, in any unit. crossing: what is sent where stage begins with step i,
-        for each i; any unit. places: steps that may begin a stage, ascending. stages: at most
-        len(places) + 1. parted: how much that belongs together lies on both sides of step i's
-        beginning, for each i. As little as can
-            be is parted, whatever that does to the length of stages.
+    First find the shortest possible longest stage. Then, among partitions whose longest stage is at
+    most SLACK times as long, take the one that sends least.
 
-    Returns: stages - 1 of `places`, ascending.
+    Args:
+        costs: of each step, in any unit.
+        crossing: for each place, the amount that a cut there sends; any unit.
+        places: steps that may begin a stage, ascending.
+        num_stages: at most len(places) + 1.
+        separations: for each place, how many colocations a cut there would separate. Fewest
+            separations come first, whatever that does to the length of stages.
+
+    Returns: num_stages - 1 of `places`, ascending.
     """
-    assert 0 < stages <= len(places) + 1
-    before = [0.0]
+    assert 0 < num_stages <= len(places) + 1
+    prefix = [0.0]
     for cost in costs:
-        before.append(before[-1] + cost)
-    ends = [0, *places, len(costs)]
-    parts = parted or [0] * len(crossing)
-    shortest = _partition(
-        before, [0.0] * len(crossing), parts, ends, stages, float("inf"), longest=True
+        prefix.append(prefix[-1] + cost)
+    boundaries = [0, *places, len(costs)]
+    problem = _Problem(prefix, crossing, separations or [0] * len(crossing), boundaries, num_stages)
+    unsent = problem._replace(crossing=[0.0] * len(crossing))
+    shortest = _partition(unsent, float("inf"), minimize_longest=True)
+    longest = max(
+        prefix[stop] - prefix[start] for start, stop in pairwise([0, *shortest, len(costs)])
     )
-    limit = max(b - a for a, b in _spans(before, shortest, len(costs))) * SLACK
-    return _partition(before, crossing, parts, ends, stages, limit + 1e-30, longest=False)
+    # The tiny addend: with costs of zero, no stage would be below a limit of zero.
+    return _partition(problem, longest * SLACK + 1e-30, minimize_longest=False)
 
 
-def _partition(
-    before: Sequence[float],
-    crossing: Sequence[float],
-    parted: Sequence[int],
-    ends: Sequence[int],
-    stages: int,
-    limit: float,
-    longest: bool,
-) -> list[int]:
-    """By dynamic programming: the best way to have k stages end at each place, k = 1, 2, ...
+def _partition(problem: _Problem, limit: float, minimize_longest: bool) -> list[int]:
+    """Return the first steps of stages 1, 2, ... of the best partition.
 
-    What is made small: what is parted; then the longest stage, or what is sent in all where no
-    stage is longer than `limit`; of equals, the sum of squares, so that the rest is even too."""
-    none = (float("inf"), float("inf"), float("inf"))
-    best: list[list[tuple[float, float, float]]] = [[none] * len(ends) for _ in range(stages + 1)]
-    came: list[list[int]] = [[0] * len(ends) for _ in range(stages + 1)]
+    Minimise, in this order: (1) separations; (2) the cost of the longest stage, or else the amount
+    sent, where no stage costs more than `limit`; (3) the sum of squared stage costs, so that the
+    other stages are even too.
+    """
+    boundaries = problem.boundaries
+    count = len(boundaries)
+    best: list[list[Value]] = [[UNREACHED] * count for _ in range(problem.num_stages + 1)]
+    previous: list[list[int]] = [[0] * count for _ in range(problem.num_stages + 1)]
     best[0][0] = (0.0, 0.0, 0.0)
-    for stage in range(1, stages + 1):
-        for right in range(stage, len(ends)):
-            for left in range(stage - 1, right):
-                length = before[ends[right]] - before[ends[left]]
-                parts, known, squares = best[stage - 1][left]
-                if length > limit or known == float("inf"):
-                    continue
-                inner = right < len(ends) - 1
-                sent, more = (crossing[ends[right]], parted[ends[right]]) if inner else (0.0, 0)
-                value = (
-                    parts + more,
-                    max(known, length) if longest else known + sent,
-                    squares + length**2,
-                )
-                if value < best[stage][right]:
-                    best[stage][right], came[stage][right] = value, left
-    cuts, at = [], len(ends) - 1
-    for stage in range(stages, 1, -1):
-        at = came[stage][at]
-        cuts.append(ends[at])
+    for stage in range(1, problem.num_stages + 1):
+        for right in range(stage, count):
+            best[stage][right], previous[stage][right] = _best_last_stage(
+                problem, best[stage - 1], stage, right, limit, minimize_longest
+            )
+    cuts = []
+    index = count - 1
+    for stage in range(problem.num_stages, 1, -1):
+        index = previous[stage][index]
+        cuts.append(boundaries[index])
     return cuts[::-1]
 
 
-def _spans(before: Sequence[float], cuts: Sequence[int], count: int) -> list[tuple[float, float]]:
-    marks = [0, *cuts, count]
-    return [(before[a], before[b]) for a, b in pairwise(marks)]
+def _best_last_stage(
+    problem: _Problem,
+    before: Sequence[Value],
+    stage: int,
+    right: int,
+    limit: float,
+    minimize_longest: bool,
+) -> tuple[Value, int]:
+    """Choose where stage number `stage`, counted from 1, begins if it ends at boundary `right`.
+
+    Args: before: for each boundary, the value of the best partition with one stage less that ends
+        there.
+
+    Returns: the best value, and the boundary at which the stage begins.
+    """
+    stop = problem.boundaries[right]
+    ends_with_cut = right < len(problem.boundaries) - 1
+    sent = problem.crossing[stop] if ends_with_cut else 0.0
+    separated = problem.separations[stop] if ends_with_cut else 0
+    best = UNREACHED
+    best_left = 0
+    for left in range(stage - 1, right):
+        length = problem.prefix[stop] - problem.prefix[problem.boundaries[left]]
+        separations, longest_or_sent, squares = before[left]
+        if length > limit or longest_or_sent == float("inf"):
+            continue
+        second = max(longest_or_sent, length) if minimize_longest else longest_or_sent + sent
+        value = (separations + separated, second, squares + length**2)
+        if value < best:
+            best = value
+            best_left = left
+    return best, best_left

@@ -1,15 +1,18 @@
-"""BatchNorm's running statistics as one device has them: of the whole batch, not of each
-micro-batch.
+"""Deferred BatchNorm: running statistics of the whole batch, not of single micro-batches.
 
-      micro-batch   0        1        2        3
-      normalised by its own mean and variance, each
-      counted       number, mean and squared deviations are merged ──> one update of the running statistics
+      micro-batch    0         1         2         3
+      normalised     by its own mean and variance
+      statistics     count, mean and squared deviations are merged ──> one update for the batch
 
-A module that is called twice in a forward pass has two updates, in the order of its calls.
+A module that is called twice in a forward pass gets two updates, in the order of its calls.
 
-The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3). Gradients differ from one
-device all the same. Merged as by Chan, Golub and LeVeque (Technical Report STAN-CS-79-773): a
-difference of large squares would be noise."""
+Running statistics become those of one device. Gradients still differ from one device, since each
+micro-batch is normalised alone.
+
+Sources: torchgpipe (Kim et al., arXiv:2004.09910, section 3.3) for the idea; Chan, Golub and
+LeVeque (Technical Report STAN-CS-79-773) for the merge. The difference of two large sums of squares
+would lose all digits.
+"""
 
 from __future__ import annotations
 
@@ -25,56 +28,60 @@ from shoal.platform.tensors import accumulation_dtype
 from shoal.platform.torch_private.module_state import BatchNormBase
 
 
-class _Call(NamedTuple):
-    """One of the calls of a module in a forward pass; in their order."""
+class _CallKey(NamedTuple):
+    """One call of a module in a forward pass. Keys sort in the order of calls."""
 
-    norm: int
+    norm_id: int
     stage: int
-    turn: int
+    call_index: int  # within the stage
 
 
-class _Statistics(NamedTuple):
-    """Of one call in some micro-batches."""
+class _Moments(NamedTuple):
+    """Statistics of one call over some micro-batches; tensors are float64, (channels,)."""
 
-    number: int
-    mean: Tensor  # float64, one entry for each channel, as are the next
-    squares: Tensor  # of deviations from the mean, summed
+    num_values: int
+    mean: Tensor
+    squares: Tensor  # sum of squared deviations from the mean
 
 
 class DeferredBatchNorm:
-    """Watches the BatchNorms of one rank's stages.
+    """The BatchNorm modules of one rank's stages.
 
-    Args: modules: among which they are.
+    Args: modules: the BatchNorms among them are used.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {
+        norms = {
             id(m): m for m in modules if isinstance(m, BatchNormBase) and m.track_running_stats
         }
-        self._norms = list(found.values())
-        self._seen: dict[_Call, _Statistics] = {}
-        self._calls: dict[int, int] = {}
+        self._norms = list(norms.values())
+        self._moments: dict[_CallKey, _Moments] = {}
+        self._num_calls: dict[int, int] = {}
         self._stage = 0
 
     @contextmanager
-    def counting(self, rows: int, stage: int = 0) -> Iterator[None]:
-        """The time of a micro-batch's forward pass through a stage; running statistics stay
-        what they are.
+    def counting(self, num_samples: int, stage: int = 0) -> Iterator[None]:
+        """Collect statistics during a micro-batch's forward pass; running statistics stay as they
+        are.
+
+        Args: num_samples: 0 for a stand-in, which is not counted.
         """
-        self._calls, self._stage = {}, stage
+        self._num_calls = {}
+        self._stage = stage
         norms = [norm for norm in self._norms if norm.training]
-        kept = [(norm, norm.momentum, _count(norm).clone()) for norm in norms]
-        # Looked at now only: not while a forward pass is computed again, nor for a stand-in.
-        watched = [norm.register_forward_pre_hook(self._on_forward) for norm in norms if rows]
+        saved = [(norm, norm.momentum, _batch_counter(norm).clone()) for norm in norms]
+        # Hooks exist only during this pass, so a recomputation in the backward pass is not counted.
+        hooked = norms if num_samples else []
+        hooks = [norm.register_forward_pre_hook(self._on_forward) for norm in hooked]
         for norm in norms:
-            norm.momentum = 0.0  # nothing of this micro-batch alone
+            norm.momentum = 0.0  # the module's own update changes nothing
         try:
             yield
         finally:
-            for norm, momentum, count in kept:
+            for norm, momentum, counter in saved:
                 norm.momentum = momentum
-                _count(norm).copy_(count)
-            for hook in watched:
+                _batch_counter(norm).copy_(counter)
+            for hook in hooks:
                 hook.remove()
 
     def _on_forward(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -83,35 +90,43 @@ class DeferredBatchNorm:
             dims = [dim for dim in range(x.dim()) if dim != 1]
             wide = x.to(accumulation_dtype(x.dtype))
             variance, mean = torch.var_mean(wide, dims, correction=0)
-            number = x.numel() // x.shape[1]
-            seen = _Statistics(number, mean.double(), variance.double() * number)
-        call = _Call(id(norm), self._stage, self._calls.get(id(norm), 0))
-        self._calls[id(norm)] = call.turn + 1
-        self._seen[call] = _merged(self._seen[call], seen) if call in self._seen else seen
+            count = x.numel() // x.shape[1]
+            moments = _Moments(count, mean.double(), variance.double() * count)
+        key = _CallKey(id(norm), self._stage, self._num_calls.get(id(norm), 0))
+        self._num_calls[id(norm)] = key.call_index + 1
+        if key in self._moments:
+            moments = _merged(self._moments[key], moments)
+        self._moments[key] = moments
 
     def commit(self) -> None:
-        """One update of all running statistics for each call, as after one batch."""
+        """Update all running statistics, once for each call, as after one batch."""
         norms = {id(norm): norm for norm in self._norms}
-        for call in sorted(self._seen):
-            norm, (number, mean, squares) = norms[call.norm], self._seen[call]
-            variance = squares / max(number - 1, 1)
+        for key in sorted(self._moments):
+            norm = norms[key.norm_id]
+            count, mean, squares = self._moments[key]
+            variance = squares / max(count - 1, 1)
             assert norm.running_mean is not None
             assert norm.running_var is not None
-            _count(norm).add_(1)
-            share = 1.0 / float(_count(norm)) if norm.momentum is None else norm.momentum
-            # This rank's channels, where a norm is in slices.
-            to_local(norm.running_mean).lerp_(mean.to(norm.running_mean.dtype), share)
-            to_local(norm.running_var).lerp_(variance.to(norm.running_var.dtype), share)
-        self._seen.clear()
+            _batch_counter(norm).add_(1)
+            # As in torch: without a momentum, the average over all batches.
+            weight = 1.0 / float(_batch_counter(norm)) if norm.momentum is None else norm.momentum
+            # Local: tensor parallelism may have divided the channels.
+            to_local(norm.running_mean).lerp_(mean.to(norm.running_mean.dtype), weight)
+            to_local(norm.running_var).lerp_(variance.to(norm.running_var.dtype), weight)
+        self._moments.clear()
 
 
-def _merged(one: _Statistics, other: _Statistics) -> _Statistics:
-    number, apart = one.number + other.number, other.mean - one.mean
-    mean = one.mean + apart * (other.number / number)
-    squares = one.squares + other.squares + apart.square() * (one.number * other.number / number)
-    return _Statistics(number, mean, squares)
+def _merged(one: _Moments, other: _Moments) -> _Moments:
+    """Return the moments of the union of two sets of values."""
+    count = one.num_values + other.num_values
+    delta = other.mean - one.mean
+    mean = one.mean + delta * (other.num_values / count)
+    squares = (
+        one.squares + other.squares + delta.square() * (one.num_values * other.num_values / count)
+    )
+    return _Moments(count, mean, squares)
 
 
-def _count(norm: BatchNormBase) -> Tensor:
+def _batch_counter(norm: BatchNormBase) -> Tensor:
     assert norm.num_batches_tracked is not None
     return norm.num_batches_tracked

@@ -1,5 +1,7 @@
-"""A table as text: one row a rank, one column a unit of time, the time of a forward pass
-through one stage.
+"""The drawing of a schedule table as text, for `shoal schedule`.
+
+rank 0  f0f1 · · ·b0──b1──      one row for each rank
+rank 1   ·f0f1b0──b1── · ·      one column for the time of a forward pass through a stage
 """
 
 from __future__ import annotations
@@ -22,44 +24,40 @@ LEGEND = {
 
 
 def render(table: ScheduleTable) -> str:
-    """The rows alone. Every second stage of a rank is in capitals; idle time is dots."""
+    """Draw the rows. Every second stage of a rank is in capitals; a dot is idle time."""
     slots = timeline(table)
-    unit = len(str(table.num_microbatches - 1)) + 1
+    column = len(str(table.num_microbatches - 1)) + 1
     names = [f"rank {rank}" for rank in range(table.num_ranks)]
-    lines = []
+    rows = []
     for rank, row in enumerate(slots):
-        cells = "·".rjust(unit) * round(length(slots))
+        stages = table.stages_of(rank)
+        cells = "·".rjust(column) * round(length(slots))
         for start, end, action in row:
-            letter = (
-                action.kind.lower()
-                if not table.stages_of(rank).index(action.stage) % 2
-                else action.kind
-            )
-            width = round(end - start) * unit
-            text = f"{letter}{action.microbatch}".ljust(unit).ljust(width, "─")
-            cells = cells[: round(start) * unit] + text + cells[round(end) * unit :]
-        lines.append(f"{names[rank].ljust(len(names[-1]))}  {cells}")
-    return "\n".join(lines)
+            is_second_stage = stages.index(action.stage) % 2 == 1
+            letter = action.kind if is_second_stage else action.kind.lower()
+            width = round(end - start) * column
+            text = f"{letter}{action.microbatch}".ljust(column).ljust(width, "─")
+            cells = cells[: round(start) * column] + text + cells[round(end) * column :]
+        rows.append(f"{names[rank].ljust(len(names[-1]))}  {cells}")
+    return "\n".join(rows)
 
 
 def legend(table: ScheduleTable) -> str:
-    """The drawing, what it means, how long ranks are idle and how much they hold."""
+    """Draw a table, with an explanation, its bubble fractions and its micro-batches in flight."""
     kinds = sorted({action.kind for row in table.rows for action in row}, key="FBIW".index)
     per_rank = table.num_stages // table.num_ranks
-    legend = [LEGEND[kind] for kind in kinds] + (
-        ["capitals: the rank's other stage"] if per_rank > 1 else []
+    words = [LEGEND[kind] for kind in kinds]
+    if per_rank > 1:
+        words.append("capitals: the rank's other stage")
+    formula, expected = expected_bubble(
+        table.name, table.num_ranks, table.num_microbatches, per_rank
     )
-    text, ideal = expected_bubble(table.name, table.num_ranks, table.num_microbatches, per_rank)
-    shares = bubble_fractions(timeline(table))
-    held = in_flight(table)
-    return "\n".join(
-        [
-            render(table),
-            "",
-            ", ".join(legend),
-            f"idle: {100 * max(shares):.1f} % of a step in this table; the formula {text} gives "
-            f"{100 * ideal:.1f} %",
-            f"held at once: {', '.join(map(str, held))} micro-batches, rank by rank"
-            + (f", each in one of the rank's {per_rank} stages" if per_rank > 1 else ""),
-        ]
+    actual = max(bubble_fractions(timeline(table)))
+    held = f"held at once: {', '.join(map(str, in_flight(table)))} micro-batches, rank by rank"
+    if per_rank > 1:
+        held += f", each in one of the rank's {per_rank} stages"
+    idle = (
+        f"idle: {100 * actual:.1f} % of a step in this table; the formula {formula} gives "
+        f"{100 * expected:.1f} %"
     )
+    return "\n".join([render(table), "", ", ".join(words), idle, held])

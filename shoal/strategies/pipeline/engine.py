@@ -1,11 +1,14 @@
-"""Runs a table of actions on one rank: computes, sends what the next stage needs, waits for what
-this one needs.
+"""The loop of one rank through its row of the schedule table: receive, compute, send.
 
-      1F1B on rank 1 of 3        ask ahead for f1, b0, ...
-      ─────────────────────────────────────────────────────────────────────
-      take f0   compute f0   give f0   take b0   compute b0   give b0   ...
+      1F1B on rank 1 of 3        post the receives of f1, b0, ... early
+      ─────────────────────────────────────────────────────────────────────────────
+      receive f0   compute f0   send f0   receive b0   compute b0   send b0   ...
 
-The next action's message is asked for before this one computes, so that it travels meanwhile.
+The receive of the next action is posted before this action computes, so that its message travels
+meanwhile.
+
+A backward pass is one action (B), or two in the zero-bubble schedules: gradients of inputs (I),
+which the stage before waits for, and gradients of weights (W), which nobody waits for.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.strategies.pipeline.p2p import StageComm, message_after, message_before
+from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
-from shoal.strategies.pipeline.tensor_meta import TensorMeta
+from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.trace.span import BACKWARD, FORWARD
 
 
 class StageOutput(NamedTuple):
-    """What a stage gives for a micro-batch: values for the next stage, or from the last one
-    what is differentiated.
+    """The output of a stage for a micro-batch: values for the next stage; of the last stage the
+    objective, a scalar that is differentiated.
     """
 
     values: tuple[Tensor, ...]
@@ -33,18 +36,24 @@ class StageOutput(NamedTuple):
 
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], StageOutput]
-"""(stage, micro-batch, what was received) -> what it gives."""
+"""(stage, micro-batch, received values) -> output."""
 
 
 class _SavedForward(NamedTuple):
-    """What is kept of a micro-batch between its forward and its backward pass."""
+    """The graph of a micro-batch between its forward and its backward pass.
+
+    Attributes: leaves: the received values; their `.grad` is sent back.
+    """
 
     leaves: list[Tensor]
-    computed: StageOutput
+    output: StageOutput
 
 
 class _Roots(NamedTuple):
-    """What is differentiated, and the gradients that came for it."""
+    """Tensors that are differentiated, with the gradients received for them.
+
+    A gradient of None stands for ones: the root is the objective.
+    """
 
     values: list[Tensor]
     gradients: list[Tensor | None]
@@ -53,10 +62,15 @@ class _Roots(NamedTuple):
         return bool(self.values)
 
 
-class _SplitBackward(NamedTuple):
-    """What is left of a backward pass for the weights."""
+class _WeightBackward(NamedTuple):
+    """The remaining half of a backward pass: gradients of weights.
 
-    apart: _Roots
+    Attributes:
+        roots: roots that do not depend on received values; nothing of them is computed yet.
+        groups: torch's notes on the graph between the other roots and the weights.
+    """
+
+    roots: _Roots
     groups: list[dict[str, Any]]
 
 
@@ -65,172 +79,179 @@ class ScheduleExecutor:
 
     Args:
         compute: the forward pass of a stage.
-        parameters: stage -> those that it uses.
+        parameters: stage -> the parameters that it uses.
     """
 
     def __init__(
         self,
         table: ScheduleTable,
-        exchange: StageComm,
+        comm: StageComm,
         compute: Compute,
         parameters: Callable[[int], Sequence[nn.Parameter]],
     ) -> None:
-        self.table, self.exchange, self.compute, self.parameters = (
-            table,
-            exchange,
-            compute,
-            parameters,
-        )
-        self._held: dict[tuple[int, int], _SavedForward] = {}
-        self._halves: dict[tuple[int, int], _SplitBackward] = {}
-        self._looked_up: dict[int, list[nn.Parameter]] = {}
-        self._is_halved = any(action.kind == "W" for row in table.rows for action in row)
+        self.table = table
+        self.comm = comm
+        self.compute = compute
+        self.parameters = parameters
+        self._saved: dict[tuple[int, int], _SavedForward] = {}
+        self._weight_backwards: dict[tuple[int, int], _WeightBackward] = {}
+        self._trainable: dict[int, list[nn.Parameter]] = {}
+        self._has_split_backward = any(action.kind == "W" for row in table.rows for action in row)
 
     def run(self) -> Iterator[Action]:
-        """Take all actions of this rank, one at a time: yields each when it is done."""
-        row, recorder = self.table.rows[self.exchange.rank], self.exchange.wire.recorder
+        """Take all actions of this rank. Yield each action when it is done."""
+        row = self.table.rows[self.comm.rank]
+        recorder = self.comm.link.recorder
+        methods: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+        }
         for action, following in zip(row, [*row[1:], None], strict=True):
-            self._prefetch_recvs(action)
+            self._prefetch(action)
             if following is not None:
-                self._prefetch_recvs(following)
-            with recorder.during(FORWARD if action.kind == "F" else BACKWARD, _named(action)):
-                {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[
-                    action.kind
-                ](action)
+                self._prefetch(following)
+            with recorder.during(FORWARD if action.kind == "F" else BACKWARD, _span_name(action)):
+                methods[action.kind](action)
             yield action
-        self.exchange.wire.flush()
+        self.comm.link.flush()
 
-    def _prefetch_recvs(self, action: Action) -> None:
+    def _prefetch(self, action: Action) -> None:
+        """Post the receive for an action, unless that would block for a header."""
         message = message_before(self.table, action)
-        if message is not None and self.exchange.can_post_recv(message):
-            self.exchange.post_recv(message)
+        if message is not None and self.comm.can_post_recv(message):
+            self.comm.post_recv(message)
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
         message = message_before(self.table, action)
-        values, forms = self.exchange.recv_forward(message) if message else ([], ())
-        leaves = [_leaf(value, form) for value, form in zip(values, forms, strict=True)]
-        # Copies of leaves are none: a stage may begin with a step that works in place.
-        computed = self.compute(
-            stage, microbatch, tuple(v.clone() if v.requires_grad else v for v in leaves)
-        )
-        # The backward pass in two halves detaches what is sent: a view cannot be, nor what the
-        # stage itself has saved.
-        values_sent = (
-            tuple(value.clone() for value in computed.values)
-            if self._is_halved
-            else computed.values
-        )
-        self._held[stage, microbatch] = _SavedForward(leaves, computed._replace(values=values_sent))
-        after = message_after(self.table, action)
-        if after is not None:
-            self.exchange.send_forward(after, values_sent)
+        values, metas = self.comm.recv_forward(message) if message else ([], ())
+        leaves = [
+            _leaf(value, meta.has_gradient) for value, meta in zip(values, metas, strict=True)
+        ]
+        # A stage may begin with an in-place step, which autograd forbids on a leaf. A clone of a
+        # leaf is no leaf.
+        inputs = tuple(leaf.clone() if leaf.requires_grad else leaf for leaf in leaves)
+        output = self.compute(stage, microbatch, inputs)
+        if self._has_split_backward:
+            # torch's split backward detaches the roots in place. It cannot detach a view, nor a
+            # tensor that the stage's own graph has saved.
+            output = output._replace(values=tuple(value.clone() for value in output.values))
+        self._saved[stage, microbatch] = _SavedForward(leaves, output)
+        sent = message_after(self.table, action)
+        if sent is not None:
+            self.comm.send_forward(sent, output.values)
 
     def _backward(self, action: Action) -> None:
-        held = self._held.pop(action[1:])
-        roots = self._roots(action, held)
+        saved = self._saved.pop(action[1:])
+        roots = self._roots(action, saved)
         if roots:
             torch.autograd.backward(roots.values, roots.gradients)
-        self._give_gradients(action, held)
+        self._send_gradients(action, saved)
 
-    def _inputs(self, action: Action) -> None:
-        """The half of the backward pass that the stage before waits for."""
+    def _backward_inputs(self, action: Action) -> None:
+        """Compute gradients of inputs only: the stage before waits for them."""
         from shoal.platform.torch_private.pipelining import stage_backward_input
 
-        held = self._held.pop(action[1:])
-        roots = self._roots(action, held)
-        wanted = [leaf for leaf in held.leaves if leaf.requires_grad]
-        parameters = self._trained(action.stage)
-        # torch's halves know of parameters on the way from what was received alone: what comes of
-        # others is done with the weights, where nobody waits for it.
-        near, apart = _split_weight_grads(roots, wanted)
+        saved = self._saved.pop(action[1:])
+        roots = self._roots(action, saved)
+        leaves = [leaf for leaf in saved.leaves if leaf.requires_grad]
+        parameters = self._trainable_of(action.stage)
+        # torch's halves find only parameters between the roots and the leaves. Roots that do not
+        # depend on a leaf wait for the half of the weights; nobody waits for their gradients.
+        dependent, independent = _split_roots(roots, leaves)
         groups: list[dict[str, Any]] = []
-        if near and parameters:
-            # No gradients stands for ones.
-            given = (
+        if dependent and parameters:
+            # torch takes None for gradients of ones.
+            gradients = (
                 None
-                if held.computed.objective is not None
-                else [g for g in near.gradients if g is not None]
+                if saved.output.objective is not None
+                else [gradient for gradient in dependent.gradients if gradient is not None]
             )
-            _, groups = stage_backward_input(near.values, given, wanted, iter(parameters))
-        elif near:
-            torch.autograd.backward(near.values, near.gradients, retain_graph=bool(apart))
-        self._halves[action[1:]] = _SplitBackward(apart, groups)
-        self._give_gradients(action, held)
+            _, groups = stage_backward_input(dependent.values, gradients, leaves, iter(parameters))
+        elif dependent:
+            torch.autograd.backward(
+                dependent.values, dependent.gradients, retain_graph=bool(independent)
+            )
+        self._weight_backwards[action[1:]] = _WeightBackward(independent, groups)
+        self._send_gradients(action, saved)
 
-    def _weights(self, action: Action) -> None:
+    def _backward_weights(self, action: Action) -> None:
+        """Compute gradients of weights: the rest of the backward pass."""
         from shoal.platform.torch_private.pipelining import stage_backward_weight
 
-        half = self._halves.pop(action[1:])
-        if half.apart:
-            # Both may go through what was computed from parameters alone.
-            torch.autograd.backward(
-                half.apart.values, half.apart.gradients, retain_graph=bool(half.groups)
-            )
-        if half.groups:
-            stage_backward_weight(iter(self._trained(action.stage)), half.groups)
+        roots, groups = self._weight_backwards.pop(action[1:])
+        if roots:
+            # Both calls may go through values that were computed from parameters alone.
+            torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
+        if groups:
+            stage_backward_weight(iter(self._trainable_of(action.stage)), groups)
 
-    def _trained(self, stage: int) -> list[nn.Parameter]:
-        """Looked up once a step: it takes as long as a small layer."""
-        if stage not in self._looked_up:
-            self._looked_up[stage] = [
-                parameter for parameter in self.parameters(stage) if parameter.requires_grad
-            ]
-        return self._looked_up[stage]
+    def _trainable_of(self, stage: int) -> list[nn.Parameter]:
+        """Return the trainable parameters of a stage. Cached: the look-up takes as long as a
+        small layer.
+        """
+        if stage not in self._trainable:
+            self._trainable[stage] = [p for p in self.parameters(stage) if p.requires_grad]
+        return self._trainable[stage]
 
-    def _roots(self, action: Action, held: _SavedForward) -> _Roots:
-        objective = held.computed.objective
+    def _roots(self, action: Action, saved: _SavedForward) -> _Roots:
+        """Return the roots of a backward pass; receive their gradients. Blocks."""
+        objective = saved.output.objective
         if objective is not None:
             if not objective.requires_grad:
                 raise UsageError(
                     "pipeline: the loss has no gradient: it was computed from detached tensors or "
-                    "under torch.no_grad. "
-                    "Compute it from the model's output itself."
+                    "under torch.no_grad. Compute it from the model's output itself."
                 )
             return _Roots([objective], [None])
         message = message_before(self.table, action)
         assert message is not None
-        values = [value for value in held.computed.values if value.requires_grad]
-        pairs = zip(values, self.exchange.recv_backward(message), strict=True)
+        values = [value for value in saved.output.values if value.requires_grad]
+        pairs = zip(values, self.comm.recv_backward(message), strict=True)
         reached = [(value, gradient) for value, gradient in pairs if gradient is not None]
         return _Roots([value for value, _ in reached], [gradient for _, gradient in reached])
 
-    def _give_gradients(self, action: Action, held: _SavedForward) -> None:
+    def _send_gradients(self, action: Action, saved: _SavedForward) -> None:
         message = message_after(self.table, action)
         if message is not None:
-            self.exchange.send_backward(
-                message, [leaf.grad for leaf in held.leaves if leaf.requires_grad]
-            )
+            gradients = [leaf.grad for leaf in saved.leaves if leaf.requires_grad]
+            self.comm.send_backward(message, gradients)
 
 
-def _named(action: Action) -> str:
-    """As traces and `shoal schedule` call it."""
+def _span_name(action: Action) -> str:
+    """Return the name of an action in traces."""
     return f"{action.kind}{action.microbatch} of stage {action.stage}"
 
 
-def _leaf(value: Tensor, form: TensorMeta) -> Tensor:
-    return value.requires_grad_() if form.has_gradient else value
+def _leaf(value: Tensor, has_gradient: bool) -> Tensor:
+    return value.requires_grad_() if has_gradient else value
 
 
-def _split_weight_grads(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Roots]:
-    """Those that were computed from `leaves`, and those that were not."""
-    near, apart = _Roots([], []), _Roots([], [])
+def _split_roots(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Roots]:
+    """Return the roots that depend on `leaves`, and the others."""
+    dependent = _Roots([], [])
+    independent = _Roots([], [])
     for value, gradient in zip(roots.values, roots.gradients, strict=True):
-        side = near if _depends_on(value, leaves) else apart
-        side.values.append(value)
-        side.gradients.append(gradient)
-    return near, apart
+        group = dependent if _depends_on(value, leaves) else independent
+        group.values.append(value)
+        group.gradients.append(gradient)
+    return dependent, independent
 
 
 def _depends_on(value: Tensor, leaves: Sequence[Tensor]) -> bool:
-    wanted = {id(leaf) for leaf in leaves}
-    seen, waiting = set(), [value.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    """Search the autograd graph of `value` for the leaves."""
+    leaf_ids = {id(leaf) for leaf in leaves}
+    seen = set()
+    stack = [value.grad_fn]
+    while stack:
+        node = stack.pop()
         if node is None or node in seen:
             continue
-        if id(getattr(node, "variable", None)) in wanted:
+        # Only the nodes that accumulate into leaves have a `variable`.
+        if id(getattr(node, "variable", None)) in leaf_ids:
             return True
         seen.add(node)
-        waiting.extend(function for function, _ in node.next_functions)
+        stack.extend(function for function, _ in node.next_functions)
     return False

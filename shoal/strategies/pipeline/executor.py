@@ -1,4 +1,4 @@
-"""One rank's stages at work: a step through the pipeline, and an evaluation through it."""
+"""The stages of one rank in use: a training step through the pipeline, and an evaluation."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ from shoal.strategies.base import (
     ForwardOutput,
     LocalBatch,
     StepResult,
-    loss,
 )
+from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.constants import Constants
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.p2p import P2PLink, StageComm, message_after, message_before
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage import Stage, apply_pre_hooks
+from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.strategies.pipeline.ties import Ties
 from shoal.trace.recorder import Recorder
 
 SUM_COUNT_INDEX = TOTALS_LENGTH
-"""In the sum over the pipeline: whether the loss counted for itself."""
+"""Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
 
 
 class PipelineExecutor:
-    """What one rank does in a pipeline.
+    """One rank of a pipeline.
 
     Args:
-        model: the user's own; this rank's modules in it are alive.
-        table: who computes what.
-        axis: of the pipeline.
-        stages: of this rank, by number.
-        constants: what they take for granted.
-        recorder: is told of each pass and each message.
+        model: the user's model; only the modules of this rank have memory.
+        table: the schedule.
+        axis: the pipeline axis.
+        stages: stage index -> stage, for the stages of this rank.
+        ties: sums the gradients of tied parameters.
+        constants: the assumptions of the traced graphs.
+        recorder: records passes and messages in a trace.
     """
 
     def __init__(
@@ -66,136 +68,160 @@ class PipelineExecutor:
         constants: Constants,
         recorder: Recorder,
     ) -> None:
-        self.model, self.table, self.axis, self.stages = model, table, axis, stages
-        self.ties, self.constants, self.wire = ties, constants, P2PLink(axis, recorder)
+        self.model = model
+        self.table = table
+        self.axis = axis
+        self.stages = stages
+        self.ties = ties
+        self.constants = constants
+        self.link = P2PLink(axis, recorder)
         self.hooks = forward_pre_hooks(model)
-        self.last = table.num_stages - 1
-        self.statistics = DeferredBatchNorm(
-            [m for stage in stages.values() for m in stage.modules()]
-        )
+        self.last_stage = table.num_stages - 1
+        modules = [module for stage in stages.values() for module in stage.modules()]
+        self.batchnorm = DeferredBatchNorm(modules)
         floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        """One stage; of the last one, the loss too."""
+        """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
         output = self.stages[batch.stage](self.model.training, *batch.inputs, *batch.values)
-        if batch.stage == self.last:
-            return loss(output, batch)
-        nothing = torch.zeros((), device=self.axis.device)
-        return ForwardOutput(nothing, nothing, False, values=output)
+        if batch.stage == self.last_stage:
+            return weighted_loss(output, batch)
+        zero = torch.zeros((), device=self.axis.device)
+        return ForwardOutput(zero, zero, False, values=output)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """All micro-batches through all stages; gradients add up in `.grad`. Collective over
-        the pipeline.
+        """Send all micro-batches through all stages; gradients add up in `.grad`.
+
+        Collective over the pipeline.
+
+        Args:
+            forward: `self.forward`, or a function that other strategies have put around it.
         """
-        self.constants.refuse_changes()
+        self.constants.check_unchanged()
         count = self.table.num_microbatches
         batch = batch._replace(inputs=apply_pre_hooks(self.model, self.hooks, batch.inputs))
-        # Every rank makes as many as the table has; where samples are fewer, stand-ins that weigh
-        # nothing fill up.
-        micros = list(
-            split_microbatches(
-                batch._replace(previous_totals=None, stop_requested=False), count, least=count
-            )
-        )
-        outcomes: list[ForwardOutput] = []
+        # Every rank runs as many micro-batches as the table has. Where samples are fewer, stand-ins
+        # of zero samples fill up.
+        single = batch._replace(previous_totals=None, stop_requested=False)
+        microbatches = list(split_microbatches(single, count, min_count=count))
+        outputs: list[ForwardOutput] = []
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:
-            micro = micros[microbatch]
-            with self.statistics.counting(micro.num_samples, stage):
-                outcome = forward(micro._replace(stage=stage, values=values))
-            if stage == self.last:
-                outcomes.append(outcome._replace(loss=outcome.step_totals))  # not its graph
-            return StageOutput(outcome.values, outcome.loss if stage == self.last else None)
+            micro = microbatches[microbatch]
+            with self.batchnorm.counting(micro.num_samples, stage):
+                output = forward(micro._replace(stage=stage, values=values))
+            if stage != self.last_stage:
+                return StageOutput(output.values)
+            # Keep the totals, and let go of the loss with its graph.
+            outputs.append(output._replace(loss=output.step_totals))
+            return StageOutput(output.values, output.loss)
 
-        key_of = cache(
-            lambda microbatch: self._key(micros[microbatch].inputs)
-        )  # asked several times for each message
-        exchange = StageComm(self.wire, self.table, key_of)
-        for _ in ScheduleExecutor(
-            self.table, exchange, compute, lambda stage: self.stages[stage].parameters()
-        ).run():
+        # Cached, for it is asked several times for each message.
+        key_of = cache(lambda microbatch: self._shape_key(microbatches[microbatch].inputs))
+        comm = StageComm(self.link, self.table, key_of)
+        engine = ScheduleExecutor(
+            self.table, comm, compute, lambda stage: self.stages[stage].parameters()
+        )
+        for _ in engine.run():
             pass
-        self.statistics.commit()
+        self.batchnorm.commit()
         if batch.is_last_microbatch:
-            self.ties.sum()
-        return self._reduce_totals(outcomes, batch)
+            self.ties.sum_gradients()
+        return self._reduce_totals(outputs, batch)
 
     def evaluate(self, *inputs: Any) -> Any:
-        """The model's output, on every rank of the pipeline, without a graph. Collective over
-        the pipeline.
+        """Return the model's output, without a graph, on every rank of the pipeline.
+
+        Collective over the pipeline.
         """
-        self.constants.refuse_changes()
+        self.constants.check_unchanged()
         with torch.no_grad():
             output = self._run_stages(inputs)
             return self._broadcast_output(output)
 
     def _run_stages(self, inputs: tuple[Any, ...]) -> Any:
-        """The batch in one piece, stage after stage; None on ranks without the last one."""
-        exchange = StageComm(
-            self.wire,
-            _as_single_stage(self.table),
-            lambda _: ("evaluation", self._key(inputs)),
+        """Send the batch in one piece through all stages. Return the output on the rank of the
+        last stage, None on others.
+        """
+        comm = StageComm(
+            self.link,
+            _as_single_microbatch(self.table),
+            lambda _: ("evaluation", self._shape_key(inputs)),
             backward=False,
         )
         output = None
         for stage, module in self.stages.items():
             action = Action("F", stage, 0)
             message = message_before(self.table, action)
-            values = exchange.recv_forward(message)[0] if message else []
+            values = comm.recv_forward(message)[0] if message else []
             output = module(self.model.training, *inputs, *values)
-            after = message_after(self.table, action)
-            if after is not None:
-                exchange.send_forward(after, output)
-        self.wire.flush()
-        return output if self.last in self.stages else None
+            sent = message_after(self.table, action)
+            if sent is not None:
+                comm.send_forward(sent, output)
+        self.link.flush()
+        return output if self.last_stage in self.stages else None
 
     def _broadcast_output(self, output: Any) -> Any:
-        """The last stage's output on every rank."""
-        source = self.table.rank_of(self.last)
-        leaves, spec = tree_flatten(output)
-        forms = [
-            [str(x.dtype)[6:], list(x.shape)] if isinstance(x, Tensor) else {"is": x}
-            for x in leaves
-        ]
-        said = json.dumps([treespec_dumps(spec), forms]) if self.axis.rank == source else ""
-        spec_text, forms = json.loads(next(text for text in self.axis.all_gather_str(said) if text))
-        found = []
-        for index, form in enumerate(forms):
-            if isinstance(form, dict):
-                found.append(form["is"])
-                continue
-            tensor = torch.empty(form[1], dtype=getattr(torch, form[0]), device=self.axis.device)
-            if self.axis.rank == source:
-                tensor.copy_(
-                    leaves[index]
-                )  # a plain tensor, whatever kind the model gives: logits in slices, say
-            dist.broadcast(tensor, group=self.axis.group, group_src=source)
-            found.append(tensor)
-        return tree_unflatten(found, treespec_loads(spec_text))
+        """Return the last stage's output on every rank.
 
-    def _key(self, inputs: tuple[Any, ...]) -> Hashable:
-        """What the shapes of all values follow from."""
+        Its structure, and leaves that are no tensors, travel as JSON; tensors in a broadcast each.
+        """
+        source = self.table.rank_of(self.last_stage)
+        is_source = self.axis.rank == source
+        leaves, spec = tree_flatten(output)
+        sent = json.dumps([treespec_dumps(spec), _leaf_headers(leaves)]) if is_source else ""
+        received = next(text for text in self.axis.all_gather_str(sent) if text)
+        spec_text, headers = json.loads(received)
+        results = []
+        for index, header in enumerate(headers):
+            if isinstance(header, dict):
+                results.append(header["is"])
+                continue
+            dtype, shape = header
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.axis.device)
+            if is_source:
+                # The copy is a plain tensor, even if the model returns sharded logits.
+                tensor.copy_(leaves[index])
+            dist.broadcast(tensor, group=self.axis.group, group_src=source)
+            results.append(tensor)
+        return tree_unflatten(results, treespec_loads(spec_text))
+
+    def _shape_key(self, inputs: tuple[Any, ...]) -> Hashable:
+        """Return what determines the shapes of all activations."""
         shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(inputs))
         return self.model.training, torch.is_grad_enabled(), shapes
 
-    def _reduce_totals(self, outcomes: list[ForwardOutput], batch: LocalBatch) -> StepResult:
-        """[3] Totals of the last stage and everybody's stop requests, on every rank."""
+    def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
+        """Return the last stage's totals and all stop requests, on every rank.
+
+        The sum is in float64: (TOTALS_LENGTH + 1,). Other ranks add zeros.
+        """
         totals = torch.zeros(TOTALS_LENGTH + 1, dtype=torch.float64, device=self.axis.device)
-        for outcome in outcomes:
-            totals[:TOTALS_LENGTH] += outcome.step_totals
-            totals[SUM_COUNT_INDEX] = outcome.is_sum_and_count
+        for output in outputs:
+            totals[:TOTALS_LENGTH] += output.step_totals
+            totals[SUM_COUNT_INDEX] = output.is_sum_and_count
         totals[STOP] = batch.stop_requested * batch.grad_weight
         totals = self.axis.all_reduce(totals)
-        weighed = bool(totals[SUM_COUNT_INDEX])
+        is_sum_and_count = bool(totals[SUM_COUNT_INDEX])
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals
-        return StepResult(sums, weighed)
+        return StepResult(sums, is_sum_and_count)
 
 
-def _as_single_stage(table: ScheduleTable) -> ScheduleTable:
-    """One micro-batch forward through all stages of a table."""
+def _leaf_headers(leaves: list[Any]) -> list[Any]:
+    """Return [dtype, shape] of a tensor, {"is": value} of any other leaf."""
+    return [
+        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+        if isinstance(leaf, Tensor)
+        else {"is": leaf}
+        for leaf in leaves
+    ]
+
+
+def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:
+    """Return a table of one micro-batch, forward only, with the same stages on the same ranks."""
     rows = tuple(
         tuple(Action("F", stage, 0) for stage in table.stages_of(rank))
         for rank in range(table.num_ranks)

@@ -1,24 +1,29 @@
-"""What crosses the cuts: lists of tensors from one rank to the next, forward, and their gradients,
-backward.
+"""Send and receive between stages: activations forward, their gradients backward.
 
-      stage 1 on rank 1   ── header ─ x ─ shortcut ──>   stage 2 on rank 2        the first micro-batch of a shape
-                          ── x ─ shortcut ───────────>                            all others
+      stage 1 on rank 1   ── header ─ x ─ shortcut ──>   stage 2 on rank 2     first of a shape
+                          ── x ─ shortcut ───────────>                         all others
                           <─ gradient of x ─ gradient of shortcut ──
 
-A header says types and shapes; it comes once for each shape of the model's inputs, which all ranks
-of a pipeline see.
-Gradients have the shapes of what was sent, so theirs says only which of them there are: what the
-loss does not depend on has none, and is to have none, for zeros would be stepped with momentum and
-weight decay. Everything is contiguous
-when it is sent, whatever the stages make of it: a `batch_first` LSTM gives a transposed tensor,
-which Gloo refuses and NCCL may corrupt (pytorch#62283).
+`P2PLink` moves single tensors and lives as long as the run. `StageComm` moves the messages of one
+step (`stage_messages.py`).
 
-A rank asks for messages in the order in which their sender sends them, so that none needs a label.
+[1] *Headers.* The header of activations has their dtypes and shapes. It is sent once for each shape
+    of the model's inputs. All ranks of a pipeline see the same inputs, so sender and receiver agree
+    on when a header comes.
+[2] *Masks.* Gradients have the shapes of the activations, so their header is only a mask: which
+    activations have a gradient. Where there is none, none is sent. A zero gradient would be wrong:
+    momentum and weight decay would still change the weight.
+[3] *Contiguous.* Every tensor is made contiguous before it is sent. A `batch_first` LSTM returns a
+    transposed tensor, for example, which Gloo refuses and NCCL may corrupt (pytorch#62283).
+[4] *Release.* A tensor must stay alive until its send is complete. Gloo reports a send as complete
+    only after `wait()`, and an early `wait()` would block. A reply shows that the peer has received
+    what was sent before (`acknowledged`), so the wait is over at once; the tensor is freed then.
+    Without this, a rank would keep the activations of all micro-batches until the end of the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -28,285 +33,312 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
+from shoal.strategies.pipeline.stage_messages import (
+    Message,
+    acknowledged,
+    messages,
+    receiver_of,
+    sender_of,
+)
 from shoal.strategies.pipeline.tensor_meta import (
-    HEADER,
-    Forms,
-    Present,
+    HEADER_LENGTH,
+    GradMask,
     TensorMeta,
-    decoded,
-    decoded_present,
-    describe,
+    TensorMetas,
+    decode_mask,
+    decode_metas,
     describe_mask,
+    describe_metas,
     encode_mask,
-    encoded,
+    encode_metas,
 )
 from shoal.trace.recorder import Recorder
 
-Key = tuple[int, Hashable]
-"""What a header is sent once for: a stage, and what the shapes of a micro-batch follow from."""
-Header = TypeVar("Header", Forms, Present)
+HeaderKey = tuple[int, Hashable]
+"""A header is sent once for each key: the stage, and what determines the shapes of its values."""
+Header = TypeVar("Header", TensorMetas, GradMask)
 
 
-class Message(NamedTuple):
-    """Values from stage to stage + 1 ("F"), or their gradients back ("B")."""
+class PendingRecv(NamedTuple):
+    """A posted receive: `tensor` is filled when `work` is complete."""
 
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def messages(table: ScheduleTable, sender: int, receiver: int) -> list[Message]:
-    """All that one rank sends another in a step, in the order in which it does."""
-    found = []
-    for action in table.rows[sender]:
-        message = message_after(table, action)
-        if message is not None and _goes_to(table, message) == receiver != sender:
-            found.append(message)
-    return found
-
-
-def message_after(table: ScheduleTable, action: Action) -> Message | None:
-    """What an action gives to another stage."""
-    if action.kind == "F" and action.stage < table.num_stages - 1:
-        return Message("F", action.stage, action.microbatch)
-    if action.kind in "BI" and action.stage > 0:
-        return Message("B", action.stage - 1, action.microbatch)
-    return None
-
-
-def message_before(table: ScheduleTable, action: Action) -> Message | None:
-    """What an action needs from another stage."""
-    if action.kind == "F" and action.stage > 0:
-        return Message("F", action.stage - 1, action.microbatch)
-    if action.kind in "BI" and action.stage < table.num_stages - 1:
-        return Message("B", action.stage, action.microbatch)
-    return None
-
-
-def _goes_to(table: ScheduleTable, message: Message) -> int:
-    return table.rank_of(message.stage + 1 if message.kind == "F" else message.stage)
+    work: dist.Work
+    tensor: Tensor
 
 
 class P2PLink:
     """One rank's connections to the other ranks of its pipeline, for the whole run.
 
-    Args: axis: of the pipeline. recorder: is told which message is for which micro-batch.
-    Collective over the world."""
+    Args:
+        axis: the pipeline axis.
+        recorder: records the messages in a trace.
+
+    Attributes:
+        sent_metas, received_metas, sent_masks, received_masks: the headers of earlier messages.
+        sent_bytes: sum over all sends.
+    """
 
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
-        self.axis, self.recorder = axis, recorder
-        self.sent: dict[Key, Forms] = {}
-        self.received: dict[Key, Forms] = {}
-        self.sent_back: dict[Key, Present] = {}
-        self.received_back: dict[Key, Present] = {}
+        self.axis = axis
+        self.recorder = recorder
+        self.sent_metas: dict[HeaderKey, TensorMetas] = {}
+        self.received_metas: dict[HeaderKey, TensorMetas] = {}
+        self.sent_masks: dict[HeaderKey, GradMask] = {}
+        self.received_masks: dict[HeaderKey, GradMask] = {}
         self.sent_bytes = 0
-        self._work: deque[tuple[dist.Work, Tensor]] = deque()
+        self._num_sent: Counter[int] = Counter()
+        self._in_flight: dict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, receiver: int) -> None:
-        """Send without waiting; `tensor` is not to be written into afterwards."""
+    def send(self, tensor: Tensor, receiver: int) -> int:
+        """Start a send and return at once. Do not write into `tensor` afterwards.
+
+        Returns: how many tensors were sent to `receiver` in this run, for `release`.
+        """
         tensor = tensor.detach().contiguous()
         self.sent_bytes += tensor.numel() * tensor.element_size()
         work = dist.isend(tensor, group=self.axis.group, group_dst=receiver)
         assert work is not None
-        self._work.append((work, tensor))
-        while self._work and self._work[0][0].is_completed():
-            self._work.popleft()[0].wait()
+        in_flight = self._in_flight[receiver]
+        in_flight.append((work, tensor))
+        self._num_sent[receiver] += 1
+        while in_flight and in_flight[0][0].is_completed():
+            in_flight.popleft()[0].wait()
+        return self._num_sent[receiver]
 
-    def receive(self, form: TensorMeta, sender: int) -> tuple[dist.Work, Tensor]:
-        """Ask for a tensor; it is there once the work is done."""
-        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.axis.device)
+    def release(self, receiver: int, count: int) -> None:
+        """Free the first `count` tensors that were sent to `receiver`; it must have received
+        them.
+        """
+        in_flight = self._in_flight[receiver]
+        while in_flight and self._num_sent[receiver] - len(in_flight) < count:
+            in_flight.popleft()[0].wait()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return how many sent tensors are still alive for their sends."""
+        return sum(map(len, self._in_flight.values()))
+
+    def post_recv(self, meta: TensorMeta, sender: int) -> PendingRecv:
+        """Post a receive of one tensor and return at once."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.axis.device)
         work = dist.irecv(tensor, group=self.axis.group, group_src=sender)
         assert work is not None
-        return work, tensor
+        return PendingRecv(work, tensor)
 
-    def recv_header(self, count: int, sender: int) -> Tensor:
-        """Wait for a header: (count,), int64."""
-        header = torch.empty(count, dtype=torch.int64, device=self.axis.device)
-        work = dist.irecv(header, group=self.axis.group, group_src=sender)
-        assert work is not None
-        work.wait()
-        return header
+    def recv_header(self, length: int, sender: int) -> Tensor:
+        """Receive a header: (length,), int64. Blocks."""
+        pending = self.post_recv(TensorMeta(torch.int64, (length,), False), sender)
+        pending.work.wait()
+        return pending.tensor
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
-        while self._work:
-            self._work.popleft()[0].wait()
+        """Wait until all sends are complete."""
+        for in_flight in self._in_flight.values():
+            while in_flight:
+                in_flight.popleft()[0].wait()
 
 
 class StageComm:
-    """The messages of one step, seen from one rank.
+    """The messages of one step, on one rank.
+
+    A message between two stages of this rank is not sent: it is handed over in memory.
 
     Args:
-        key_of: micro-batch -> what the shapes of its values follow from; alike on all ranks.
-        backward: gradients come back.
+        link: moves the tensors.
+        table: the schedule, which says who sends what in which order.
+        key_of: micro-batch -> what determines the shapes of its values; equal on all ranks.
+        backward: gradients come back too; False in evaluation.
     """
 
     def __init__(
         self,
-        wire: P2PLink,
+        link: P2PLink,
         table: ScheduleTable,
         key_of: Callable[[int], Hashable],
         backward: bool = True,
     ) -> None:
-        self.wire, self.table, self.key_of, self.rank = wire, table, key_of, wire.axis.rank
-        self._coming = {
+        self.link = link
+        self.table = table
+        self.key_of = key_of
+        self.rank = link.axis.rank
+        # Messages whose receive is not posted yet, for each sender in its order of sending.
+        self._unposted = {
             sender: deque(
                 m for m in messages(table, sender, self.rank) if backward or m.kind == "F"
             )
             for sender in range(table.num_ranks)
         }
-        self._asked: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
-        self._given: dict[Message, list[Tensor | None]] = {}  # from a stage on this very rank
-        self._forms: dict[Message, Forms] = {}
+        self._posted: dict[Message, list[PendingRecv]] = {}
+        self._handed_over: dict[Message, list[Tensor | None]] = {}
+        self._metas: dict[Message, TensorMetas] = {}
+        # Message -> how many tensors had been sent to its receiver when it was sent.
+        self._sent_until: dict[Message, int] = {}
 
     def send_forward(self, message: Message, values: Sequence[Tensor]) -> None:
-        """Hand values on, to whatever rank."""
-        receiver = _goes_to(self.table, message)
-        self._forms[message] = forms = tuple(
-            TensorMeta(v.dtype, tuple(v.shape), v.requires_grad) for v in values
-        )
+        """Send activations to the next stage.
+
+        Raises: UsageError: dtypes or shapes differ from those of an earlier message, though the
+            inputs have the same shapes.
+        """
+        receiver = receiver_of(self.table, message)
+        metas = tuple(TensorMeta(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
+        self._metas[message] = metas
         if receiver != self.rank:
-            self._announce(message, forms, receiver)
+            self._send_metas(message, metas, receiver)
         self._send(message, values, receiver)
 
     def send_backward(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
-        """Hand gradients on, to whatever rank; None where there is none."""
-        receiver = _goes_to(self.table, message)
+        """Send gradients to the stage before; None for a value that has no gradient.
+
+        Raises: UsageError: other values have a gradient than in an earlier message.
+        """
+        receiver = receiver_of(self.table, message)
         if receiver != self.rank and gradients:
-            self._announce_back(
-                message, tuple(gradient is not None for gradient in gradients), receiver
-            )
+            mask = tuple(gradient is not None for gradient in gradients)
+            self._send_mask(message, mask, receiver)
         self._send(message, gradients, receiver)
 
-    def _send(self, message: Message, values: Sequence[Tensor | None], receiver: int) -> None:
-        if receiver == self.rank:
-            self._given[message] = [None if value is None else value.detach() for value in values]
-            return
-        with self.wire.recorder.tagged(f"{message.kind}{message.microbatch}"):
-            for value in values:
-                if value is not None:
-                    self.wire.send(value, receiver)
-
-    def recv_forward(self, message: Message) -> tuple[list[Tensor], Forms]:
-        """Wait for values."""
-        tensors = [tensor for tensor in self._taken(message) if tensor is not None]
-        return tensors, self._form(message)
+    def recv_forward(self, message: Message) -> tuple[list[Tensor], TensorMetas]:
+        """Receive activations. Blocks."""
+        tensors = [tensor for tensor in self._receive(message) if tensor is not None]
+        return tensors, self._activation_metas(message)
 
     def recv_backward(self, message: Message) -> list[Tensor | None]:
-        """Wait for gradients: one for each value that can have one, None where it has none."""
-        return self._taken(message)
-
-    def _taken(self, message: Message) -> list[Tensor | None]:
-        if message in self._given:
-            return self._given.pop(message)
-        if message not in self._asked:
-            self.post_recv(message)
-        tensors = []
-        for work, tensor in self._asked.pop(message):
-            work.wait()
-            tensors.append(tensor)
-        if message.kind == "F":
-            return [*tensors]
-        coming = iter(tensors)
-        return [next(coming) if there else None for there in self._present(message)]
+        """Receive gradients, one for each value that can have one; None where it has none.
+        Blocks.
+        """
+        return self._receive(message)
 
     def post_recv(self, message: Message) -> None:
-        """Ask for a message, and for all that its sender sends before it."""
-        sender = self.table.rank_of(message.stage if message.kind == "F" else message.stage + 1)
+        """Post the receives of a message, and of all messages that its sender sends before it."""
+        sender = sender_of(self.table, message)
         if sender == self.rank:
             return
-        coming = self._coming[sender]
-        while message not in self._asked:
-            following = coming.popleft()
-            with self.wire.recorder.tagged(f"{following.kind}{following.microbatch}"):
-                forms = self._expected(following, sender)
-                self._asked[following] = [self.wire.receive(form, sender) for form in forms]
+        while message not in self._posted:
+            following = self._unposted[sender].popleft()
+            with self.link.recorder.tagged(f"{following.kind}{following.microbatch}"):
+                metas = self._expected_metas(following, sender)
+                self._posted[following] = [self.link.post_recv(meta, sender) for meta in metas]
 
     def can_post_recv(self, message: Message) -> bool:
-        """Whether asking waits for nothing: no header has to come first."""
-        sender = self.table.rank_of(message.stage if message.kind == "F" else message.stage + 1)
-        if sender == self.rank or message in self._asked:
+        """Return whether `post_recv` would not block: no header has to be received first."""
+        sender = sender_of(self.table, message)
+        if sender == self.rank or message in self._posted:
             return False
-        for following in self._coming[sender]:
-            if following.kind == "F" and self._key(following) not in self.wire.received:
+        for following in self._unposted[sender]:
+            if not self._is_header_known(following):
                 return False
-            if following.kind == "B":
-                if following._replace(kind="F") not in self._forms:
-                    return False
-                if (
-                    self._grads_to_send(following)
-                    and self._key(following) not in self.wire.received_back
-                ):
-                    return False
             if following == message:
                 return True
         return False
 
-    def _form(self, message: Message) -> Forms:
-        return self._forms[message._replace(kind="F")]
+    def _is_header_known(self, message: Message) -> bool:
+        if message.kind == "F":
+            return self._key(message) in self.link.received_metas
+        if message._replace(kind="F") not in self._metas:
+            return False
+        has_mask = self._key(message) in self.link.received_masks
+        return has_mask or not self._differentiable_metas(message)
 
-    def _announce(self, message: Message, forms: Forms, receiver: int) -> None:
-        known = self._first(self.wire.sent, message, forms, encoded, receiver)
-        if known != forms:
+    def _send(self, message: Message, values: Sequence[Tensor | None], receiver: int) -> None:
+        if receiver == self.rank:
+            detached = [None if value is None else value.detach() for value in values]
+            self._handed_over[message] = detached
+            return
+        with self.link.recorder.tagged(f"{message.kind}{message.microbatch}"):
+            for value in values:
+                if value is not None:
+                    self._sent_until[message] = self.link.send(value, receiver)
+
+    def _receive(self, message: Message) -> list[Tensor | None]:
+        if message in self._handed_over:
+            return self._handed_over.pop(message)
+        if message not in self._posted:
+            self.post_recv(message)
+        tensors = []
+        for pending in self._posted.pop(message):
+            pending.work.wait()
+            tensors.append(pending.tensor)
+        if tensors:  # a message without a tensor has not arrived: it was never sent
+            self._release_acknowledged(message)
+        if message.kind == "F":
+            return [*tensors]
+        gradients = iter(tensors)
+        return [next(gradients) if present else None for present in self._grad_mask(message)]
+
+    def _release_acknowledged(self, message: Message) -> None:
+        """[4] Free the tensors of which the arrival of `message` shows that its sender has them."""
+        received = acknowledged(self.table, message)
+        if received in self._sent_until:
+            count = self._sent_until.pop(received)
+            self.link.release(sender_of(self.table, message), count)
+
+    # --- headers
+
+    def _send_metas(self, message: Message, metas: TensorMetas, receiver: int) -> None:
+        """[1] Send a header unless it is known; check that it is still true."""
+        known = self._send_header(self.link.sent_metas, message, metas, encode_metas, receiver)
+        if known != metas:
             raise UsageError(
-                f"pipeline: stage {message.stage} gave {describe(forms)} where for inputs of the "
-                "same shape it gave "
-                f"{describe(known)} before. What crosses a cut must follow from the shapes of the "
-                "model's inputs; put the "
-                "cut elsewhere with cuts=NAME."
+                f"pipeline: stage {message.stage} gave {describe_metas(metas)} where for inputs of "
+                f"the same shape it gave {describe_metas(known)} before. What crosses a cut must "
+                "follow from the shapes of the model's inputs; put the cut elsewhere with "
+                "cuts=NAME."
             )
 
-    def _expected(self, message: Message, sender: int) -> Forms:
-        if message.kind == "B":
-            return self._expected_back(message, sender)
-        key = self._key(message)
-        if key not in self.wire.received:
-            self.wire.received[key] = decoded(self.wire.recv_header(HEADER, sender))
-        self._forms[message] = self.wire.received[key]
-        return self._forms[message]
-
-    def _announce_back(self, message: Message, present: Present, receiver: int) -> None:
-        known = self._first(self.wire.sent_back, message, present, encode_mask, receiver)
-        if known != present:
+    def _send_mask(self, message: Message, mask: GradMask, receiver: int) -> None:
+        """[2] Send a mask unless it is known; check that it is still true."""
+        known = self._send_header(self.link.sent_masks, message, mask, encode_mask, receiver)
+        if known != mask:
             raise UsageError(
-                f"pipeline: of the {len(present)} values that cross from stage {message.stage} to "
-                "the next, the loss "
-                f"depended on {describe_mask(known)} before and depends on "
-                f"{describe_mask(present)} now. Keep every part in the "
-                "loss, and multiply by zero what is not to count for a while."
+                f"pipeline: of the {len(mask)} values that cross from stage {message.stage} to "
+                f"the next, the loss depended on {describe_mask(known)} before and depends on "
+                f"{describe_mask(mask)} now. Keep every part in the loss, and multiply by zero "
+                "what is not to count for a while."
             )
 
-    def _first(
+    def _send_header(
         self,
-        sent: dict[Key, Header],
+        sent: dict[HeaderKey, Header],
         message: Message,
-        said: Header,
+        header: Header,
         encode: Callable[[Header, torch.device], Tensor],
         receiver: int,
     ) -> Header:
-        """What a header has said of messages like this; the first one's is sent now."""
+        """Send the header of the first message of its key. Return that of the first message."""
         key = self._key(message)
         if key not in sent:
-            sent[key] = said
-            self.wire.send(encode(said, self.wire.axis.device), receiver)
+            sent[key] = header
+            self.link.send(encode(header, self.link.axis.device), receiver)
         return sent[key]
 
-    def _expected_back(self, message: Message, sender: int) -> Forms:
-        wanted, key = self._grads_to_send(message), self._key(message)
-        if wanted and key not in self.wire.received_back:
-            self.wire.received_back[key] = decoded_present(
-                self.wire.recv_header(len(wanted), sender)
-            )
-        return tuple(
-            form for form, there in zip(wanted, self._present(message), strict=True) if there
-        )
+    def _expected_metas(self, message: Message, sender: int) -> TensorMetas:
+        """Return the metas of the tensors of a message; receive its header if it is unknown."""
+        key = self._key(message)
+        if message.kind == "F":
+            if key not in self.link.received_metas:
+                header = self.link.recv_header(HEADER_LENGTH, sender)
+                self.link.received_metas[key] = decode_metas(header)
+            self._metas[message] = self.link.received_metas[key]
+            return self._metas[message]
+        candidates = self._differentiable_metas(message)
+        if candidates and key not in self.link.received_masks:
+            header = self.link.recv_header(len(candidates), sender)
+            self.link.received_masks[key] = decode_mask(header)
+        pairs = zip(candidates, self._grad_mask(message), strict=True)
+        return tuple(meta for meta, present in pairs if present)
 
-    def _present(self, message: Message) -> Present:
-        return self.wire.received_back[self._key(message)] if self._grads_to_send(message) else ()
+    def _activation_metas(self, message: Message) -> TensorMetas:
+        return self._metas[message._replace(kind="F")]
 
-    def _grads_to_send(self, message: Message) -> Forms:
-        return tuple(form for form in self._form(message) if form.has_gradient)
+    def _differentiable_metas(self, message: Message) -> TensorMetas:
+        return tuple(meta for meta in self._activation_metas(message) if meta.has_gradient)
 
-    def _key(self, message: Message) -> Key:
+    def _grad_mask(self, message: Message) -> GradMask:
+        if not self._differentiable_metas(message):
+            return ()
+        return self.link.received_masks[self._key(message)]
+
+    def _key(self, message: Message) -> HeaderKey:
         return message.stage, self.key_of(message.microbatch)

@@ -1,5 +1,10 @@
-"""Where a model is cut, and what is said about it: agreed on by all ranks, measured by one of
-them.
+"""The partition of a model: which steps each stage has.
+
+[1] `trace_for` traces the model so that it has enough places to cut.
+[2] `plan` measures the steps, and chooses the cuts (`balance.py`) or finds those that the user has
+    named. Rank 0 alone does that, since every rank would measure other times; the others get its
+    choice.
+[3] `full_model` describes the result for strategies that come after the pipeline.
 """
 
 from __future__ import annotations
@@ -13,30 +18,30 @@ from torch import fx, nn
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused, did_you_mean
-from shoal.strategies.colocation import ColocationRequest
+from shoal.strategies.colocation import Colocation, ColocationRequest
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.balance import balanced
 from shoal.strategies.pipeline.fx_trace import Traced, free_trace, trace_model
-from shoal.strategies.pipeline.separations import split_counts
 from shoal.strategies.pipeline.steps import (
     StepProfile,
     cut_points,
     live_across,
+    parameter_counts,
     profile,
-    sizes,
     steps_of,
 )
 
 
 class StagePlan(NamedTuple):
-    """The places of a model's cuts.
+    """The cuts of a model.
 
     Attributes:
-        begins: steps that stages 1, 2, ... begin with.
-        names: what these steps are called.
-        shares: of the whole, for each stage: of time or of parameters.
-        measured: shares are of time.
-        sent_bytes: over each cut, for the rows of the sample; empty where nothing was measured.
+        stage_starts: first steps of stages 1, 2, ...
+        names: of these steps, for messages.
+        cost_fractions: for each stage its share of all costs; they sum to 1.
+        measured: costs are times; else they are numbers of parameters.
+        sent_bytes: for each cut, with the samples of the example batch; empty if nothing was
+            measured.
     """
 
     stage_starts: list[int]
@@ -46,28 +51,52 @@ class StagePlan(NamedTuple):
     sent_bytes: list[int]
 
 
+class PlanRequest(NamedTuple):
+    """The user's wishes for a partition.
+
+    Attributes:
+        num_stages: of the whole pipeline.
+        by: "time" or "parameters".
+        cuts: names of the modules that begin stages 1, 2, ..., with / between them; empty to
+            balance.
+        colocations: modules that must lie in one stage. They have no effect on cuts by name.
+    """
+
+    num_stages: int
+    by: str
+    cuts: str
+    colocations: Sequence[ColocationRequest] = ()
+
+
 def trace_for(
     model: nn.Module,
     num_stages: int,
-    whole: Set[str],
+    wrap_units: Set[str],
     num_inputs: int,
     sample: tuple[Any, ...] | None,
 ) -> Traced:
-    """The model's graph, with its units in one piece where enough places to cut are left.
+    """Trace a model so that it can be cut into `num_stages` stages.
 
-    Raises: StrategyRefused: the model cannot be traced, or not be cut in so many stages.
+    Wrap units stay one step each if that leaves enough places to cut; else the tracer looks into
+    them.
+
+    Args:
+        wrap_units: paths of modules.
+        num_inputs: positional inputs of the model.
+        sample: inputs for a check of the trace; None for no check.
+
+    Raises: StrategyRefused: the model cannot be traced, or not be cut into so many stages.
     """
-    coarse = trace_model(model, num_inputs, whole, sample)
+    coarse = trace_model(model, num_inputs, wrap_units, sample)
     if len(cut_points(coarse.training, None)) + 1 >= num_stages:
         return coarse
     free_trace(model, coarse.added)
     fine = trace_model(model, num_inputs, frozenset(), sample)
-    found = len(cut_points(fine.training, None))
-    if found + 1 < num_stages:
+    num_places = len(cut_points(fine.training, None))
+    if num_places + 1 < num_stages:
         raise StrategyRefused(
             f"pipeline: {num_stages} stages need {num_stages - 1} places to cut the model, and its "
-            "forward pass has "
-            f"{found} between steps. Use fewer stages."
+            f"forward pass has {num_places} between steps. Use fewer stages."
         )
     return fine
 
@@ -76,138 +105,167 @@ def plan(
     world: Axis,
     model: nn.Module,
     graph: Traced,
-    num_stages: int,
-    by: str,
-    cuts: str,
+    request: PlanRequest,
     sample: tuple[Any, ...] | None,
-    wishes: Sequence[ColocationRequest] = (),
 ) -> StagePlan:
-    """Where to cut. Collective over the world: the first rank measures.
+    """Choose the cuts on rank 0 and return them on every rank. Collective over the world.
 
-    Args: by: "time" or "parameters". cuts: names of the modules that begin stages but the first,
-        with / between them; empty to balance. sample: a few samples, to be measured on; None for
-        parameters. wishes: what is to lie in one stage; cuts by name go their own way.
+    Args: sample: a few samples, on which steps are measured; None to count parameters.
 
-    Raises: StrategyRefused: names that are no place to cut, or too few places; a wish cannot be
-    told."""
-    said = ""
+    Raises: StrategyRefused, on every rank: a name is no place to cut, there are too few places, or
+        a colocation cannot be found.
+    """
+    sent = ""
     if world.rank == 0:
         try:
-            said = json.dumps(_plan(model, graph, num_stages, by, cuts, sample, wishes)._asdict())
-        except StrategyRefused as refusal:  # to be raised on every rank
-            said = json.dumps({"refusal": str(refusal)})
-    found = json.loads(world.broadcast_str(said))
-    if "refusal" in found:
-        raise StrategyRefused(found["refusal"])
-    return StagePlan(**found)
+            sent = json.dumps(_plan(model, graph, request, sample)._asdict())
+        except StrategyRefused as refusal:
+            sent = json.dumps({"refusal": str(refusal)})
+    received = json.loads(world.broadcast_str(sent))
+    if "refusal" in received:
+        raise StrategyRefused(received["refusal"])
+    return StagePlan(**received)
 
 
-def full_model(model: nn.Module, graph: Traced, begins: Sequence[int]) -> FullModel:
-    """The model with the stages that begin with these steps.
+def full_model(model: nn.Module, graph: Traced, stage_starts: Sequence[int]) -> FullModel:
+    """Describe a model with its stages.
 
-    Args: begins: steps that stages 1, 2, ... begin with; none for one stage.
+    Args: stage_starts: first steps of stages 1, 2, ...; empty for one stage.
     """
     graphs = (graph.training, graph.evaluating)
-    return FullModel(model, graphs, (steps_of(graph.training), steps_of(graph.evaluating)), begins)
+    steps = (steps_of(graph.training), steps_of(graph.evaluating))
+    return FullModel(model, graphs, steps, stage_starts)
+
+
+def split_counts(graph: fx.Graph, colocations: Sequence[Colocation]) -> list[int]:
+    """Count for each place how many colocations a cut there would separate.
+
+          steps        flatten │ up │ gelu │ down │ norm │ head │ softmax ──> output
+          colocations            └──── pair ────┘          └── through output ───────
+          places       1         2    3      4      5      6      counts: 0 0 1 1 0 0 1 ...
+
+    Returns: len(steps) + 1 counts, from the place before step 0 to that after the last step.
+    """
+    steps = steps_of(graph)
+    counts = [0] * (len(steps) + 1)
+    for names, through_output in colocations:
+        calls = [
+            index
+            for index, step in enumerate(steps)
+            if step.op == "call_module" and _contains_any(str(step.target), names)
+        ]
+        last = len(steps) - 1 if through_output else max(calls)
+        for place in range(min(calls) + 1, last + 1):
+            counts[place] += 1
+    return counts
 
 
 def _plan(
-    model: nn.Module,
-    graph: Traced,
-    num_stages: int,
-    by: str,
-    cuts: str,
-    sample: tuple[Any, ...] | None,
-    wishes: Sequence[ColocationRequest],
+    model: nn.Module, graph: Traced, request: PlanRequest, sample: tuple[Any, ...] | None
 ) -> StagePlan:
-    one_stage = full_model(model, graph, [])
-    wanted = [] if cuts else [colocation for wish in wishes for colocation in wish(one_stage)]
-    parts = split_counts(graph.training, wanted)
-    seen = None if sample is None else profile(model, graph.training, sample)
-    where = cut_points(graph.training, seen)
-    if len(where) + 1 < num_stages:
+    training = graph.training
+    colocations: list[Colocation] = []
+    if not request.cuts:
+        single_stage = full_model(model, graph, [])
+        for find in request.colocations:
+            colocations += find(single_stage)
+    separations = split_counts(training, colocations)
+    profiles = None if sample is None else profile(model, training, sample)
+    places = cut_points(training, profiles)
+    if len(places) + 1 < request.num_stages:
         raise StrategyRefused(
-            f"pipeline: {num_stages} stages need {num_stages - 1} places to cut the model, and "
-            f"there are {len(where)} "
-            "where only tensors cross. Use fewer stages."
+            f"pipeline: {request.num_stages} stages need {request.num_stages - 1} places to cut "
+            f"the model, and there are {len(places)} where only tensors cross. Use fewer stages."
         )
-    measured = by == "time" and seen is not None
-    costs = _costs(model, graph.training, seen if measured else None)
-    sent = _sent(graph.training, seen)
-    begins = (
-        _named(graph, cuts, num_stages, where)
-        if cuts
-        else balanced(costs, sent, where, num_stages, parts)
+    measured = request.by == "time" and profiles is not None
+    costs = _step_costs(model, training, profiles if measured else None)
+    crossing = _crossing(training, profiles)
+    if request.cuts:
+        starts = _named_starts(training, request, places)
+    else:
+        starts = balanced(costs, crossing, places, request.num_stages, separations)
+    return StagePlan(
+        stage_starts=starts,
+        names=[_name_of(training, start) for start in starts],
+        cost_fractions=_cost_fractions(costs, starts),
+        measured=measured,
+        sent_bytes=[int(crossing[start]) for start in starts] if profiles else [],
     )
-    names = [_called(graph, place) for place in begins]
-    sent_bytes = [int(sent[place]) for place in begins] if seen else []
-    return StagePlan(begins, names, _shares(costs, begins), measured, sent_bytes)
 
 
-def _costs(
-    model: nn.Module, graph: fx.Graph, seen: Mapping[fx.Node, StepProfile] | None
+def _step_costs(
+    model: nn.Module, graph: fx.Graph, profiles: Mapping[fx.Node, StepProfile] | None
 ) -> list[float]:
-    """Seconds that each step takes where that was observed; else numbers of its parameters."""
-    numbers = (
-        sizes(model, graph)
-        if seen is None
-        else {step: seen[step].time_s for step in steps_of(graph)}
-    )
-    return [numbers[step] for step in steps_of(graph)]
+    """Return the seconds of each step if they were measured; else its number of parameters."""
+    if profiles is not None:
+        return [profiles[step].time_s for step in steps_of(graph)]
+    counts = parameter_counts(model, graph)
+    return [counts[step] for step in steps_of(graph)]
 
 
-def _sent(graph: fx.Graph, seen: Mapping[fx.Node, StepProfile] | None) -> list[float]:
-    """Bytes that a cut at each place would send where that was observed; else numbers of values."""
-    values = live_across(graph)
-    if not seen:
-        return [float(len(crossed)) for crossed in values]
-    return [float(sum(seen[value].size_bytes for value in crossed)) for crossed in values]
+def _crossing(graph: fx.Graph, profiles: Mapping[fx.Node, StepProfile] | None) -> list[float]:
+    """Return for each place the bytes that a cut there sends if they were measured; else the
+    number of values.
+    """
+    live = live_across(graph)
+    if not profiles:
+        return [float(len(values)) for values in live]
+    return [float(sum(profiles[value].size_bytes for value in values)) for values in live]
 
 
-def _shares(costs: Sequence[float], begins: Sequence[int]) -> list[float]:
-    """The part of all costs that each stage has."""
+def _cost_fractions(costs: Sequence[float], starts: Sequence[int]) -> list[float]:
     total = sum(costs) or 1.0
-    return [sum(costs[begin:end]) / total for begin, end in pairwise([0, *begins, len(costs)])]
+    boundaries = [0, *starts, len(costs)]
+    return [sum(costs[start:stop]) / total for start, stop in pairwise(boundaries)]
 
 
-def _named(graph: Traced, cuts: str, num_stages: int, where: list[int]) -> list[int]:
-    steps = steps_of(graph.training)
-    names = cuts.split("/")
-    assert len(names) == num_stages - 1, "the strategy's options have counted them"
-    begins = []
-    for name in names:
-        found = [
-            i
-            for i, step in enumerate(steps)
-            if _is_inside(str(step.target), name) and step.op == "call_module"
-        ]
-        if not found:
-            known = {str(step.target) for step in steps if step.op == "call_module"}
+def _named_starts(graph: fx.Graph, request: PlanRequest, places: list[int]) -> list[int]:
+    """Return the steps at which the modules of `request.cuts` begin."""
+    names = request.cuts.split("/")
+    assert len(names) == request.num_stages - 1, "the strategy's options have counted them"
+    calls = {
+        index: str(step.target)
+        for index, step in enumerate(steps_of(graph))
+        if step.op == "call_module"
+    }
+    starts = [_first_call(calls, name, request.cuts) for name in names]
+    for name, start in zip(names, starts, strict=True):
+        if start not in places:
             raise StrategyRefused(
-                f"cuts={cuts}: no step of the model is called '{name}'; {did_you_mean(name, known)}"
+                f"cuts={request.cuts}: something other than tensors crosses the place before "
+                f"{name}. Name another module."
             )
-        begins.append(found[0])
-    wrong = [name for name, begin in zip(names, begins, strict=True) if begin not in where]
-    if wrong or begins != sorted(set(begins)):
+    if starts != sorted(set(starts)):
         raise StrategyRefused(
-            f"cuts={cuts}: "
-            + (
-                f"something other than tensors crosses the place before {wrong[0]}. Name another "
-                "module."
-                if wrong
-                else "name modules in the order of the forward pass, each once."
-            )
+            f"cuts={request.cuts}: name modules in the order of the forward pass, each once."
         )
-    return begins
+    return starts
 
 
-def _is_inside(target: str, name: str) -> bool:
-    return target == name or target.startswith(f"{name}.")
+def _first_call(calls: Mapping[int, str], name: str, cuts: str) -> int:
+    """Return the first step that calls the module `name`, or a module inside it."""
+    for index, path in calls.items():
+        if _is_inside(path, name):
+            return index
+    raise StrategyRefused(
+        f"cuts={cuts}: no step of the model is called '{name}'; "
+        f"{did_you_mean(name, set(calls.values()))}"
+    )
 
 
-def _called(graph: Traced, place: int) -> str:
-    """The step that begins a stage, or the module after it where the step is a mere function."""
-    for step in steps_of(graph.training)[place:]:
+def _is_inside(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def _contains_any(path: str, names: Set[str]) -> bool:
+    return any(_is_inside(name, path) for name in names)
+
+
+def _name_of(graph: fx.Graph, start: int) -> str:
+    """Return the path of the first module that a stage calls: functions have no names that a
+    user knows.
+    """
+    for step in steps_of(graph)[start:]:
         if step.op == "call_module":
             return str(step.target)
     return "the end"

@@ -1,5 +1,6 @@
-"""A schedule as plain data: for each rank the actions that it takes, in order. What is drawn is
-what is run.
+"""Schedule tables: for each rank its actions in order, as plain data.
+
+`shoal schedule` draws the table that the executor runs, so a drawing cannot differ from a run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; backward for the inputs alone; backward for the weights alone, at any time
-after I.
-"""
+"""Forward; backward; backward for inputs only; backward for weights only, at any time after I."""
 
 
 class Action(NamedTuple):
-    """One piece of work of one rank."""
+    """One pass of one micro-batch through one stage."""
 
     kind: Kind
     stage: int  # of the model, from 0
@@ -29,7 +28,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """Who computes what in which order; when, follows from what each action waits for.
+    """The actions of all ranks. Their times follow from their dependencies.
 
     Attributes:
         rows: for each rank its actions, in order.
@@ -46,39 +45,45 @@ class ScheduleTable:
         return len(self.rows)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in order."""
+        """Return the stages of a rank, ascending."""
         return sorted({action.stage for action in self.rows[rank]})
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
-        return self._homes[stage]
+        """Return the rank of a stage."""
+        return self._ranks[stage]
+
+    def has(self, action: Action) -> bool:
+        """Return whether some rank takes this action."""
+        return action in self._actions
 
     def dependencies(self, action: Action) -> list[Action]:
-        """What must be done before `action`, on whatever rank."""
+        """Return the actions, of any rank, that must be done before `action`."""
         kind, stage, microbatch = action
         if kind == "F":
             return [Action("F", stage - 1, microbatch)] if stage else []
         if kind == "W":
             return [Action("I", stage, microbatch)]
-        own = Action("F", stage, microbatch)
+        forward = Action("F", stage, microbatch)
         if stage == self.num_stages - 1:
-            return [own]
-        after: Kind = "B" if Action("B", stage + 1, microbatch) in self._all else "I"
-        return [own, Action(after, stage + 1, microbatch)]
+            return [forward]
+        next_kind: Kind = "B" if self.has(Action("B", stage + 1, microbatch)) else "I"
+        return [forward, Action(next_kind, stage + 1, microbatch)]
 
     @cached_property
-    def _homes(self) -> dict[int, int]:
+    def _ranks(self) -> dict[int, int]:
         return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
 
     @cached_property
-    def _all(self) -> frozenset[Action]:
+    def _actions(self) -> frozenset[Action]:
         return frozenset(action for row in self.rows for action in row)
 
 
 def check(table: ScheduleTable) -> None:
-    """Assert that every stage takes every micro-batch forward and backward once, on one rank, and
-    that nobody waits for
-    ever: a table made by another library is looked at before it is run."""
+    """Assert that a table is complete and cannot deadlock.
+
+    Each stage is on one rank, and computes each micro-batch forward and backward once. Some tables
+    come from another library, so every table is checked before it is run.
+    """
     counts = Counter(action for row in table.rows for action in row)
     twice = [str(action) for action, count in counts.items() if count > 1]
     assert not twice, f"{table.name}: {', '.join(twice)} stand there more than once"
@@ -90,10 +95,10 @@ def check(table: ScheduleTable) -> None:
 
 
 def _check_stage(table: ScheduleTable, stage: int, counts: Counter[Action]) -> None:
-    homes = [
+    ranks = [
         rank for rank, row in enumerate(table.rows) if any(action.stage == stage for action in row)
     ]
-    assert len(homes) == 1, f"{table.name}: stage {stage} is on ranks {homes}"
+    assert len(ranks) == 1, f"{table.name}: stage {stage} is on ranks {ranks}"
     for microbatch in range(table.num_microbatches):
         kinds = {kind for kind in "FBIW" if (kind, stage, microbatch) in counts}
         assert kinds in ({"F", "B"}, {"F", "I", "W"}), (
@@ -102,22 +107,23 @@ def _check_stage(table: ScheduleTable, stage: int, counts: Counter[Action]) -> N
 
 
 def topological_order(table: ScheduleTable) -> Sequence[tuple[int, Action]]:
-    """All actions with their ranks, each after what it waits for; fewer than all where ranks
-    wait for ever.
+    """Return (rank, action) pairs, each after its dependencies.
+
+    Actions that can never run are left out: the result is shorter than the table if ranks deadlock.
     """
     done: set[Action] = set()
     order: list[tuple[int, Action]] = []
-    next_of = [0] * table.num_ranks
-    moved = True
-    while moved:
-        moved = False
+    next_index = [0] * table.num_ranks
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, row in enumerate(table.rows):
-            while next_of[rank] < len(row) and all(
-                a in done for a in table.dependencies(row[next_of[rank]])
-            ):
-                action = row[next_of[rank]]
+            while next_index[rank] < len(row):
+                action = row[next_index[rank]]
+                if not all(dependency in done for dependency in table.dependencies(action)):
+                    break
                 done.add(action)
                 order.append((rank, action))
-                next_of[rank] += 1
-                moved = True
+                next_index[rank] += 1
+                progressed = True
     return order

@@ -1,20 +1,25 @@
-"""When each action of a table runs, how long ranks are idle, and how many micro-batches they
-hold at once.
+"""The timing of a schedule table: the start of each action, idle time, micro-batches in flight.
+
+      table      F0  F1  B0      B1             the actions of a rank, in order
+      timeline   0   1   2       4       6      their starts and ends, in forward passes
+
+The times are those of an ideal pipeline: stages of equal time, and sends that take none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.strategies.pipeline.schedule_table import Action, Kind, ScheduleTable, topological_order
 
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""A backward pass is about twice a forward pass, in equal halves for inputs and weights."""
+"""A backward pass takes about twice as long as a forward pass; its halves are equal."""
 
 
 class Slot(NamedTuple):
-    """An action in time."""
+    """An action with its start and end, in the unit of the costs."""
 
     start: float
     end: float
@@ -24,29 +29,30 @@ class Slot(NamedTuple):
 def timeline(
     table: ScheduleTable, cost: Callable[[Action], float] | None = None
 ) -> list[list[Slot]]:
-    """For each rank its actions, each as early as its rank and what it waits for allow; sending
-    takes no time.
+    """Return for each rank its actions with their times.
 
-    Args: cost: how long an action takes, in any unit; `COSTS` of its kind where it is not given.
+    Each action starts as soon as its rank is free and its dependencies are done.
+
+    Args: cost: the duration of an action, in any unit; None for `COSTS` of its kind.
     """
     cost = cost or (lambda action: COSTS[action.kind])
     ends: dict[Action, float] = {}
     slots: list[list[Slot]] = [[] for _ in table.rows]
     for rank, action in topological_order(table):
         free = slots[rank][-1].end if slots[rank] else 0.0
-        start = max([free, *(ends[awaited] for awaited in table.dependencies(action))])
+        start = max([free, *(ends[dependency] for dependency in table.dependencies(action))])
         ends[action] = start + cost(action)
         slots[rank].append(Slot(start, ends[action], action))
     return slots
 
 
 def length(slots: list[list[Slot]]) -> float:
-    """From the first action of all ranks to the last."""
+    """Return the time from the first action of all ranks to the end of the last."""
     return max(slot.end for row in slots for slot in row)
 
 
 def bubble_fractions(slots: list[list[Slot]]) -> list[float]:
-    """For each rank the share of the whole time in which it computes nothing."""
+    """Return for each rank the fraction of the step in which it is idle."""
     total = length(slots)
     return [1 - sum(slot.end - slot.start for slot in row) / total for row in slots]
 
@@ -54,12 +60,12 @@ def bubble_fractions(slots: list[list[Slot]]) -> list[float]:
 def expected_bubble(
     name: str, ranks: int, microbatches: int, per_rank: int = 1
 ) -> tuple[str, float]:
-    """The idle share as papers give it, as text and as a number; stages are equal, B = 2F, I = W =
-    F.
+    """Return the bubble fraction of the papers, as a formula and as a number.
+
+    Stages take equally long; B = 2F, I = W = F.
 
     Sources: Huang et al., NeurIPS 2019 (GPipe); Narayanan et al., SC 2021 (1F1B, interleaved); Qi
-    et al., ICLR 2024
-    (zero bubble: ZB-H1 and ZB-V).
+    et al., ICLR 2024 (zero bubble: ZB-H1 and ZB-V).
     """
     p, m, v = ranks, microbatches, per_rank
     if name == "naive":
@@ -74,14 +80,14 @@ def expected_bubble(
 
 
 def in_flight(table: ScheduleTable) -> list[int]:
-    """For each rank the most micro-batches whose activations it holds at once, over all of its
-    stages together.
+    """Return for each rank the largest number of micro-batches in flight, summed over its stages.
+
+    A micro-batch is in flight from its forward pass to the end of its backward pass; its
+    activations are in memory.
     """
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for row in table.rows:
-        held = peak = 0
-        for action in row:
-            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            peak = max(peak, held)
-        peaks.append(peak)
+        counts = accumulate(change[action.kind] for action in row)
+        peaks.append(max(counts, default=0))
     return peaks

@@ -1,9 +1,13 @@
-"""Schedules: tables of what each rank computes in which order.
+"""Schedules: functions that make the table of each rank's actions.
 
-The tables of `interleaved`, `zero-bubble` and `zbv` are those of torch.distributed.pipelining.
-`gpipe` and `1f1b` are
-written out here: torch runs them without a table, and the table of 1F1B that it shows (2.13) gives
-the last rank micro-batches 1 to m instead of 0 to m - 1."""
+The tables of `interleaved`, `zero-bubble` and `zbv` come from torch.distributed.pipelining. `gpipe`
+and `1f1b` are made here: torch runs them without a table, and the table that it draws for 1F1B
+(2.13) gives the last rank micro-batches 1 to m instead of 0 to m - 1.
+
+In the drawings a row is a rank, and a column is the time of one forward pass through a stage. f3
+is the forward pass of micro-batch 3, b3── its backward pass, i3 and w3 its two halves; capitals are
+the rank's second stage.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ Rows = list[list[Action]]
 
 
 def naive(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
-    """One rank computes, all others wait.
+    """One micro-batch: one rank computes, all others wait.
 
     rank 0  f0 · · · · · · · · ·b0──
     rank 1   ·f0 · · · · · ·b0── · ·
@@ -30,7 +34,9 @@ def naive(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
-    """All micro-batches forward, then all backward. Each rank holds the activations of all of them.
+    """GPipe: all micro-batches forward, then all backward.
+
+    Each rank holds the activations of all micro-batches at once.
 
         rank 0  f0f1f2f3 · · · · · · · · ·b0──b1──b2──b3──
         rank 1   ·f0f1f2f3 · · · · · ·b0──b1──b2──b3── · ·
@@ -47,10 +53,10 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
-    """As many micro-batches forward as there are stages ahead, then one backward after each
-    forward.
+    """1F1B: one forward pass for each later stage, then forward and backward passes by turns.
 
-    As long as gpipe, but a rank holds no more micro-batches than there are stages.
+    A step takes as long as with gpipe, but a rank holds at most as many micro-batches as there are
+    stages.
 
         rank 0  f0f1f2f3 · · · · · ·b0── ·b1── ·b2── ·b3──
         rank 1   ·f0f1f2 · · · ·b0──f3b1── ·b2── ·b3── · ·
@@ -60,14 +66,16 @@ def one_forward_one_backward(ranks: int, microbatches: int, per_rank: int = 1) -
     Source: Narayanan et al., SC 2021 (PipeDream-Flush).
     """
     return [
-        _steady(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)
+        _one_f_one_b_row(rank, min(ranks - 1 - rank, microbatches), microbatches)
+        for rank in range(ranks)
     ]
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
-    """1F1B where each rank holds several stages, as many apart as there are ranks.
+    """Interleaved 1F1B: rank r holds stages r, r + ranks, r + 2 * ranks, ...
 
-    Stages are smaller, so a rank waits less for its first and after its last; more is sent.
+    Stages are shorter, so ranks are idle for a shorter time at the begin and end of a step. In
+    return, more is sent.
 
         rank 0  f0f1f2f3F0F1F2F3 · · · · · ·B0── ·B1── ·B2── ·B3──b0──b1──b2──b3──
         rank 1   ·f0f1f2f3F0F1F2F3 · · ·B0── ·B1── ·B2── ·B3──b0──b1──b2──b3── · ·
@@ -76,12 +84,13 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
 
     Source: Narayanan et al., SC 2021.
     """
-    return _of_torch("Interleaved1F1B", ranks, microbatches, per_rank)
+    return _torch_rows("Interleaved1F1B", ranks, microbatches, per_rank)
 
 
 def zero_bubble(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
-    """1F1B whose backward pass is in two: the half for the weights waits for nobody and fills what
-    would be idle.
+    """Zero bubble: 1F1B with a split backward pass.
+
+    No rank waits for the half that computes gradients of weights, so it fills idle time.
 
         rank 0  f0f1f2f3 · · ·i0w0i1w1i2w2i3w3
         rank 1   ·f0f1f2 · ·i0f3i1w0i2w1i3w2w3
@@ -90,11 +99,11 @@ def zero_bubble(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
 
     Source: Qi et al., ICLR 2024 (ZB-H1).
     """
-    return _of_torch("InterleavedZeroBubble", ranks, microbatches, per_rank)
+    return _torch_rows("InterleavedZeroBubble", ranks, microbatches, per_rank)
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
-    """Zero bubble in the shape of a V: the rank of the first stage holds the last one too.
+    """Zero bubble in the shape of a V: the rank of the first stage also holds the last one.
 
         rank 0  f0f1f2f3 · · ·F0I0W0F1I1W1F2I2W2F3I3W3i0w0 ·i1w1 ·i2w2 ·i3w3
         rank 1   ·f0f1f2f3 ·F0 ·F1I0W0F2I1W1F3I2W2i0w0I3W3i1w1 ·i2w2 ·i3w3 ·
@@ -103,15 +112,21 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
 
     Source: Qi et al., ICLR 2024 (ZB-V).
     """
-    return _of_torch("ZBVZeroBubble", ranks, microbatches, per_rank)
+    return _torch_rows("ZBVZeroBubble", ranks, microbatches, per_rank)
 
 
 class Schedule(NamedTuple):
-    """How to make a table, and how many stages each rank holds unless it is said."""
+    """One kind of table.
 
-    rows: Callable[[int, int, int], Rows]
+    Attributes:
+        make_rows: (ranks, microbatches, stages per rank) -> rows.
+        per_rank: default number of stages on each rank.
+        fixed: the number of stages on each rank cannot be chosen.
+    """
+
+    make_rows: Callable[[int, int, int], Rows]
     per_rank: int
-    fixed: bool  # the number of stages of each rank cannot be chosen
+    fixed: bool
 
 
 SCHEDULES = {
@@ -125,88 +140,88 @@ SCHEDULES = {
 
 
 def problems(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> list[str]:
-    """Why there is no such table; empty where there is one."""
+    """Return the reasons why there is no such table; an empty list if there is one."""
     if name not in SCHEDULES:
         return [f"schedule={name} is not known; {did_you_mean(name, SCHEDULES)}"]
-    found = []
     if ranks < 1 or microbatches < 1 or per_rank < 0:
-        found.append(
+        return [
             f"pipeline={ranks}, microbatches={microbatches}, stages={per_rank}: give whole "
             "positive numbers"
-        )
-        return found
+        ]
+    result = []
     schedule = SCHEDULES[name]
     if schedule.fixed and per_rank not in (0, schedule.per_rank):
-        found.append(
+        result.append(
             f"schedule={name} holds {schedule.per_rank} on each rank; stages={per_rank} is for "
             "interleaved"
         )
     if name == "naive" and microbatches != 1:
-        found.append(
+        result.append(
             f"schedule=naive has one micro-batch, not {microbatches}; with several it is "
             "schedule=gpipe"
         )
     rounds = max(1, microbatches // ranks)
     if name in ("interleaved", "zero-bubble") and microbatches % rounds:
-        near = microbatches // ranks * ranks
-        found.append(
+        lower = microbatches // ranks * ranks
+        result.append(
             f"schedule={name} takes micro-batches in rounds of {ranks} ranks, and {microbatches} "
-            "make no whole rounds; "
-            f"use microbatches={near} or {near + ranks}"
+            f"make no whole rounds; use microbatches={lower} or {lower + ranks}"
         )
-    return found
+    return result
 
 
 @lru_cache(maxsize=64)
 def table(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> ScheduleTable:
-    """The table of a schedule.
+    """Make the table of a schedule.
 
     Args:
         name: one of SCHEDULES.
         ranks: of one pipeline.
-        microbatches: that a batch is split in.
-        per_rank: stages on each rank; 0 for the schedule's own number.
+        microbatches: of one step, on each rank.
+        per_rank: stages on each rank; 0 for the schedule's default.
 
     Raises: ConfigError: there is no such table.
     """
-    if found := problems(name, ranks, microbatches, per_rank):
-        raise ConfigError(found)
+    if reasons := problems(name, ranks, microbatches, per_rank):
+        raise ConfigError(reasons)
     schedule = SCHEDULES[name]
     per_rank = per_rank or schedule.per_rank
-    rows = schedule.rows(ranks, microbatches, per_rank)
-    made = ScheduleTable(name, tuple(tuple(row) for row in rows), ranks * per_rank, microbatches)
-    check(made)
-    return made
+    rows = schedule.make_rows(ranks, microbatches, per_rank)
+    result = ScheduleTable(name, tuple(tuple(row) for row in rows), ranks * per_rank, microbatches)
+    check(result)
+    return result
 
 
-def _steady(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    row = [Action("F", stage, m) for m in range(ahead)]
-    for m in range(ahead, microbatches):
-        row += [Action("F", stage, m), Action("B", stage, m - ahead)]
-    return row + [Action("B", stage, m) for m in range(microbatches - ahead, microbatches)]
+def _one_f_one_b_row(stage: int, warm_up: int, microbatches: int) -> list[Action]:
+    """Return the actions of a rank with `warm_up` forward passes before its first backward."""
+    row = [Action("F", stage, m) for m in range(warm_up)]
+    for m in range(warm_up, microbatches):
+        row += [Action("F", stage, m), Action("B", stage, m - warm_up)]
+    return row + [Action("B", stage, m) for m in range(microbatches - warm_up, microbatches)]
 
 
-def _of_torch(name: str, ranks: int, microbatches: int, per_rank: int) -> Rows:
+def _torch_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> Rows:
+    """Return the table that a schedule class of torch.distributed.pipelining computes."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # The table depends on the shape of the pipeline alone, so stages that hold nothing are enough
-    # to be asked for it.
+    # The table depends on the numbers of ranks, stages and micro-batches alone, so stages without a
+    # module are enough. All stages of rank 0 are given; torch makes the rows of all ranks.
     schedule: Any = get_schedule_class(name)
-    stages = [
-        _torch_stage_stub(index * ranks, ranks, ranks * per_rank) for index in range(per_rank)
-    ]
+    num_stages = ranks * per_rank
+    stages = [_torch_stage_stub(index * ranks, ranks, num_stages) for index in range(per_rank)]
     order = schedule(stages, microbatches).pipeline_order
     return [
         [
             Action(a.computation_type.value, a.stage_index, a.microbatch_index)
             for a in order[rank]
-            if a is not None
+            if a is not None  # torch writes None for idle time
         ]
         for rank in range(ranks)
     ]
 
 
 def _torch_stage_stub(index: int, ranks: int, num_stages: int) -> SimpleNamespace:
+    """Return an object with the attributes of a PipelineStage that a schedule reads."""
     return SimpleNamespace(
         stage_index=index,
         num_stages=num_stages,

@@ -1,14 +1,18 @@
-"""The steps of a traced model in order, what each gives and costs, and what crosses each place
-between two of them.
+"""The steps of a traced model: their order, their cost, and the values that are live between them.
+
+A *step* is a node of the graph that is computed once. *Place* i is the gap before step i, and the
+last place is after the last step. A cut at a place makes a stage begin with that step.
 
       input ── step 0 ── step 1 ──┬── step 2 ── step 3 ──+── step 4 ── output
                                   └──────────────────────┘
-      place 2 is crossed by step 1's value, place 3 by step 1's and step 2's: a shortcut is carried
-      along
+      live across place 2: the value of step 1
+      live across place 3: the values of steps 1 and 2; the shortcut is carried along
 
-Model inputs cross nothing: every rank of a pipeline has the whole batch. Parameters do not either:
-a stage that uses one holds it. Numbers such as sizes are computed again wherever they follow from
-inputs alone."""
+Three kinds of nodes are no steps, and are never sent:
+- model inputs: every rank of a pipeline has the full local batch;
+- parameters and buffers: each stage that uses one holds it;
+- numbers that follow from inputs alone, such as sizes: each stage computes them again.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
-from shoal.strategies.pipeline.buffer_updates import Buffers
+from shoal.strategies.pipeline.trial_state import SavedBuffers
 
 NO_COST_OPS = ("placeholder", "get_attr", "output")
-SIZES = ("size", "dim", "numel", "__len__", "ndimension")
+SIZE_METHODS = ("size", "dim", "numel", "__len__", "ndimension")
+SIZE_ATTRIBUTES = ("shape", "ndim", "device", "dtype")
 REPEATS = 3
+"""Runs of each step in a profile; the shortest counts."""
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a step gave on a sample.
+    """Measurements of one step on a sample.
 
     Attributes:
-        is_tensor: nothing else crosses from stage to stage.
-        size_bytes: of what it gave.
+        is_tensor: the step returns a tensor; nothing else can be sent to another stage.
+        size_bytes: of all tensors that it returns.
         time_s: forward and backward.
     """
 
@@ -44,100 +50,108 @@ class StepProfile:
 
 
 def steps_of(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that are computed once, in order; what is computed wherever it is used is not
-    among them.
-    """
-    again = recomputable_nodes(graph)
-    return [node for node in graph.nodes if node.op not in NO_COST_OPS and node not in again]
+    """Return the steps of a graph, in order."""
+    recomputable = recomputable_nodes(graph)
+    return [node for node in graph.nodes if node.op not in NO_COST_OPS and node not in recomputable]
 
 
 def recomputable_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that give numbers and follow from inputs alone: sizes, and arithmetic on them."""
+    """Return the nodes whose values are numbers that follow from inputs alone: sizes, and
+    arithmetic on sizes.
+    """
     numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in NO_COST_OPS or node.op == "call_module":
             continue
-        asks = (node.op == "call_method" and node.target in SIZES) or _is_shape(node)
         sources = node.all_input_nodes
-        of_inputs = asks and all(source.op == "placeholder" for source in sources)
+        reads_size = _is_size_method(node) or _is_size_attribute(node)
+        of_inputs = reads_size and all(source.op == "placeholder" for source in sources)
         of_numbers = bool(sources) and all(source in numbers for source in sources)
-        if of_inputs or (of_numbers and (asks or _is_arithmetic(node))):
+        if of_inputs or (of_numbers and (reads_size or _is_arithmetic(node))):
             numbers.add(node)
     return numbers
 
 
 def live_across(graph: fx.Graph) -> list[list[fx.Node]]:
-    """For each place, before step 0 to after the last one, the steps whose values are needed on
-    both of its sides.
+    """Return for each place the earlier steps whose values are used after it.
+
+    Returns: len(steps) + 1 lists.
     """
     steps = steps_of(graph)
-    number = {step: index for index, step in enumerate(steps)}
-    last_use = {step: _last_use(step, number, set()) for step in steps}
+    index_of = {step: index for index, step in enumerate(steps)}
+    last_use = {step: _last_use(step, index_of, set()) for step in steps}
     return [
         [step for step in steps[:place] if last_use[step] >= place]
         for place in range(len(steps) + 1)
     ]
 
 
-def cut_points(graph: fx.Graph, seen: Mapping[fx.Node, StepProfile] | None) -> list[int]:
-    """Where a model can be cut: numbers of the steps that may begin a stage."""
-    values = live_across(graph)
+def cut_points(graph: fx.Graph, profiles: Mapping[fx.Node, StepProfile] | None) -> list[int]:
+    """Return the places where the model can be cut: only tensors are live across them.
+
+    Args: profiles: tell what each step returns. None: it is guessed from the graph.
+    """
+    live = live_across(graph)
     return [
         place
-        for place in range(1, len(values) - 1)
-        if all(_may_cross(node, seen) for node in values[place])
+        for place in range(1, len(live) - 1)
+        if all(_is_sendable(node, profiles) for node in live[place])
     ]
 
 
 def profile(
     model: nn.Module, graph: fx.Graph, sample: tuple[Any, ...]
 ) -> dict[fx.Node, StepProfile]:
-    """Run each step forward and backward on a sample; buffers and gradients of the model stay
-    as they were.
+    """Run each step forward and backward on a sample, and measure it.
+
+    Buffers and gradients of the model, and the random state, stay as they were.
     """
-    buffers = Buffers(model)
+    buffers = SavedBuffers(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.random.fork_rng():
-            watcher = _Watcher(model, graph)
-            watcher.run(*sample)
+            profiler = _Profiler(model, graph)
+            profiler.run(*sample)
     finally:
         buffers.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    return watcher.seen
+    return profiler.profiles
 
 
-def sizes(model: nn.Module, graph: fx.Graph) -> dict[fx.Node, float]:
-    """Numbers of parameters that each step uses for the first time."""
+def parameter_counts(model: nn.Module, graph: fx.Graph) -> dict[fx.Node, float]:
+    """Return for each step the number of parameter values that it is the first to use."""
     counted: set[int] = set()
-    found: dict[fx.Node, float] = {}
+    counts: dict[fx.Node, float] = {}
     for step in steps_of(graph):
-        mine = {id(p): p for p in parameters_of(model, step) if id(p) not in counted}
-        counted |= mine.keys()
-        found[step] = float(sum(parameter.numel() for parameter in mine.values()))
-    return found
+        new = {id(p): p for p in parameters_of(model, step) if id(p) not in counted}
+        counted |= new.keys()
+        counts[step] = float(sum(parameter.numel() for parameter in new.values()))
+    return counts
 
 
 def parameters_of(model: nn.Module, step: fx.Node) -> list[nn.Parameter]:
-    """What a step uses: of the module that it calls, or given to it by itself."""
-    found = (
-        list(model.get_submodule(str(step.target)).parameters()) if step.op == "call_module" else []
-    )
+    """Return the parameters of the module that a step calls, and those among its arguments."""
+    parameters: list[nn.Parameter] = []
+    if step.op == "call_module":
+        parameters += model.get_submodule(str(step.target)).parameters()
     for source in step.all_input_nodes:
         if source.op == "get_attr":
             owner, _, name = str(source.target).rpartition(".")
             value = getattr(model.get_submodule(owner), name)
-            found += [value] if isinstance(value, nn.Parameter) else []
-    return found
+            parameters += [value] if isinstance(value, nn.Parameter) else []
+    return parameters
 
 
-class _Watcher(fx.Interpreter):
+class _Profiler(fx.Interpreter):
+    """Runs a graph step by step. Each step gets detached inputs, so it is differentiated alone."""
+
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(model, graph=graph)
-        self.seen: dict[fx.Node, StepProfile] = {}
-        self.kept: list[Tensor] = []  # alive, so that an id stands for one of them only
-        self.has_gradient: set[int] = set()
+        self.profiles: dict[fx.Node, StepProfile] = {}
+        self._differentiable: set[int] = set()
+        # Keeps tensors alive, so that an id in `_differentiable` is not used again.
+        self._retained: list[Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in NO_COST_OPS:
@@ -146,73 +160,79 @@ class _Watcher(fx.Interpreter):
         times_s = []
         value = None
         for _ in range(REPEATS):
-            # Copies, for a step may write into what it is given.
-            own = tree_map(self._copy, (args, kwargs))
-            begin = time.perf_counter()
-            value = getattr(self, n.op)(n.target, *own)
-            outputs = [
-                leaf
-                for leaf in tree_leaves(value)
-                if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            times_s.append(time.perf_counter() - begin)
+            # A step may write into its inputs, so each run gets copies.
+            copied_args, copied_kwargs = tree_map(self._copy, (args, kwargs))
+            start_s = time.perf_counter()
+            value = getattr(self, n.op)(n.target, copied_args, copied_kwargs)
+            _backward(value)
+            times_s.append(time.perf_counter() - start_s)
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.seen[n] = StepProfile(isinstance(value, Tensor), size_bytes, min(times_s))
-        return tree_map(self._detached, value)
+        self.profiles[n] = StepProfile(isinstance(value, Tensor), size_bytes, min(times_s))
+        return tree_map(self._detach, value)
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
             return value
-        if id(value) in self.has_gradient:
-            return (
-                value.detach().requires_grad_().clone()
-            )  # no leaf itself: steps may work in place
+        if id(value) in self._differentiable:
+            # A clone of a leaf is no leaf, and may be written in place.
+            return value.detach().requires_grad_().clone()
         return value.clone()
 
-    def _detached(self, value: Any) -> Any:
+    def _detach(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        plain = value.detach()
-        self.kept.append(plain)
+        detached = value.detach()
+        self._retained.append(detached)
         if value.requires_grad:
-            self.has_gradient.add(id(plain))
-        return plain
+            self._differentiable.add(id(detached))
+        return detached
 
 
-def _last_use(step: fx.Node, number: Mapping[fx.Node, int], looked: set[fx.Node]) -> int:
+def _backward(value: Any) -> None:
+    """Differentiate all tensors in a step's value, with gradients of ones."""
+    leaves = tree_leaves(value)
+    roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _last_use(step: fx.Node, index_of: Mapping[fx.Node, int], visited: set[fx.Node]) -> int:
+    """Return the index of the last step that uses a value, also through recomputable nodes.
+
+    The output counts as a use by the last step. -1: the value is never used.
+    """
     last = -1
     for user in step.users:
         if user.op == "output":
-            return len(number) - 1
-        if user in number:
-            last = max(last, number[user])
-        elif user not in looked:
-            looked.add(user)
-            last = max(last, _last_use(user, number, looked))
+            return len(index_of) - 1
+        if user in index_of:
+            last = max(last, index_of[user])
+        elif user not in visited:
+            visited.add(user)
+            last = max(last, _last_use(user, index_of, visited))
     return last
 
 
-def _may_cross(node: fx.Node, seen: Mapping[fx.Node, StepProfile] | None) -> bool:
-    if seen is not None:
-        return seen[node].is_tensor
-    gives_many = node.op == "call_module" and all(_is_item(user) for user in node.users)
-    return (
-        not gives_many
-        and not (node.op == "call_method" and node.target in SIZES)
-        and not _is_shape(node)
-    )
+def _is_sendable(node: fx.Node, profiles: Mapping[fx.Node, StepProfile] | None) -> bool:
+    if profiles is not None:
+        return profiles[node].is_tensor
+    # A module whose value is only ever indexed returns a tuple, as an LSTM does.
+    returns_tuple = node.op == "call_module" and all(_is_getitem(user) for user in node.users)
+    return not (returns_tuple or _is_size_method(node) or _is_size_attribute(node))
 
 
-def _is_item(node: fx.Node) -> bool:
+def _is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-def _is_shape(node: fx.Node) -> bool:
-    named = node.op == "call_function" and getattr(node.target, "__name__", "") == "getattr"
-    return named and node.args[1] in ("shape", "ndim", "device", "dtype")
+def _is_size_method(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target in SIZE_METHODS
+
+
+def _is_size_attribute(node: fx.Node) -> bool:
+    is_getattr = node.op == "call_function" and getattr(node.target, "__name__", "") == "getattr"
+    return is_getattr and node.args[1] in SIZE_ATTRIBUTES
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

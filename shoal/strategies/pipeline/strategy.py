@@ -1,37 +1,38 @@
-"""Pipeline parallel: each rank holds some layers; micro-batches go through all ranks, one behind
-the other.
+"""Pipeline parallel: each rank holds some layers, and micro-batches go through all ranks in turn.
 
-      rank 0   [embed  block 0]   f0f1f2f3 · · · · · ·b0── ·b1── ·b2── ·b3──        f3  forward of micro-batch 3
-      rank 1   [block 1]           ·f0f1f2 · · · ·b0──f3b1── ·b2── ·b3── · ·        b3  its backward
+      rank 0   [embed  block 0]   f0f1f2f3 · · · · · ·b0── ·b1── ·b2── ·b3──
+      rank 1   [block 1]           ·f0f1f2 · · · ·b0──f3b1── ·b2── ·b3── · ·
       rank 2   [block 2]           · ·f0f1 · ·b0──f2b1──f3b2── ·b3── · · · ·
-      rank 3   [norm  head]        · · ·f0b0──f1b1──f2b2──f3b3── · · · · · ·        1f1b; `shoal schedule` draws others
+      rank 3   [norm  head]        · · ·f0b0──f1b1──f2b2──f3b3── · · · · · ·
 
-[1] *Cut*: the forward pass is traced and cut where stages take equally long
-    (`shoal/strategies/pipeline/fx_trace.py`, `plan.py`). Shortcuts over a cut are carried along.
-    Parameters keep the model's own names.
-[2] *Run*: a table says who computes what in which order (`schedules.py`); each rank runs its row
-(`engine.py`). [3] *Agree*: the last stage knows loss, count and measures, each rank its own stop
-request; one small sum over the
-    pipeline tells all of them. Gradients of tied weights are summed over the stages that hold them.
-The data strategy comes after that: its gradients are reduced once, when all micro-batches are
-through.
+f3 is the forward pass of micro-batch 3, and b3── its backward pass. The drawing is 1f1b; `shoal
+schedule` draws the other schedules.
+
+[1] *Partition.* The forward pass is traced, and cut so that stages take equally long. A shortcut
+    over a cut is carried along. Parameters keep the names of the full model.
+[2] *Run.* A table says which rank computes what in which order; each rank runs its row.
+[3] *Totals.* The last stage knows loss, count and measures, and each rank knows its own stop
+    request. One small sum over the pipeline gives all of them to all ranks. Gradients of tied
+    parameters are summed over the stages that hold them.
+
+The data-parallel strategy comes after that. It reduces gradients once, after all micro-batches.
 
 Sources: Huang et al., NeurIPS 2019 (GPipe); Narayanan et al., SC 2021 (1F1B, interleaved); Qi et
-al., ICLR 2024 (zero bubble). The tables of the last three and the backward pass in halves are those
-of torch.distributed.pipelining."""
+al., ICLR 2024 (zero bubble). The tables of the last three, and the split backward pass, are those
+of torch.distributed.pipelining.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import (
-    BatchNormBase,
     forward_pre_hooks,
     has_backward_hooks,
     has_forward_hooks,
@@ -42,25 +43,37 @@ from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.fx_trace import Traced
-from shoal.strategies.pipeline.plan import StagePlan, full_model, plan, trace_for
+from shoal.strategies.pipeline.pipeline_summary import summary_lines
+from shoal.strategies.pipeline.plan import PlanRequest, StagePlan, full_model, plan, trace_for
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
-from shoal.strategies.pipeline.schedule_timing import bubble_fractions, timeline
 from shoal.strategies.pipeline.schedules import problems, table
-from shoal.strategies.pipeline.stage import (
-    Stage,
-    apply_pre_hooks,
-    collect,
-    stages,
-    unused,
-)
+from shoal.strategies.pipeline.stage import Stage, apply_pre_hooks, stages
+from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
 from shoal.strategies.pipeline.ties import Ties
-from shoal.strategies.wrap_units import has_dropout, innermost, units
+from shoal.strategies.wrap_units import innermost, units
 
-LATE = "a pipeline adds up the gradients of its micro-batches."
+GRADS_NOT_READY = "a pipeline adds up the gradients of its micro-batches."
 MICROBATCHES_PER_RANK = 4
-"""Micro-batches for each rank of a pipeline, unless it is said: 1F1B is idle for a fifth of the
-time or less.
+"""Default number of micro-batches for each rank of a pipeline. 1F1B is then idle for at most a
+fifth of the time.
 """
+
+
+class _Partition(NamedTuple):
+    """A model divided into stages, the same on all ranks.
+
+    Attributes: stages: all stages, of all ranks.
+    """
+
+    table: ScheduleTable
+    graph: Traced
+    stage_plan: StagePlan
+    full_model: FullModel
+    stages: list[Stage]
+
+    def rank_of(self) -> dict[int, int]:
+        """Return stage -> rank."""
+        return {stage: self.table.rank_of(stage) for stage in range(self.table.num_stages)}
 
 
 class Pipeline(PipelineOptions, Strategy):
@@ -68,214 +81,190 @@ class Pipeline(PipelineOptions, Strategy):
 
     needs_example_batch: ClassVar[bool] = True
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces module, forward, run, owned. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Keep this rank's stages; replace `module`, `forward`, `run` and `trainable_params`.
 
-        Raises: StrategyRefused: a model that cannot be cut so.
+        Collective.
+
+        Raises: StrategyRefused: the model cannot be divided into these stages.
         """
-        self._refuse(part)
+        self._check(model)
         if mesh.pipeline.size == 1:
-            return part
-        mesh.pipeline.broadcast_module(part.module)
-        chosen = self._table(part.example_inputs)
-        where, uncut, graph = self._stage_placement(part, mesh, chosen)
-        return _cut(part, mesh, chosen, where, uncut, graph, self.microbatches == 0)
+            return model
+        mesh.pipeline.broadcast_module(model.module)
+        partition = self._partition(model, mesh)
+        _check_mutated_buffers(model.module, partition)
+        summary = summary_lines(
+            model.module,
+            partition.table,
+            partition.stage_plan,
+            model.example_inputs.num_samples if model.example_inputs else 0,
+            microbatches_chosen=self.microbatches == 0,
+        )
+        return _keep_local_stages(model, mesh, partition, summary)
 
-    def _refuse(self, part: LocalModel) -> None:
-        if self.ranks > 1 and part.example_inputs is None:
+    def _check(self, model: LocalModel) -> None:
+        if self.ranks == 1:
+            return
+        if model.example_inputs is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared "
-                "loader takes care of. "
-                "Prepare a loader: run.prepare(model, optimizer, loader)."
+                "loader takes care of. Prepare a loader: run.prepare(model, optimizer, loader)."
             )
-        model = part.module
-        seen = has_forward_hooks(model) or has_pre_hooks_with_keywords(model)
-        if self.ranks > 1 and (seen or has_backward_hooks(model)):
+        module = model.module
+        if (
+            has_forward_hooks(module)
+            or has_pre_hooks_with_keywords(module)
+            or has_backward_hooks(module)
+        ):
             raise StrategyRefused(
                 "pipeline: the model itself has hooks on its output, its gradients or its named "
-                "arguments, and no rank "
-                "calls all of it. Put them on a module inside; hooks on positional inputs are "
-                "called."
+                "arguments, and no rank calls all of it. Put them on a module inside; hooks on "
+                "positional inputs are called."
             )
 
-    def _table(self, sample: ExampleBatch | None) -> ScheduleTable:
-        wanted = self.microbatches or _chosen(
-            self.schedule, self.ranks, 0 if sample is None else sample.num_samples
-        )
-        return table(self.schedule, self.ranks, wanted, self.stages)
-
-    def _stage_placement(
-        self, part: LocalModel, mesh: Mesh, chosen: ScheduleTable
-    ) -> tuple[StagePlan, FullModel, Traced]:
-        assert part.example_inputs is not None
-        inputs = apply_pre_hooks(
-            part.module, forward_pre_hooks(part.module), part.example_inputs.inputs
-        )
-        whole = set(innermost(units(part.module)))
-        graph = trace_for(part.module, chosen.num_stages, whole, len(inputs), inputs)
-        halved = any(action.kind == "W" for row in chosen.rows for action in row)
-        if halved and graph.checked is not None and graph.checked.hooks:
+    def _partition(self, model: LocalModel, mesh: Mesh) -> _Partition:
+        """[1] Divide the model into stages. Collective over the world."""
+        assert model.example_inputs is not None
+        module = model.module
+        schedule = self._table(model.example_inputs)
+        sample = apply_pre_hooks(module, forward_pre_hooks(module), model.example_inputs.inputs)
+        wrap_units = set(innermost(units(module)))
+        graph = trace_for(module, schedule.num_stages, wrap_units, len(sample), sample)
+        has_split_backward = any(action.kind == "W" for row in schedule.rows for action in row)
+        if has_split_backward and graph.checked is not None and graph.checked.hooks:
             raise StrategyRefused(
                 f"pipeline: schedule={self.schedule} takes backward passes in halves, and hooks on "
-                "gradients that "
-                "modules of the model have or register would act in both. Use schedule=1f1b or "
-                "schedule=interleaved."
+                "gradients that modules of the model have or register would act in both. Use "
+                "schedule=1f1b or schedule=interleaved."
             )
-        num_stages, balance = chosen.num_stages, self.balance
-        where = plan(
-            mesh, part.module, graph, num_stages, balance, self.cuts, inputs, part.colocations
+        request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
+        stage_plan = plan(mesh, module, graph, request, sample)
+        full = full_model(module, graph, stage_plan.stage_starts)
+        return _Partition(
+            schedule, graph, stage_plan, full, stages(module, *full.graphs, full.begins)
         )
-        return where, full_model(part.module, graph, where.stage_starts), graph
+
+    def _table(self, example: ExampleBatch) -> ScheduleTable:
+        num_microbatches = self.microbatches or _default_microbatches(
+            self.schedule, self.ranks, example.num_samples
+        )
+        return table(self.schedule, self.ranks, num_microbatches, self.stages)
 
 
-def _cut(
-    part: LocalModel,
-    mesh: Mesh,
-    chosen: ScheduleTable,
-    where: StagePlan,
-    uncut: FullModel,
-    graph: Traced,
-    free: bool,
+def _keep_local_stages(
+    model: LocalModel, mesh: Mesh, partition: _Partition, summary: Iterable[str]
 ) -> LocalModel:
-    model, axis = part.module, mesh.pipeline
-    pieces = stages(model, *uncut.graphs, uncut.begins)
-    homes = {stage: chosen.rank_of(stage) for stage in range(chosen.num_stages)}
-    assert graph.checked is not None, "a pipeline has a sample"
-    _refuse_shared_buffers(model, pieces, homes, graph.checked.mutated_buffers)
-    mine = chosen.stages_of(axis.rank)
-    others = (
-        unused(model, set().union(*(piece.targets for piece in pieces)))
-        if homes[0] == axis.rank
-        else set()
-    )
-    kept = collect(model, set().union(*(pieces[stage].targets for stage in mine)), others)
-    here = {id(parameter) for parameter in kept.parameters()}
-    owned = {
-        name: parameter
-        for name, parameter in part.trainable_params.items()
-        if id(parameter) in here
+    """Return the stages of this rank as its local model; free the tensors of all other stages."""
+    module = model.module
+    axis = mesh.pipeline
+    local_stages = {
+        stage: partition.stages[stage] for stage in partition.table.stages_of(axis.rank)
     }
-    shared = _tied_params(part.trainable_params, model, pieces, homes)
-    said = _describe(model, chosen, where, part, free)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {n: names[id(p)] for n, p in kept.named_parameters() if names[id(p)] != n}
-    free_other_params(model, kept)
-    for stage in mine:
-        pieces[stage].home = kept
-    ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, kept, aliases)
-    staged = PipelineExecutor(
-        model,
-        chosen,
-        axis,
-        {stage: pieces[stage] for stage in mine},
-        ties,
-        graph.constants,
-        mesh.recorder,
+    local_module = _collect_local(module, partition, local_stages, axis.rank)
+    local_ids = {id(parameter) for parameter in local_module.parameters()}
+    full_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    aliases = {
+        name: full_names[id(parameter)]
+        for name, parameter in local_module.named_parameters()
+        if full_names[id(parameter)] != name
+    }
+    shared = _tied_params(model.trainable_params, partition)
+    trainable = {
+        name: parameter
+        for name, parameter in model.trainable_params.items()
+        if id(parameter) in local_ids
+    }
+    free_other_params(module, local_module)
+    for stage in local_stages.values():
+        stage.home = local_module
+    ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
+    constants = partition.graph.constants
+    executor = PipelineExecutor(
+        module, partition.table, axis, local_stages, ties, constants, mesh.recorder
     )
-    model.forward = staged.evaluate
+    # Users evaluate by calling their model.
+    module.forward = executor.evaluate
     return replace(
-        part,
-        module=kept,
-        forward=staged.forward,
-        run=staged.run,
-        trainable_params=owned,
+        model,
+        module=local_module,
+        forward=executor.forward,
+        run=executor.run,
+        trainable_params=trainable,
         pipeline_axis=axis,
-        full_model=uncut,
+        full_model=partition.full_model,
         duplicated_params=ties.owned_by_earlier_stage,
         tied_names=aliases,
-        passes=PassTraits(module_called=False, complete_after_run=True, recorded=True),
-        grads_not_ready_reason=LATE,
-        summary_lines=(*part.summary_lines, *said),
+        pass_traits=PassTraits(module_called=False, complete_after_run=True, recorded=True),
+        grads_not_ready_reason=GRADS_NOT_READY,
+        summary_lines=(*model.summary_lines, *summary),
     )
 
 
-def _chosen(schedule: str, ranks: int, rows: int) -> int:
-    """Micro-batches where none were asked for: four for each rank, but of a sample at least."""
+def _collect_local(
+    module: nn.Module, partition: _Partition, local_stages: Mapping[int, Stage], rank: int
+) -> StageModule:
+    """Return what the stages of this rank use. The rank of stage 0 also holds what no stage uses,
+    so that checkpoints are complete.
+    """
+    targets: set[str] = set().union(*(stage.targets for stage in local_stages.values()))
+    others: set[str] = set()
+    if partition.table.rank_of(0) == rank:
+        others = unused(module, set().union(*(stage.targets for stage in partition.stages)))
+    return collect(module, targets, others)
+
+
+def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
+    """Choose the number of micro-batches.
+
+    The largest number up to MICROBATCHES_PER_RANK for each rank that the schedule allows. Numbers
+    that divide the samples, and give each rank a micro-batch, come first. No micro-batch is empty.
+
+    Args: num_samples: of a batch; 0 if unknown.
+    """
     if schedule == "naive":
         return 1
-    most = MICROBATCHES_PER_RANK * ranks if rows == 0 else min(MICROBATCHES_PER_RANK * ranks, rows)
-    fitting = [m for m in range(1, most + 1) if not problems(schedule, ranks, m)]
-    return max((m for m in fitting if rows % m == 0 and m >= ranks), default=max(fitting))
+    limit = MICROBATCHES_PER_RANK * ranks
+    if num_samples:
+        limit = min(limit, num_samples)
+    allowed = [m for m in range(1, limit + 1) if not problems(schedule, ranks, m)]
+    even = [m for m in allowed if num_samples % m == 0 and m >= ranks]
+    return max(even or allowed)
 
 
 def _tied_params(
-    owned: Mapping[str, nn.Parameter],
-    model: nn.Module,
-    pieces: list[Stage],
-    homes: Mapping[int, int],
+    trainable: Mapping[str, nn.Parameter], partition: _Partition
 ) -> dict[str, list[int]]:
-    """Trained parameters that stages of several ranks use, with these ranks."""
+    """Return the trainable parameters that stages of several ranks use, with these ranks."""
+    rank_of = partition.rank_of()
     users: dict[int, set[int]] = {}
-    for stage, piece in enumerate(pieces):
-        for parameter in piece.parameters():
-            users.setdefault(id(parameter), set()).add(homes[stage])
-    found = {name: sorted(users.get(id(parameter), set())) for name, parameter in owned.items()}
-    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+    for index, stage in enumerate(partition.stages):
+        for parameter in stage.parameters():
+            users.setdefault(id(parameter), set()).add(rank_of[index])
+    ranks_by_name = {
+        name: sorted(users.get(id(parameter), set())) for name, parameter in trainable.items()
+    }
+    return {name: ranks for name, ranks in ranks_by_name.items() if len(ranks) > 1}
 
 
-def _refuse_shared_buffers(
-    model: nn.Module, pieces: list[Stage], homes: Mapping[int, int], written: Set[int]
-) -> None:
-    """Raise StrategyRefused where a module with running statistics is called on several ranks,
-    by whatever name.
+def _check_mutated_buffers(module: nn.Module, partition: _Partition) -> None:
+    """Raise StrategyRefused if several ranks call a module that writes into its buffers.
+
+    A buffer that nobody writes into, such as a mask or a table of sines, may have copies.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    assert partition.graph.checked is not None, "a pipeline has a sample"
+    mutated: Set[int] = partition.graph.checked.mutated_buffers
+    rank_of = partition.rank_of()
+    names = {id(inner): name for name, inner in module.named_modules()}
     users: dict[str, set[int]] = {}
-    for stage, piece in enumerate(pieces):
-        for module in piece.modules():
-            # What nobody writes into, such as a mask or a table of sines, may have copies.
-            if any(id(buffer) in written for buffer in module.buffers(recurse=False)):
-                users.setdefault(names[id(module)], set()).add(homes[stage])
+    for index, stage in enumerate(partition.stages):
+        for inner in stage.modules():
+            if any(id(buffer) in mutated for buffer in inner.buffers(recurse=False)):
+                users.setdefault(names[id(inner)], set()).add(rank_of[index])
     for path, ranks in users.items():
         if len(ranks) > 1:
             raise StrategyRefused(
                 f"pipeline: {path} has buffers and is called in stages of ranks {sorted(ranks)}, "
-                "whose copies would "
-                "drift apart. Cut the model elsewhere with cuts=NAME, or give each place a module "
-                "of its own."
+                "whose copies would drift apart. Cut the model elsewhere with cuts=NAME, or give "
+                "each place a module of its own."
             )
-
-
-def _describe(
-    model: nn.Module, chosen: ScheduleTable, where: StagePlan, part: LocalModel, free: bool
-) -> list[str]:
-    what = "time" if where.measured else "parameters"
-    shares = " | ".join(f"{100 * share:.0f} %" for share in where.cost_fractions)
-    said = [
-        f"pipeline of {chosen.num_ranks} ranks, cut before {', '.join(where.names)}: {what} "
-        f"{shares}"
-    ]
-    rows = part.example_inputs.num_samples if part.example_inputs else 0
-    idle = 100 * max(bubble_fractions(timeline(chosen)))
-    said.append(
-        f"{chosen.name}, {chosen.num_microbatches} micro-batches{' (chosen)' if free else ''} of "
-        f"{rows} rows: stages "
-        f"of equal time would be idle for {idle:.0f} % of a step"
-    )
-    if chosen.num_microbatches > max(rows, 1):
-        said.append(
-            f"{rows} samples fill {rows} of {chosen.num_microbatches} micro-batches; the rest is "
-            "idle time"
-        )
-    return said + _trace_differences(model, chosen.num_microbatches)
-
-
-def _trace_differences(model: nn.Module, microbatches: int) -> list[str]:
-    notes = []
-    norms = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
-    if norms and microbatches > 1:
-        notes.append(
-            f"note: BatchNorm ({norms[0]} and {len(norms) - 1} more) normalises over one "
-            "micro-batch at a time, so "
-            "gradients differ from one device by design; GroupNorm has no such difference. Its "
-            "running statistics are "
-            "those of the whole batch."
-        )
-    dropping = [name for name, m in model.named_modules() if has_dropout(m)]
-    if dropping:
-        notes.append(
-            f"note: dropout ({dropping[0]}, ...) draws for one micro-batch at a time, in a stream "
-            "of its own on every "
-            "rank: same law, other masks."
-        )
-    return notes

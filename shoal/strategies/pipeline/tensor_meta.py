@@ -1,5 +1,10 @@
-"""What a header says of the tensors that cross a cut: their number, types and shapes, and who
-has a gradient.
+"""The headers of messages between stages: number, dtypes and shapes of their tensors, and which of
+them have a gradient.
+
+      activations   n │ dtype  has_gradient  dims  shape ... │ dtype  ...     256 numbers
+      gradients     1 │ 0 │ 1 │ ...                                           one for each value
+
+Headers are int64 tensors, so they travel as every other message does.
 """
 
 from __future__ import annotations
@@ -13,66 +18,72 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
 
-HEADER = 256
-"""Numbers in a header."""
+HEADER_LENGTH = 256
+"""Numbers in a header of activations. The length is fixed, since the receiver does not know how
+many tensors come."""
 
 
 class TensorMeta(NamedTuple):
-    """What a tensor looks like."""
+    """The dtype and shape of a tensor, and whether the loss is differentiated with respect to
+    it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     has_gradient: bool
 
 
-Forms = tuple[TensorMeta, ...]
-Present = tuple[bool, ...]
-"""Which of the values that can have a gradient have one."""
+TensorMetas = tuple[TensorMeta, ...]
+GradMask = tuple[bool, ...]
+"""For each value that can have a gradient: whether it has one."""
 
 
-def encoded(forms: Forms, device: torch.device) -> Tensor:
-    """As numbers, (HEADER,), int64. Raises UsageError: they are too many for one."""
-    numbers = [len(forms)]
-    for form in forms:
-        numbers += [DTYPE_NUMBERS[form.dtype], form.has_gradient, len(form.shape), *form.shape]
-    if len(numbers) > HEADER:
+def encode_metas(metas: TensorMetas, device: torch.device) -> Tensor:
+    """Return the header of activations: (HEADER_LENGTH,), int64.
+
+    Raises: UsageError: the tensors are too many for one header.
+    """
+    numbers = [len(metas)]
+    for meta in metas:
+        numbers += [DTYPE_NUMBERS[meta.dtype], meta.has_gradient, len(meta.shape), *meta.shape]
+    if len(numbers) > HEADER_LENGTH:
         raise UsageError(
-            f"pipeline: {len(forms)} tensors cross one cut, more than a header describes. Put the "
-            "cut where fewer do, "
-            "with cuts=NAME."
+            f"pipeline: {len(metas)} tensors cross one cut, more than a header describes. Put the "
+            "cut where fewer do, with cuts=NAME."
         )
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=device)
+    padding = [0] * (HEADER_LENGTH - len(numbers))
+    return torch.tensor(numbers + padding, dtype=torch.int64, device=device)
 
 
-def decoded(header: Tensor) -> Forms:
-    """The inverse."""
+def decode_metas(header: Tensor) -> TensorMetas:
+    """Return what `encode_metas` has encoded."""
     numbers = deque(header.tolist())
-    forms = []
+    metas = []
     for _ in range(numbers.popleft()):
-        dtype, has_gradient, dims = numbers.popleft(), numbers.popleft(), numbers.popleft()
-        forms.append(
-            TensorMeta(
-                DTYPES[dtype], tuple(numbers.popleft() for _ in range(dims)), bool(has_gradient)
-            )
-        )
-    return tuple(forms)
+        dtype = DTYPES[numbers.popleft()]
+        has_gradient = bool(numbers.popleft())
+        dims = numbers.popleft()
+        shape = tuple(numbers.popleft() for _ in range(dims))
+        metas.append(TensorMeta(dtype, shape, has_gradient))
+    return tuple(metas)
 
 
-def encode_mask(present: Present, device: torch.device) -> Tensor:
-    """As numbers, one for each, int64."""
-    return torch.tensor(present, dtype=torch.int64, device=device)
+def encode_mask(mask: GradMask, device: torch.device) -> Tensor:
+    """Return the header of gradients: (len(mask),), int64."""
+    return torch.tensor(mask, dtype=torch.int64, device=device)
 
 
-def decoded_present(header: Tensor) -> Present:
-    """The inverse."""
-    return tuple(bool(number) for number in header.tolist())
+def decode_mask(header: Tensor) -> GradMask:
+    """Return what `encode_mask` has encoded."""
+    return tuple(bool(value) for value in header.tolist())
 
 
-def describe_mask(present: Present) -> str:
-    """For a message: which of them have a gradient."""
-    return ", ".join(f"number {index}" for index, there in enumerate(present) if there) or "none"
+def describe_metas(metas: TensorMetas) -> str:
+    """Describe tensors for an error message."""
+    return ", ".join(f"{meta.dtype} {list(meta.shape)}" for meta in metas)
 
 
-def describe(forms: Forms) -> str:
-    """For a message."""
-    return ", ".join(f"{form.dtype} {list(form.shape)}" for form in forms)
+def describe_mask(mask: GradMask) -> str:
+    """Name the values that have a gradient, for an error message."""
+    present = [f"number {index}" for index, has_gradient in enumerate(mask) if has_gradient]
+    return ", ".join(present) or "none"

@@ -1,14 +1,16 @@
-"""Parameters that several ranks of a pipeline hold, as the tied head of a language model.
+"""Tied parameters that several ranks of a pipeline hold, such as embedding and head of a GPT.
 
       rank 0   token_embedding.weight    gradient a   ──a──>                        a + b
       rank 3   head.weight, the same     gradient b            a + b  <──────       a + b
 
-Each rank steps its copy with the same gradient, so the copies stay equal. Without this the
-gradients are wrong and nothing says so."""
+Each rank steps its copy with the same gradient, so the copies stay equal. Without the sum the
+copies would drift apart, and no error would show it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,22 @@ from shoal.comm.axis import Axis
 from shoal.comm.norm import to_local
 
 
+class _TiedParameter(NamedTuple):
+    """A tied parameter of this rank: its name here, and all ranks that hold it, ascending."""
+
+    local_name: str
+    ranks: list[int]
+
+
 class Ties:
-    """Sums gradients of shared parameters.
+    """Sums the gradients of tied parameters over their ranks.
 
     Args:
-        shared: name -> the ranks of the pipeline that hold it, ascending, more than one.
-        module: what this rank holds.
-        aliases: names in `module` of what the whole model calls otherwise.
+        axis: the pipeline axis.
+        shared: name in the full model -> ranks that hold the parameter, ascending, at least two.
+            The same on all ranks, also in its order.
+        module: the local module.
+        aliases: name in `module` -> name in the full model, where they differ.
     """
 
     def __init__(
@@ -34,59 +45,63 @@ class Ties:
         module: nn.Module,
         aliases: Mapping[str, str],
     ) -> None:
-        self.axis, self.module = axis, module
-        here = {aliases.get(name, name): name for name, _ in module.named_parameters()}
-        self.names = list(shared)
-        self.held = {
-            name: (here[name], list(ranks)) for name, ranks in shared.items() if axis.rank in ranks
+        self.axis = axis
+        self.module = module
+        local_names = {aliases.get(name, name): name for name, _ in module.named_parameters()}
+        self._names = list(shared)
+        self._local = {
+            name: _TiedParameter(local_names[name], list(ranks))
+            for name, ranks in shared.items()
+            if axis.rank in ranks
         }
 
     @property
     def owned_by_earlier_stage(self) -> set[str]:
-        """Those that a rank before this one holds too."""
-        return {name for name, (_, ranks) in self.held.items() if ranks[0] != self.axis.rank}
+        """Return the names of tied parameters that an earlier rank holds too."""
+        return {name for name, tied in self._local.items() if tied.ranks[0] != self.axis.rank}
 
-    def sum(self) -> None:
-        """Every holder gets the sum, added up in the order of ranks by the first. Collective over
-        the pipeline.
+    def sum_gradients(self) -> None:
+        """Replace each gradient by the sum over all ranks that hold the parameter.
 
-        What no holder has a gradient of gets none: zeros would be stepped with momentum and weight
-        decay."""
-        if not self.names:
+        The first rank adds the gradients in the order of ranks. A parameter without a gradient on
+        any rank gets none: with zeros, momentum and weight decay would still change it.
+        Collective over the pipeline.
+        """
+        if not self._names:
             return
-        reached = self._reached()
-        for whole_name, (name, ranks) in self.held.items():
-            if whole_name not in reached:
+        reached = self._names_with_gradient()
+        for name, tied in self._local.items():
+            if name not in reached:
                 continue
-            parameter = self.module.get_parameter(name)
+            parameter = self.module.get_parameter(tied.local_name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = to_local(parameter.grad)
-            mine.copy_(self._summed(mine.contiguous(), ranks))
+            gradient = to_local(parameter.grad)
+            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), tied.ranks))
 
-    def _reached(self) -> set[str]:
-        """Names of those that some holder has a gradient of."""
-        mine = {
+    def _names_with_gradient(self) -> set[str]:
+        """Return the names of parameters that have a gradient on some rank. Collective."""
+        local = {
             name
-            for name, (here, _) in self.held.items()
-            if self.module.get_parameter(here).grad is not None
+            for name, tied in self._local.items()
+            if self.module.get_parameter(tied.local_name).grad is not None
         }
-        holders = torch.tensor(
-            [float(name in mine) for name in self.names], device=self.axis.device
-        )
-        counted = self.axis.all_reduce(holders).tolist()
-        return {name for name, count in zip(self.names, counted, strict=True) if count}
+        flags = [float(name in local) for name in self._names]
+        counts = self.axis.all_reduce(torch.tensor(flags, device=self.axis.device)).tolist()
+        return {name for name, count in zip(self._names, counts, strict=True) if count}
 
-    def _summed(self, gradient: Tensor, ranks: list[int]) -> Tensor:
+    def _sum_over_ranks(self, gradient: Tensor, ranks: list[int]) -> Tensor:
+        """Return the sum on each of `ranks`; each of them must call."""
         first, *others = ranks
+        group = self.axis.group
         if self.axis.rank != first:
-            dist.send(gradient, group=self.axis.group, group_dst=first)
-            dist.recv(gradient, group=self.axis.group, group_src=first)
+            dist.send(gradient, group=group, group_dst=first)
+            dist.recv(gradient, group=group, group_src=first)
             return gradient
         for other in others:
-            theirs = torch.empty_like(gradient)
-            dist.recv(theirs, group=self.axis.group, group_src=other)
-            gradient = gradient + theirs
+            received = torch.empty_like(gradient)
+            dist.recv(received, group=group, group_src=other)
+            gradient = gradient + received
         for other in others:
-            dist.send(gradient, group=self.axis.group, group_dst=other)
+            dist.send(gradient, group=group, group_dst=other)
         return gradient

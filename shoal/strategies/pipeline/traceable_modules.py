@@ -1,5 +1,7 @@
-"""torch's own containers as a tracer can follow them: without their fast paths for inference,
-which look at values.
+"""Forward functions that a tracer can follow, for two containers of torch.
+
+nn.TransformerEncoder and nn.TransformerDecoder read values in their own forward functions, to
+choose a fast path for inference. These replacements call the same layers and leave out that choice.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ def _encoder(
     src_key_padding_mask: Any = None,
     is_causal: Any = None,
 ) -> Any:
-    """nn.TransformerEncoder without its fast path for inference, whose code looks at values.
+    """Run an nn.TransformerEncoder.
 
-    A mask says all; `is_causal` is only a hint that it is the causal one.
+    `is_causal` is ignored: it is only a hint that `mask` is causal, and the mask itself is enough.
     """
     output = src
     for layer in self.layers:
@@ -40,7 +42,7 @@ def _decoder(
     tgt_is_causal: Any = None,
     memory_is_causal: bool = False,
 ) -> Any:
-    """nn.TransformerDecoder in the same way."""
+    """Run an nn.TransformerDecoder; its hints are ignored too."""
     output = tgt
     for layer in self.layers:
         output = layer(
@@ -56,7 +58,7 @@ def _decoder(
     return output if self.norm is None else self.norm(output)
 
 
-REWRITTEN: dict[type[nn.Module], Callable[..., Any]] = {
+TRACEABLE_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.TransformerEncoder: _encoder,
     nn.TransformerDecoder: _decoder,
 }

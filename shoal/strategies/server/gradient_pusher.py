@@ -1,14 +1,17 @@
-"""Gradients leave for the servers during the backward pass: each part as soon as the last of its
-gradients is there.
+"""Pushes of gradients to the servers during the backward pass, partition by partition.
 
-      backward     layer 3       layer 2       layer 1
-                   w3  b3        w2  b2        w1  b1          a parameter may lie in several parts, a part may hold
-                     └─ part 2 ──> push          └─ part 0 ──> push    several parameters
-                           └ part 1 waits for w2 ──> push
+      backward     layer 3            layer 2            layer 1
+                   w3  b3             w2  b2             w1  b1
+                     └─ partition 2 ──> push               └─ partition 0 ──> push
+                           └ partition 1 waits for w2 ──> push
 
-A gradient that already lies as its part does is sent from where autograd has left it; others are
-laid end to end, and encoded where they go in fewer bytes. A parameter's gradient is dropped when
-its last part was pushed."""
+A partition is pushed when it has the last of its gradients. A parameter may lie in several
+partitions, and a partition may hold several parameters.
+
+If a gradient has the memory layout of its partition, it is sent from the memory where autograd has
+put it. Others are copied one after the other to a send buffer, and encoded if they are compressed.
+A parameter's gradient is freed when its last partition has been pushed.
+"""
 
 from __future__ import annotations
 
@@ -26,91 +29,94 @@ from shoal.strategies.grad_checks import accumulated_twice_error
 
 
 class GradientPusher:
-    """One worker's.
+    """Pushes one worker's gradients.
 
     Attributes:
-        parts_of: the numbers of the parts that each parameter lies in.
-        left_out: what compression has left out so far, of each part.
+        parts_of: parameter name -> numbers of its partitions.
+        left_out: number of a partition -> its residual, which compression has left out so far.
     """
 
     def __init__(
         self, client: WorkerClient, flat: FlatParams, compression: Compression | None
     ) -> None:
-        self.client, self.flat, self.compression = client, flat, compression
+        self.client = client
+        self.flat = flat
+        self.compression = compression
         self.parts_of: dict[str, list[int]] = {name: [] for name in flat.parameters}
         for part in client.parts:
             for segment in part.segments:
                 self.parts_of[segment.name].append(part.number)
         self.left_out: dict[int, Tensor] = {}
-        self._messages: dict[int, Tensor] = {}
-        self._open = False
+        self._encoded: dict[int, Tensor] = {}
+        self._is_last_backward = False
 
     def register_hooks(self) -> None:
-        """Hear of every gradient from now on."""
+        """Register a hook on every parameter, to push gradients from now on."""
         for name, parameter in self.flat.parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._has_gradient, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, name))
 
-    def begin(self, last: bool) -> None:
-        """A backward pass comes; the last one of a step completes its gradients, and pushes
-        them.
-        """
-        self._open = last
-        self._missing = [len(part.segments) for part in self.client.parts]
+    def begin(self, is_last: bool) -> None:
+        """Begin a backward pass. The last one of a step completes gradients, and pushes them."""
+        self._is_last_backward = is_last
+        self._num_missing = [len(part.segments) for part in self.client.parts]
 
     def finish(self) -> None:
-        """The last backward pass is over. Push what is left: parts with parameters that have
-        got no gradient.
-        """
-        self._open = False
-        for number, missing in enumerate(self._missing):
+        """End the last backward pass: push partitions whose parameters have got no gradient."""
+        self._is_last_backward = False
+        for number, missing in enumerate(self._num_missing):
             if missing:
                 self._push(number)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What compression has left out so far of each parameter, however it is cut; nothing
-        before the first step.
+        """Return the residual of each parameter, in its shape. Empty before the first step.
+
+        They do not depend on the partitions, so another run may have other ones.
         """
-        kept = {
+        if not self.left_out:
+            return {}
+        by_partition = {
             number: [
-                {"numbers": left[s.offset : s.offset + s.length]}
-                for s in self.client.parts[number].segments
+                {"residual": residual[segment.offset : segment.offset + segment.length]}
+                for segment in self.client.parts[number].segments
             ]
-            for number, left in self.left_out.items()
+            for number, residual in self.left_out.items()
         }
         return {
-            name: self.flat.gather(name, kept)["numbers"] for name in self.flat.parameters if kept
+            name: self.flat.gather(name, by_partition)["residual"] for name in self.flat.parameters
         }
 
-    def load(self, left_out: Mapping[str, Tensor]) -> None:
-        """The inverse; it may have been cut otherwise."""
-        shares = self.flat.scatter(lambda name: {"numbers": left_out[name]}) if left_out else []
-        self.left_out = {
-            number: torch.cat([s["numbers"] for s in segments])
-            for number, segments in enumerate(shares)
-        }
+    def load(self, residuals: Mapping[str, Tensor]) -> None:
+        """Load what `residuals` returned, with these or other partitions. Empty: begin at zero."""
+        self.left_out = {}
+        if not residuals:
+            return
+        shares = self.flat.scatter(lambda name: {"residual": residuals[name]})
+        for number, segments in enumerate(shares):
+            self.left_out[number] = torch.cat([segment["residual"] for segment in segments])
 
-    def _has_gradient(self, name: str, _: Tensor) -> None:
-        if not self._open:
+    def _on_grad_ready(self, name: str, _: Tensor) -> None:
+        if not self._is_last_backward:
             return
         for number in self.parts_of[name]:
-            self._missing[number] -= 1
-            if self._missing[number] < 0:
+            self._num_missing[number] -= 1
+            if self._num_missing[number] < 0:
                 raise accumulated_twice_error(name)
-            if self._missing[number] == 0:
+            if self._num_missing[number] == 0:
                 self._push(number)
 
     def _push(self, number: int) -> None:
-        """Send a part, with what gradients it has; a parameter's are dropped with its last part."""
+        """Push a partition with the gradients that it has, and free gradients that are sent."""
         segments = self.client.parts[number].segments
         gradients = [self.flat.parameters[segment.name].grad for segment in segments]
         present = bytes(gradient is not None for gradient in gradients)
         sparse = self.compression is None and any(g is not None and g.is_sparse for g in gradients)
-        whole = gradients[0] if len(segments) == 1 and self.compression is None else None
-        message = None if whole is None else self.flat.flat_gradient_or_none(segments[0], whole)
+        message = None
+        if len(segments) == 1 and self.compression is None and gradients[0] is not None:
+            message = self.flat.flat_gradient_or_none(segments[0], gradients[0])
         if message is None:
             self._copy_to_send_buffer(number)
             message = self._message(number)
-        self._missing[number] = 0
+        self._num_missing[number] = 0
         self.client.push(number, message, present, sparse)
         for segment in segments:
             parameter = self.flat.parameters[segment.name]
@@ -118,24 +124,32 @@ class GradientPusher:
                 parameter.grad = None
 
     def _copy_to_send_buffer(self, number: int) -> None:
-        """Lay a part's gradients end to end; a parameter's are laid with its first part."""
+        """Copy gradients to the send buffer, zeros for missing ones.
+
+        The first partition of a parameter copies all of its gradient.
+        """
         for segment in self.client.parts[number].segments:
-            gradient, window = (
-                self.flat.parameters[segment.name].grad,
-                self.flat.gradient_windows[segment.name],
-            )
-            if segment.start == 0:
-                window.zero_() if gradient is None else window.copy_(dense(gradient))
+            if segment.start > 0:
+                continue
+            gradient = self.flat.parameters[segment.name].grad
+            window = self.flat.gradient_windows[segment.name]
+            if gradient is None:
+                window.zero_()
+            else:
+                window.copy_(dense(gradient))
 
     def _message(self, number: int) -> Tensor:
-        """What goes over the wire for a part's gradient, as it is laid."""
+        """Return what is sent for a partition whose gradients are in the send buffer.
+
+        Returns: the values, or bytes, torch.uint8, if they are compressed.
+        """
         gradient = self.flat.gradients[number]
         if self.compression is None:
             return gradient
-        if number not in self._messages:
+        if number not in self._encoded:
             size_bytes = self.compression.size_bytes(gradient.numel(), gradient.dtype)
-            self._messages[number] = torch.empty(size_bytes, dtype=torch.uint8)
+            self._encoded[number] = torch.empty(size_bytes, dtype=torch.uint8)
         if self.compression.keeps_error and number not in self.left_out:
             self.left_out[number] = torch.zeros_like(gradient)
-        self.compression.encode(gradient, self.left_out.get(number), self._messages[number])
-        return self._messages[number]
+        self.compression.encode(gradient, self.left_out.get(number), self._encoded[number])
+        return self._encoded[number]

@@ -1,18 +1,20 @@
-"""Parameter servers: processes that own the parameters. Workers push gradients, servers step,
-workers pull values.
+"""Parameter servers: workers push gradients, servers step, workers pull values.
 
-      worker 0   forward ── backward ── order ─ ─ ─ forward of the next step waits, layer by layer
+      worker 0   forward ── backward ─ request ─ ─  forward of the next step waits, layer by layer
                         push ↘  ↘  ↘      │      ↗  ↗  ↗ pull
       server a             sum ── sum ──  step ──
       server b             sum ──── sum ─ step ──
                         push ↗  ↗  ↗      │      ↘  ↘  ↘ pull
-      worker 1   forward ── backward ── order ─ ─ ─ forward ...
+      worker 1   forward ── backward ─ request ─ ─  forward ...
 
-How a step is taken is in `served.py`, what is pushed in `pushing.py`, and the servers themselves
-are in `shoal/server`.
+      strategy.py              the strategy and its checks
+      worker_engine.py         a step of one worker, and its state for checkpoints
+      gradient_pusher.py       pushes during the backward pass
+      shoal/parameter_server   the servers, and the workers' connections to them
 
 Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded staleness); Jiang et
-al., OSDI 2020 (push in the order of the backward pass, pull in that of the forward pass)."""
+al., OSDI 2020 (push in the order of the backward pass, pull in that of the forward pass).
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,21 @@ from shoal.strategies.server.worker_engine import WorkerEngine
 
 
 class Server(ServerOptions, Strategy):
-    """Sharded parameter servers beside the workers, started and ended with them."""
+    """Sharded parameter servers beside the workers, started and stopped with them."""
 
     needs_helper_processes: ClassVar[bool] = True
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces forward, run, gather, remote and kept. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `forward`, `run`, `gather_params`, `remote_optimizer` and `strategy_state`.
 
-        Raises: StrategyRefused: the model has no trainable parameter; a mesh with other axes than
-            data; compress of complex
-                numbers; complex128.
+        Collective. The servers start later, when the optimizer is known (`WorkerEngine.attach`).
+
+        Raises:
+            StrategyRefused: the model has no trainable parameter; a mesh with other axes than data;
+                compress of complex parameters; complex128.
             ConfigError: compress of an unknown kind.
         """
-        if not part.trainable_params:
+        if not model.trainable_params:
             raise StrategyRefused(
                 "strategy server steps parameters on servers; the model has no trainable parameter."
             )
@@ -52,10 +56,10 @@ class Server(ServerOptions, Strategy):
                 "them. Use ddp or zero1."
             )
         if self.compress != "none":
-            check_real_parameters(part.trainable_params, self.compress)
+            check_real_parameters(model.trainable_params, self.compress)
         double = [
             name
-            for name, parameter in part.trainable_params.items()
+            for name, parameter in model.trainable_params.items()
             if parameter.dtype == torch.complex128
         ]
         if double:
@@ -64,11 +68,11 @@ class Server(ServerOptions, Strategy):
                 "complex128. Use "
                 "complex64, or ddp."
             )
-        mesh.broadcast_module(part.module)
-        engine = WorkerEngine(self, part, mesh)
+        mesh.broadcast_module(model.module)
+        engine = WorkerEngine(self, model, mesh)
         register_cleanup(engine)
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
@@ -78,17 +82,19 @@ class Server(ServerOptions, Strategy):
 
     @property
     def deviations(self) -> list[str]:
-        """Why the numbers are not those of one device, where they are not."""
-        notes = []
+        """Sentences for the startup summary: how numbers differ from those of one device."""
+        sentences = []
         if self.staleness != "0":
             behind = "any number of" if self.staleness == "async" else f"up to {self.staleness}"
-            notes.append(
+            sentences.append(
                 f"staleness={self.staleness}: gradients are of weights that lack {behind} of "
                 "others' steps."
             )
         if self.compress != "none":
-            notes.append(f"compress={self.compress}: gradients arrive rounded, or late.")
+            sentences.append(f"compress={self.compress}: gradients arrive rounded, or late.")
         if self.connections > 1:
-            said = f"connections={self.connections}: has no effect; one connection to each server"
-            notes.append(f"{said} is used.")
-        return notes
+            sentences.append(
+                f"connections={self.connections}: has no effect; one connection to each server is "
+                "used."
+            )
+        return sentences

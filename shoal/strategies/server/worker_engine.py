@@ -1,9 +1,10 @@
-"""One worker's steps through parameter servers, and what a run asks of them beside its steps.
+"""One worker's steps through parameter servers, and its state for checkpoints.
 
-run       the backward pass; each part is pushed as soon as its gradients are there: `pushing.py`
-          the sum of the totals is under way meanwhile, where all workers take each step together
-gather    the order: what the step is to be. The servers step a part when they have everyone's push and order
-forward   of the next step: before each unit, a wait for the values that it reads
+run       the backward pass pushes each partition as soon as it has its gradients
+          (`gradient_pusher.py`); with synchronous steps, the totals are summed meanwhile
+gather    the step request: learning rates and the like. A server steps a partition when it
+          has the pushes and requests of all workers
+forward   of the next step: each unit waits for the values that it reads
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
@@ -26,7 +28,13 @@ from shoal.parameter_server.launcher.cluster_report import report
 from shoal.parameter_server.launcher.server_pool import ClusterConfig
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
-from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
+from shoal.parameter_server.partitioning import (
+    ParamMeta,
+    Partition,
+    assign,
+    partition,
+    partition_bytes,
+)
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
@@ -38,13 +46,15 @@ from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, Loca
 from shoal.strategies.mean_scaling import scaled_for_mean
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.gradient_pusher import GradientPusher
+from shoal.strategies.server.unit_waits import register_unit_waits
 from shoal.strategies.state import StrategyState
-from shoal.strategies.wrap_units import units
 
 RESIDUAL_PREFIX = "not_pushed."
-"""How the names of what compression has left out begin. It is a share of a sum: ddp, which keeps
-shares of a mean, has another name for them, for a run may go on under another strategy."""
-LOST = (
+"""Prefix of a parameter's name in checkpoints, for its residual. Here residuals are terms of a sum
+over ranks. ddp's are terms of a mean and have another prefix, because a run may be resumed with
+another strategy.
+"""
+RESIDUALS_LOST_MESSAGE = (
     "compress: the checkpoint has nothing that this number of workers had left out of what they "
     "pushed: the memories "
     "begin at zero"
@@ -52,14 +62,20 @@ LOST = (
 
 
 class WorkerEngine(StrategyState):
-    """One worker's side of a run with parameter servers: it takes the steps.
+    """One worker's side of a run with parameter servers.
 
-    It is the part's `Remote`, which steps, and its `StrategyState`, for the servers keep the
-    optimizer's state.
+    It is the `RemoteOptimizer` of the local model, and its `StrategyState` too, because the servers
+    have the optimizer's state.
 
-    Args: connect: has servers with the optimizer that a recipe says, and returns a client of them.
-        The
-            engine's flat memory is there by then. Collective.
+    Args: connect: starts servers with the given optimizer, and returns a client of them. Called
+        when `flat` is set. Collective.
+
+    Attributes:
+        staleness: steps that a worker may be ahead of the slowest one; None without a bound.
+        totals: totals of this step; their sum over ranks when `totals_work` is done.
+        factor: factor of the next step's gradients, by clipping for example.
+        has_pushed: gradients are with the servers, which wait for the step request.
+        has_other_weights: workers have stepped asynchronously since the last `synchronize`.
 
     Raises: ConfigError: compress of an unknown kind.
     """
@@ -67,125 +83,140 @@ class WorkerEngine(StrategyState):
     in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
     def __init__(
-        self, options: ServerOptions, part: LocalModel, mesh: Mesh, connect: Connect | None = None
+        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect | None = None
     ) -> None:
-        self.options, self.part, self.mesh = options, part, mesh
+        self.options = options
+        self.model = model
+        self.mesh = mesh
         self._connect = connect or start_servers
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
         self.totals: Tensor | None = None
-        self.summed: dist.Work | None = None
+        self.totals_work: dist.Work | None = None
         self.factor = 1.0
-        self.pushed = False
-        self.apart = False
-        self.connected = False
+        self.has_pushed = False
+        self.has_other_weights = False
+        self._is_connected = False
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
-        self.staff = ClusterLauncher(mesh, aggregates, options.shared_memory)
+        self.launcher = ClusterLauncher(mesh, aggregates, options.shared_memory)
         self.client: WorkerClient
         self.flat: FlatParams
-        self.pushing: GradientPusher
+        self.pusher: GradientPusher
 
     # One step
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        outcome = self.part.forward(batch)
+        """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
+        output = self.model.forward(batch)
         if batch.is_last_microbatch:
-            self.totals = outcome.step_totals
-            alone = self.mesh.size == 1 or not self.is_synchronous
-            self.summed = None if alone else dist.all_reduce(self.totals, async_op=True)
-        return outcome
+            self.totals = output.step_totals
+            self.totals_work = None
+            if self.mesh.size > 1 and self.is_synchronous:
+                self.totals_work = dist.all_reduce(self.totals, async_op=True)
+        return output
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """One micro-batch; with the last one, parts are pushed as soon as their gradients are
-        there.
+        """Compute both passes of one micro-batch. The last one pushes partitions.
+
+        Returns: totals of all ranks; of this rank if steps are asynchronous.
         """
-        if self.pushed:
+        if self.has_pushed:
             raise UsageError(
                 "forward_backward was called twice before optimizer.step(): the first gradients "
                 "are with the servers. "
                 "To add up several batches use accumulate."
             )
-        # Alone, a worker's push is the mean over its own share.
+        # An asynchronous push is a step of its own, by the mean over this worker's samples.
         num_ranks = 1 if self.is_synchronous else self.mesh.size
-        self.pushing.begin(batch.is_last_microbatch)
-        loss = self.part.run(forward, scaled_for_mean(batch, num_ranks))
+        self.pusher.begin(batch.is_last_microbatch)
+        result = self.model.run(forward, scaled_for_mean(batch, num_ranks))
         if not batch.is_last_microbatch:
-            return loss
-        self.pushing.finish()
-        self.pushed, self.factor = True, 1.0
+            return result
+        self.pusher.finish()
+        self.has_pushed = True
+        self.factor = 1.0
         assert self.totals is not None
-        if self.summed is not None:
-            self.summed.wait()
+        if self.totals_work is not None:
+            self.totals_work.wait()
         if not self.is_synchronous:
             self._sync_stop(batch.stop_requested)
-        return StepResult(self.totals, loss.is_sum_and_count)
+        return StepResult(self.totals, result.is_sum_and_count)
 
     def gather(self) -> None:
-        """Have the servers step; the values are waited for where they are used."""
-        if not self.pushed:
+        """Request the step. The next forward pass waits for new values, unit by unit."""
+        if not self.has_pushed:
             return
         settings = [settings_of(group) for group in self.optimizer.param_groups]
         if not self.is_synchronous:
+            # The pushes of all workers together are one step of the full learning rate.
             for group in settings:
                 group["lr"] = float(group["lr"]) / self.mesh.size  # type: ignore[arg-type]
-        self.optimizer.state.clear()
+        self.optimizer.state.clear()  # a copy that `pull_state` has made is old now
         self.client.request_step(StepRequest(settings, self.factor))
-        self.pushed, self.apart = False, not self.is_synchronous
+        self.has_pushed = False
+        self.has_other_weights = not self.is_synchronous
 
-    def _sync_stop(self, asked: bool) -> None:
-        """Workers are at different steps, and are to stop after the same one."""
+    def _sync_stop(self, stop_requested: bool) -> None:
+        """Set the stop request in the totals, so that all workers stop after the same step.
+
+        Workers are at different steps, so the servers choose that step.
+        """
         assert self.totals is not None
         self.wait()
-        if asked:
+        if stop_requested:
             self.client.request_stop()
         self.totals[STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
 
-    # What the run asks for
+    # Optimizer and checkpoints
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Start the servers, and give them the parameters. Collective."""
+        """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
         recipe = recipe_of(optimizer)
-        groups = {
-            id(p): number
-            for number, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
-        owned = dict(self.part.trainable_params)
-        shapes = {name: ParamMeta(p.numel(), p.dtype, groups[id(p)]) for name, p in owned.items()}
-        most_bytes, one_machine = (
-            int(self.options.part_mb * MIB),
-            self.mesh.place.local_world == self.mesh.place.world,
-        )
-        parts = partition(
-            shapes,
-            partition_bytes(shapes, self.options.servers, most_bytes, one_machine=one_machine),
-        )
-        self.flat = FlatParams(owned, parts)
+        parameters = dict(self.model.trainable_params)
+        self.flat = FlatParams(parameters, self._partitions(optimizer, parameters))
         self.client = self._connect(self, recipe)
-        self.connected = True
-        self.pushing = GradientPusher(self.client, self.flat, self.compression)
+        self._is_connected = True
+        self.pusher = GradientPusher(self.client, self.flat, self.compression)
         self.push_state(optimizer)
-        self.pushing.register_hooks()
-        self._wait_per_unit()
+        self.pusher.register_hooks()
+        register_unit_waits(self.model.module, self.client, self.flat, self.pusher.parts_of)
+
+    def _partitions(
+        self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
+    ) -> list[Partition]:
+        """Divide the parameters into partitions of at most `part_mb` MiB."""
+        groups: dict[int, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            groups.update(dict.fromkeys(map(id, group["params"]), index))
+        metas = {
+            name: ParamMeta(parameter.numel(), parameter.dtype, groups[id(parameter)])
+            for name, parameter in parameters.items()
+        }
+        max_bytes = int(self.options.part_mb * MIB)
+        one_machine = self.mesh.place.local_world == self.mesh.place.world
+        size_bytes = partition_bytes(
+            metas, self.options.servers, max_bytes, one_machine=one_machine
+        )
+        return partition(metas, size_bytes)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What the servers have summed, whole. Collective."""
+        """Return the full gradients that the servers have summed, by name. Collective."""
         self._require_synchronous("gradients()")
-        kept: dict[int, list[dict[str, Any]]] = {}
+        sums: dict[int, list[dict[str, Any]]] = {}
         for part in self.client.parts:
-            numbers, present = self.client.gradient(part.number)
-            pieces = [numbers[s.offset : s.offset + s.length] * self.factor for s in part.segments]
-            kept[part.number] = [
-                {"sum": g} if there else {} for g, there in zip(pieces, present, strict=True)
+            values, present = self.client.gradient(part.number)
+            sums[part.number] = [
+                {"sum": values[s.offset : s.offset + s.length] * self.factor} if has_grad else {}
+                for s, has_grad in zip(part.segments, present, strict=True)
             ]
         return {
-            name: self.flat.gather(name, kept).get("sum") for name in self.part.trainable_params
+            name: self.flat.gather(name, sums).get("sum") for name in self.model.trainable_params
         }
 
     def norm(self) -> Tensor:
-        """Of the gradients that the servers have summed. Collective."""
+        """Return the 2-norm of the gradients that the servers have summed. Collective."""
         self._require_synchronous("clip_gradients()")
         return torch.tensor(self.client.squared_norm() ** 0.5 * self.factor, dtype=torch.float64)
 
@@ -193,24 +224,28 @@ class WorkerEngine(StrategyState):
         self.factor *= float(factor)
 
     def wait(self) -> None:
-        """All values of the last step."""
+        """Wait until all values of the last step are here."""
         self.client.wait(range(len(self.client.parts)))
         self.flat.copy_to_params(self.flat.parameters)
 
     def synchronize(self) -> bool:
-        """The newest values, the same on all workers; whether they were apart. Collective."""
+        """Pull the newest values, which are the same on all workers. Collective.
+
+        Returns: True if workers had different values.
+        """
         self.wait()
-        apart, self.apart = self.apart, False
-        if apart:
+        had_other_weights = self.has_other_weights
+        self.has_other_weights = False
+        if had_other_weights:
             self.mesh.barrier()
             self.client.pull()
             self.wait()
-            # or the first to go on would push into what others are still to pull
+            # Else the first to continue would push while others still pull.
             self.mesh.barrier()
-        return apart
+        return had_other_weights
 
     def report(self) -> list[str]:
-        """What the servers have seen, for the end of a run. For one rank."""
+        """Return the servers' statistics, for the end of a run. Called on one rank."""
         return report(self.client.stats(), self.is_synchronous)
 
     def record(self) -> None:
@@ -222,78 +257,62 @@ class WorkerEngine(StrategyState):
         return self.client.history()
 
     def publish_address(self, directory: Path) -> None:
-        self.staff.announce(directory)
+        self.launcher.announce(directory)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: `collect` gives the optimizer's state, and there is no other."""
+        """Return nothing: `pull_state` gives the optimizer's state, and there is no other."""
         return {}
 
     def rank_state_dict(self) -> dict[str, Tensor]:
-        """What compression has left out so far, of each parameter."""
+        """Return the residual of each parameter, which compression has left out so far."""
         return {
-            f"{RESIDUAL_PREFIX}{name}": value for name, value in self.pushing.residuals().items()
+            f"{RESIDUAL_PREFIX}{name}": value for name, value in self.pusher.residuals().items()
         }
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
     ) -> list[str]:
-        left_out = {
+        residuals = {
             name.removeprefix(RESIDUAL_PREFIX): value
             for name, value in private.items()
             if name.startswith(RESIDUAL_PREFIX)
         }
-        self.pushing.load(left_out)
-        is_lost = not left_out and self.compression is not None and self.compression.keeps_error
-        return [LOST] if is_lost else []
+        self.pusher.load(residuals)
+        keeps_error = self.compression is not None and self.compression.keeps_error
+        return [RESIDUALS_LOST_MESSAGE] if keeps_error and not residuals else []
 
     def pull_state(self, optimizer: Optimizer) -> None:
-        """The servers' state, whole, on every rank."""
-        kept = {part.number: self.client.state(part.number) for part in self.client.parts}
+        """Copy the servers' full optimizer state to this rank's optimizer. Collective."""
+        states = {part.number: self.client.state(part.number) for part in self.client.parts}
         for name, parameter in self.flat.parameters.items():
-            found = self.flat.gather(name, kept)
-            if found:
-                optimizer.state[parameter] = found
+            state = self.flat.gather(name, states)
+            if state:
+                optimizer.state[parameter] = state
         if not self.is_synchronous:
-            # or the first to go on would push into what others are still to collect
+            # Else the first to continue would push while others still read the state.
             self.mesh.barrier()
 
     def push_state(self, optimizer: Optimizer) -> None:
-        """Servers go on from this rank's parameters and optimizer state. Collective."""
+        """Load the parameters and optimizer state to the servers. Collective.
+
+        One rank sends them; with aggregators, one rank of each machine.
+        """
         self.mesh.barrier()
         self.flat.store()
-        if self.mesh.rank == 0 or (self.staff.relayed and self.staff.is_starter):
+        if self.mesh.rank == 0 or (self.launcher.relayed and self.launcher.is_starter):
             state: Mapping[Any, Any] = optimizer.state
             self.client.load(
                 self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {}))
             )
-        self.client.connect()
+        self.client.mark_current()
         self.mesh.barrier()
         optimizer.state.clear()
 
     def close(self) -> None:
-        """Hang up, and end the servers that this rank has started."""
-        if self.connected:
+        """Close connections, and stop the servers that this rank has started."""
+        if self._is_connected:
             self.client.close()
-        self.staff.close()
-
-    def _wait_per_unit(self) -> None:
-        """Have each unit's forward pass wait for the values that it reads, and for no others."""
-        names = {id(parameter): name for name, parameter in self.flat.parameters.items()}
-        root, left = self.part.module, set(self.flat.parameters)
-        for unit in [*reversed(units(root).values()), root]:
-            inside = [
-                names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] in left
-            ]
-            left -= set(inside)
-            numbers = sorted({number for name in inside for number in self.pushing.parts_of[name]})
-            unit.register_forward_pre_hook(self._pull_before(inside, numbers))
-
-    def _pull_before(self, names: list[str], numbers: list[int]) -> Any:
-        def wait(*_: Any) -> None:
-            self.client.wait(numbers)
-            self.flat.copy_to_params(names)
-
-        return torch.compiler.disable(wait)
+        self.launcher.close()
 
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:
@@ -306,25 +325,28 @@ Connect = Callable[[WorkerEngine, OptimizerSpec], WorkerClient]
 
 
 def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
-    """Start the servers of an engine's parts, and connect to them. Collective."""
-    options, flat, staleness = engine.options, engine.flat, engine.staleness
+    """Start servers for an engine's partitions, and connect to them. Collective."""
+    options = engine.options
+    flat = engine.flat
+    staleness = engine.staleness
     owners = tuple(assign(flat.parts, options.servers))
 
-    def make(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
+    def make_config(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
         settings = ShardSettings(
             tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression
         )
         return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
 
-    job, arbiter = engine.staff.start(make)
+    job, arbiter = engine.launcher.start(make_config)
+    # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    others = tuple(rank for rank in ranks if rank != engine.mesh.rank)
+    peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
     return connect_to_servers(
-        engine.staff.worker,
+        engine.launcher.worker,
         flat,
         arbiter,
         job.transport,
         staleness=staleness,
         shares=options.shared_memory and engine.compression is None,
-        trace=PushTrace(engine.mesh.recorder, others),
+        trace=PushTrace(engine.mesh.recorder, peers),
     )

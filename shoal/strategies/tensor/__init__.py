@@ -1,7 +1,13 @@
-"""Layers that are cut along the tensor axis, and the plan that says which: what `tensor=T` is made
-of.
+"""Tensor parallelism: `tensor=T` divides layers over the T ranks of a tensor group.
 
-`region.py` where cut layers may run; `linear.py`, `transposed.py`, `channels.py`, `heads.py`,
-`vocabulary.py` the layers; `graph.py` looks at forward passes, `pairs.py` finds in them what can be
-cut, `plan.py` puts it together and `apply.py` does it. `sequence.py` is the stream between them in
-slices, `entered.py` its way in and out."""
+`strategy.py` first decides, then executes; nothing is divided before the plan is complete.
+
+Decide   `plan.py` makes the plan. It asks `find_attention.py`, `find_vocabulary.py`, and
+         `find_pairs.py`, which searches the traced forward passes of `graph.py`; or `user_plan.py`.
+         `candidates.py` knows the layers that may be divided, and the reasons against others.
+Execute  `apply.py` replaces classes and parameters by those of `linear.py`, `conv.py`,
+         `multihead.py`, `heads.py` and `vocabulary.py`. `region.py` is their way in and out;
+         `fused_qkv.py` regroups a matrix of three, `dropout_rng.py` draws as one device does.
+Tensors  `lazy_gather.py` becomes full when needed. `sequence.py` is divided along the tokens:
+         `sequence_functions.py` lists its functions, `sequence_dispatch.py` has their rules.
+"""

@@ -1,164 +1,225 @@
-"""A plan put into effect: parameters become slices, and modules become those that know it."""
+"""Carry out a tensor plan: parameters become shards, and modules get classes that know it.
+
+A module keeps its identity, its hooks and its place in the model; only its `__class__` is
+replaced, say nn.Linear by ColumnParallelLinear. Parameters become DTensors, so that checkpoints,
+norms and optimizers know that they are shards.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.tensor import conv as c
-from shoal.strategies.tensor.conv1d_gpt2 import (
-    ColumnParallelConv1D,
-    FusedColumnTransposed,
-    RowTransposed,
-    is_gpt2_conv1d,
+from shoal.platform.torch_private.module_state import own_buffers
+from shoal.strategies.tensor import conv
+from shoal.strategies.tensor.candidates import CONVOLUTIONS, is_gpt2_conv1d
+from shoal.strategies.tensor.find_attention import AttentionPlan
+from shoal.strategies.tensor.find_pairs import ColumnRowPair
+from shoal.strategies.tensor.heads import HeadsRegion
+from shoal.strategies.tensor.linear import (
+    ColumnParallelGPT2Conv1D,
+    ColumnParallelLinear,
+    FusedColumnParallelGPT2Conv1D,
+    FusedColumnParallelLinear,
+    RowParallelGPT2Conv1D,
+    RowParallelLinear,
+    ShardedDropout,
 )
-from shoal.strategies.tensor.fused_qkv import FusedColumnLinear
-from shoal.strategies.tensor.heads import AttentionPlan, HeadsRegion
-from shoal.strategies.tensor.linear import ColumnParallelLinear, RowParallelLinear, SlicedDropout
-from shoal.strategies.tensor.multihead import SlicedMultiheadAttention
-from shoal.strategies.tensor.pairs import CONVOLUTIONS, ColumnRowPair
-from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan, region_of
-from shoal.strategies.tensor.region import Region, shard_parameter
+from shoal.strategies.tensor.multihead import ShardedMultiheadAttention
+from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan
+from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
-COLUMN: dict[type[nn.Module], type[nn.Module]] = {
+ModuleClasses = dict[type[nn.Module], type[nn.Module]]
+
+COLUMN_CLASSES: ModuleClasses = {
     nn.Linear: ColumnParallelLinear,
-    nn.Conv1d: c.ColumnConv1d,
-    nn.Conv2d: c.ColumnConv2d,
-    nn.Conv3d: c.ColumnConv3d,
+    nn.Conv1d: conv.ColumnParallelConv1d,
+    nn.Conv2d: conv.ColumnParallelConv2d,
+    nn.Conv3d: conv.ColumnParallelConv3d,
 }
-ROW: dict[type[nn.Module], type[nn.Module]] = {
+ROW_CLASSES: ModuleClasses = {
     nn.Linear: RowParallelLinear,
-    nn.Conv1d: c.RowConv1d,
-    nn.Conv2d: c.RowConv2d,
-    nn.Conv3d: c.RowConv3d,
+    nn.Conv1d: conv.RowParallelConv1d,
+    nn.Conv2d: conv.RowParallelConv2d,
+    nn.Conv3d: conv.RowParallelConv3d,
 }
-BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Dropout: SlicedDropout,
-    nn.BatchNorm1d: c.SlicedBatchNorm1d,
-    nn.BatchNorm2d: c.SlicedBatchNorm2d,
-    nn.BatchNorm3d: c.SlicedBatchNorm3d,
-    nn.GroupNorm: c.SlicedGroupNorm,
-    nn.Conv1d: c.GroupedConv1d,
-    nn.Conv2d: c.GroupedConv2d,
-    nn.Conv3d: c.GroupedConv3d,
+BETWEEN_CLASSES: ModuleClasses = {
+    nn.Dropout: ShardedDropout,
+    nn.BatchNorm1d: conv.ShardedBatchNorm1d,
+    nn.BatchNorm2d: conv.ShardedBatchNorm2d,
+    nn.BatchNorm3d: conv.ShardedBatchNorm3d,
+    nn.GroupNorm: conv.ShardedGroupNorm,
+    nn.Conv1d: conv.ShardedGroupedConv1d,
+    nn.Conv2d: conv.ShardedGroupedConv2d,
+    nn.Conv3d: conv.ShardedGroupedConv3d,
 }
-CHANNELWISE = ("weight", "bias", "running_mean", "running_var")
+CHANNEL_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
 def apply(plan: TensorPlan, model: nn.Module, mesh: Mesh, sequence: bool = False) -> None:
-    """Cut `model` in place. Every rank of the tensor axis holds the same values. Collective on the
-    first use of the
-    device mesh only, of which a stage without a cut is part: each rank takes its slices of what it
-    has.
+    """Divide the modules of `model` in place. Collective, for the device mesh is made here.
 
-    Args: sequence: what row layers and the embedding give lies in slices of the sequence.
+    Each rank takes its shards from the full parameters, which must be equal on all ranks of the
+    tensor axis. A pipeline stage without a divided module calls it too.
+
+    Args:
+        sequence: the outputs of row parallel layers and of the embedding are sequence parallel.
     """
-    cutting = _TensorParallelizer(model, mesh, sequence)
+    parallelizer = _TensorParallelizer(model, mesh, sequence)
     for name in plan.multihead:
-        cutting.multihead(name)
-    for heads in plan.heads:
-        cutting.heads(heads)
+        parallelizer.shard_multihead(name)
+    for attention in plan.heads:
+        parallelizer.shard_attention(attention)
     for name in plan.embeddings:
-        cutting.swap_class(name, VocabParallelEmbedding, {"weight": 0}).shard_dim = (
-            -2 if sequence else None
-        )
+        embedding = parallelizer.swap_class(name, VocabParallelEmbedding, {"weight": 0})
+        embedding.shard_dim = -2 if sequence else None
     for name in plan.vocabulary_heads:
-        cutting.swap_class(name, VocabParallelHead, {"weight": 0, "bias": 0})
+        parallelizer.swap_class(name, VocabParallelHead, {"weight": 0, "bias": 0})
     for pair in plan.pairs:
-        cutting.pair(pair)
+        parallelizer.shard_pair(pair)
     for module in model.modules():
         if isinstance(module, TRANSFORMER_LAYERS):
-            module.activation_relu_or_gelu = (
-                0  # its fast path in evaluation would read parameters by itself
-            )
+            # Switch off torch's fast path in evaluation, which reads the parameters directly.
+            module.activation_relu_or_gelu = 0
 
 
 class _TensorParallelizer:
+    """Divides modules of one model.
+
+    Attributes:
+        sharded: shards by the id of the full parameter, so that a tied parameter stays tied.
+        originals: the full parameters; alive, for otherwise another could get the same id.
+        regions: regions by the name of their module; several pairs may share one.
+    """
+
     def __init__(self, model: nn.Module, mesh: Mesh, sequence: bool) -> None:
-        self.modules, self.mesh, self.sequence = dict(model.named_modules()), mesh, sequence
-        self.device_mesh = (
-            mesh.device_mesh
-        )  # asked for by all ranks together, whether or not they cut anything
-        self.made: dict[int, nn.Parameter] = {}
-        self.originals: list[nn.Parameter] = []  # alive, or another could get the id of one
+        self.modules = dict(model.named_modules())
+        self.mesh = mesh
+        self.sequence = sequence
+        # Making the device mesh is collective: every rank asks for it, whatever it divides.
+        self.device_mesh = mesh.device_mesh
+        self.sharded: dict[int, nn.Parameter] = {}
+        self.originals: list[nn.Parameter] = []
         self.regions: dict[str, Region] = {}
 
-    def swap_class(self, name: str, kind: type[nn.Module], dims: dict[str, int]) -> Any:
-        """Swap the class, and keep slices along the given dimensions."""
+    def swap_class(self, name: str, new_class: type[nn.Module], dims: dict[str, int]) -> Any:
+        """Replace a module's class, and its tensors by shards along the given dims.
+
+        Return the module.
+        """
         module: Any = self.modules[name]
-        assert "sliced_from" not in vars(module), f"{name} is cut twice"
-        module.sliced_from, module.__class__ = type(module), kind
+        assert "full_class" not in vars(module), f"{name} is cut twice"
+        module.full_class = type(module)
+        module.__class__ = new_class
         for key, dim in dims.items():
-            if isinstance(getattr(module, key), nn.Parameter):
-                self.originals.append(getattr(module, key))
-            shard_parameter(module, key, dim, self.mesh, self.made)
+            self._shard_tensor(module, key, dim)
         module.axis = self.mesh.tensor
         return module
 
-    def column(self, name: str, fused: int = 1) -> Any:
+    def shard_column(self, name: str, fused: int = 1) -> Any:
+        """Make a layer column parallel and return it.
+
+        Args:
+            fused: matrices in one; 3 where it holds query, key and value.
+        """
         module = self.modules[name]
         if is_gpt2_conv1d(module):
-            return self.swap_class(
-                name,
-                FusedColumnTransposed if fused > 1 else ColumnParallelConv1D,
-                {"weight": 1, "bias": 0},
-            )
-        kinds = {**COLUMN, nn.Linear: FusedColumnLinear} if fused > 1 else COLUMN
-        return self.swap_class(name, kinds[type(module)], {"weight": 0, "bias": 0})
+            is_fused = fused > 1
+            gpt2_class = FusedColumnParallelGPT2Conv1D if is_fused else ColumnParallelGPT2Conv1D
+            return self.swap_class(name, gpt2_class, {"weight": 1, "bias": 0})
+        new_class = FusedColumnParallelLinear if fused > 1 else COLUMN_CLASSES[type(module)]
+        return self.swap_class(name, new_class, {"weight": 0, "bias": 0})
 
-    def row(self, name: str) -> Any:
-        module, owner = self.modules[name], self.modules[name.rpartition(".")[0]]
-        turned = is_gpt2_conv1d(module)
-        made = self.swap_class(
-            name, RowTransposed if turned else ROW[type(module)], {"weight": 0 if turned else 1}
-        )
-        time_first = isinstance(owner, TRANSFORMER_LAYERS) and not owner.self_attn.batch_first
-        made.shard_dim = (0 if time_first else -2) if self.sequence else None
-        return made
+    def shard_row(self, name: str) -> Any:
+        """Make a layer row parallel and return it. Its bias is replicated."""
+        module = self.modules[name]
+        if is_gpt2_conv1d(module):
+            row = self.swap_class(name, RowParallelGPT2Conv1D, {"weight": 0})
+        else:
+            row = self.swap_class(name, ROW_CLASSES[type(module)], {"weight": 1})
+        owner = self.modules[name.rpartition(".")[0]]
+        is_time_first = isinstance(owner, TRANSFORMER_LAYERS) and not owner.self_attn.batch_first
+        sequence_dim = 0 if is_time_first else -2
+        row.shard_dim = sequence_dim if self.sequence else None
+        return row
 
-    def pair(self, pair: ColumnRowPair) -> None:
-        region = self.region(region_of(pair))
+    def shard_pair(self, pair: ColumnRowPair) -> None:
+        """Divide a pair and the modules between its layers."""
+        region = self._region(pair.region)
         row = self.modules[pair.row]
-        dim = -1 - len(row.kernel_size) if isinstance(row, CONVOLUTIONS) else -1
+        channel_dim = -1 - len(row.kernel_size) if isinstance(row, CONVOLUTIONS) else -1
         for name in pair.columns:
-            self.column(name).region = region
-        self.row(pair.row).region = region
+            self.shard_column(name).region = region
+        self.shard_row(pair.row).region = region
         for name in pair.between:
             module: Any = self.modules[name]
-            if type(module) in BETWEEN:
-                dims = {key: 0 for key in CHANNELWISE if hasattr(module, key)}
-                self.swap_class(name, BETWEEN[type(module)], dims).dim = dim
-                if isinstance(module, CONVOLUTIONS):
-                    module.groups = module.groups // self.mesh.tensor.size
+            if type(module) not in BETWEEN_CLASSES:  # pooling: the same on fewer channels
+                continue
+            dims = {key: 0 for key in CHANNEL_TENSORS if hasattr(module, key)}
+            self.swap_class(name, BETWEEN_CLASSES[type(module)], dims).dim = channel_dim
+            if isinstance(module, CONVOLUTIONS):
+                module.groups = module.groups // self.mesh.tensor.size
 
-    def heads(self, heads: AttentionPlan) -> None:
-        layers = [*(self.column(name, heads.fused) for name in heads.columns), self.row(heads.row)]
-        counted = [(self.modules[heads.owner], key) for key in heads.counts]
-        module = self.modules[heads.name]
-        region = HeadsRegion(module, heads.name, self.mesh.tensor, layers, counted)
-        region._count(1, self.mesh.tensor.size)
+    def shard_attention(self, attention: AttentionPlan) -> None:
+        """Divide attention that is known by its names, or a pair of the user's plan."""
+        columns = [self.shard_column(name, attention.fused) for name in attention.columns]
+        layers = [*columns, self.shard_row(attention.row)]
+        counts = [(self.modules[attention.owner], key) for key in attention.counts]
+        module = self.modules[attention.name]
+        region = HeadsRegion(module, attention.name, self.mesh.tensor, layers, counts)
+        region.scale_counts(1, self.mesh.tensor.size)
         for layer in layers:
-            layer.region, layer.parts = region, heads.fused
+            layer.region = region
+            layer.parts = attention.fused
         module.forward = region
 
-    def multihead(self, name: str) -> None:
-        module = self.swap_class(
-            name, SlicedMultiheadAttention, {"in_proj_weight": 0, "in_proj_bias": 0}
-        )
-        module.region, module.sequence = Region(module, name, self.mesh.tensor), self.sequence
-        self.swap_class(
-            f"{name}.out_proj" if name else "out_proj", type(module.out_proj), {"weight": 1}
-        )
+    def shard_multihead(self, name: str) -> None:
+        """Divide nn.MultiheadAttention; its output layer is only a store of parameters."""
+        in_projection = {"in_proj_weight": 0, "in_proj_bias": 0}
+        module = self.swap_class(name, ShardedMultiheadAttention, in_projection)
+        module.region = Region(module, name, self.mesh.tensor)
+        module.sequence = self.sequence
+        out_name = f"{name}.out_proj" if name else "out_proj"
+        self.swap_class(out_name, type(module.out_proj), {"weight": 1})
 
-    def region(self, name: str) -> Region:
+    def _region(self, name: str) -> Region:
+        """Return the region of a module, or of the module around it that is called."""
         module = self.modules[name]
-        while name and isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls it
+        while name and isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # never called
             name = name.rpartition(".")[0]
             module = self.modules[name]
         if name not in self.regions:
             self.regions[name] = Region(module, name, self.mesh.tensor)
             module.forward = self.regions[name]
         return self.regions[name]
+
+    def _shard_tensor(self, module: nn.Module, key: str, dim: int) -> None:
+        """Replace a parameter or buffer by this rank's shard, a DTensor."""
+        full = getattr(module, key)
+        if full is None:
+            return
+        if key in own_buffers(module):
+            setattr(module, key, self._local_dtensor(full, dim))
+            return
+        if id(full) not in self.sharded:
+            self.originals.append(full)
+            shard = self._local_dtensor(full.detach(), dim)
+            self.sharded[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        setattr(module, key, self.sharded[id(full)])
+
+    def _local_dtensor(self, full: Tensor, dim: int) -> DTensor:
+        """Return this rank's shard of a tensor that all ranks have. No communication."""
+        axis = self.mesh.tensor
+        size = full.shape[dim] // axis.size
+        # A clone, so that the full tensor can be freed.
+        shard = full.narrow(dim, axis.rank * size, size).clone(
+            memory_format=torch.contiguous_format
+        )
+        return DTensor.from_local(
+            shard, self.mesh.device_mesh["tensor"], [Shard(dim)], run_check=False
+        )

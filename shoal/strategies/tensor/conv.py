@@ -1,9 +1,12 @@
-"""Convolutions and norms in slices of channels: the pairs of `linear.py`, for images and signals.
+"""Convolutions and norms that are divided along channels: the pairs of `linear.py`, for images.
 
-    x ──> column ──> BatchNorm ──> ReLU ──> row ──> total       each channel's statistics are its own
+    x ──> column ──> BatchNorm ──> ReLU ──> row ──> sum       statistics are those of one channel,
+                                                              so they need no communication
 
-DTensor's convolution is of no use here: with a weight that is sharded on output channels it labels
-its output as whole, at half the channels, without an error (torch 2.13, pytorch#186129)."""
+DTensor's convolution is no alternative: with a weight that is sharded on output channels, it
+declares its output replicated, at half the channels, without an error (torch 2.13,
+pytorch#186129).
+"""
 
 from __future__ import annotations
 
@@ -21,120 +24,116 @@ class _ColumnParallelConv:
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = self._conv_forward(
-            self.region.entered(x).whole, local_shard(self.weight), local_shard(self.bias)
-        )
+        full = self.region.enter(x).full
+        y: Tensor = self._conv_forward(full, local_shard(self.weight), local_shard(self.bias))
         return y
 
 
-class ColumnConv1d(_ColumnParallelConv, nn.Conv1d):
-    """Gives this rank's slice of the channels."""
+class ColumnParallelConv1d(_ColumnParallelConv, nn.Conv1d):
+    """Computes this rank's shard of the channels."""
 
 
-class ColumnConv2d(_ColumnParallelConv, nn.Conv2d):
-    """Gives this rank's slice of the channels."""
+class ColumnParallelConv2d(_ColumnParallelConv, nn.Conv2d):
+    """Computes this rank's shard of the channels."""
 
 
-class ColumnConv3d(_ColumnParallelConv, nn.Conv3d):
-    """Gives this rank's slice of the channels."""
+class ColumnParallelConv3d(_ColumnParallelConv, nn.Conv3d):
+    """Computes this rank's shard of the channels."""
 
 
 class _RowParallelConv:
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = reduce_from_region(
-            self._conv_forward(x, local_shard(self.weight), None), self.region.axis
-        )
-        return (
-            y
-            if self.bias is None
-            else y + local_shard(self.bias).to(y.dtype).view(-1, *[1] * len(self.kernel_size))
-        )
+        partial = self._conv_forward(x, local_shard(self.weight), None)
+        y = reduce_from_region(partial, self.region.axis)
+        if self.bias is None:
+            return y
+        # Added after the sum, so that it counts once; (channels, 1, ...) for the image's dims.
+        bias = local_shard(self.bias).to(y.dtype)
+        output: Tensor = y + bias.view(-1, *[1] * len(self.kernel_size))
+        return output
 
 
-class RowConv1d(_RowParallelConv, nn.Conv1d):
-    """Takes this rank's slice of the channels; the outputs are whole."""
+class RowParallelConv1d(_RowParallelConv, nn.Conv1d):
+    """Takes this rank's shard of the channels; the output is replicated."""
 
 
-class RowConv2d(_RowParallelConv, nn.Conv2d):
-    """Takes this rank's slice of the channels; the outputs are whole."""
+class RowParallelConv2d(_RowParallelConv, nn.Conv2d):
+    """Takes this rank's shard of the channels; the output is replicated."""
 
 
-class RowConv3d(_RowParallelConv, nn.Conv3d):
-    """Takes this rank's slice of the channels; the outputs are whole."""
+class RowParallelConv3d(_RowParallelConv, nn.Conv3d):
+    """Takes this rank's shard of the channels; the output is replicated."""
 
 
-class _Grouped:
-    """Groups of channels by themselves, such as each channel (depthwise): a rank has some of
-    the groups.
-    """
+class _GroupedConv:
+    """Convolution in groups of channels, such as a depthwise one; each rank has some groups."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y: Tensor = self._conv_forward(x, local_shard(self.weight), local_shard(self.bias))
         return y
 
 
-class GroupedConv1d(_Grouped, nn.Conv1d):
-    """Takes and gives this rank's slice of the channels."""
+class ShardedGroupedConv1d(_GroupedConv, nn.Conv1d):
+    """Takes and computes this rank's shard of the channels."""
 
 
-class GroupedConv2d(_Grouped, nn.Conv2d):
-    """Takes and gives this rank's slice of the channels."""
+class ShardedGroupedConv2d(_GroupedConv, nn.Conv2d):
+    """Takes and computes this rank's shard of the channels."""
 
 
-class GroupedConv3d(_Grouped, nn.Conv3d):
-    """Takes and gives this rank's slice of the channels."""
+class ShardedGroupedConv3d(_GroupedConv, nn.Conv3d):
+    """Takes and computes this rank's shard of the channels."""
 
 
-class _Norm:
+class _ShardedBatchNorm:
+    """torch's BatchNorm on DTensors; the steps are those of nn.modules.batchnorm._BatchNorm."""
+
     def forward(self: Any, x: Tensor) -> Tensor:
         self._check_input_dim(x)
+        # torch replaces None by an average of all batches: 1 / their number.
         factor = 0.0 if self.momentum is None else self.momentum
-        keeps = self.training and self.track_running_stats
-        if keeps and self.num_batches_tracked is not None:
+        updates_statistics = self.training and self.track_running_stats
+        if updates_statistics and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else factor
-        mean, variance = (
-            (local_shard(self.running_mean), local_shard(self.running_var))
-            if keeps or not self.training
-            else (None,) * 2
-        )
-        by_batch = self.training or self.running_mean is None
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        mean, variance = None, None
+        if updates_statistics or not self.training:
+            mean = local_shard(self.running_mean)
+            variance = local_shard(self.running_var)
+        uses_batch_statistics = self.training or self.running_mean is None
         return F.batch_norm(
             x,
             mean,
             variance,
             local_shard(self.weight),
             local_shard(self.bias),
-            by_batch,
+            uses_batch_statistics,
             factor,
             self.eps,
         )
 
 
-class SlicedBatchNorm1d(_Norm, nn.BatchNorm1d):
-    """Normalises this rank's slice of the channels."""
+class ShardedBatchNorm1d(_ShardedBatchNorm, nn.BatchNorm1d):
+    """Normalizes this rank's shard of the channels."""
 
 
-class SlicedBatchNorm2d(_Norm, nn.BatchNorm2d):
-    """Normalises this rank's slice of the channels."""
+class ShardedBatchNorm2d(_ShardedBatchNorm, nn.BatchNorm2d):
+    """Normalizes this rank's shard of the channels."""
 
 
-class SlicedBatchNorm3d(_Norm, nn.BatchNorm3d):
-    """Normalises this rank's slice of the channels."""
+class ShardedBatchNorm3d(_ShardedBatchNorm, nn.BatchNorm3d):
+    """Normalizes this rank's shard of the channels."""
 
 
-class SlicedGroupNorm(nn.GroupNorm):
-    """Normalises this rank's slice of the groups of channels."""
+class ShardedGroupNorm(nn.GroupNorm):
+    """Normalizes this rank's shard of the groups of channels."""
 
     axis: Axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(
-            x,
-            self.num_groups // self.axis.size,
-            local_shard(self.weight),
-            local_shard(self.bias),
-            self.eps,
-        )
+        local_groups = self.num_groups // self.axis.size
+        weight = local_shard(self.weight)
+        return F.group_norm(x, local_groups, weight, local_shard(self.bias), self.eps)

@@ -1,5 +1,10 @@
-"""Dropout on slices of heads: drawn for all heads, as one device does, of which a rank keeps
-its own.
+"""Dropout on attention weights that are divided between heads, with the numbers of one device.
+
+      one device   draws   [ head 0  head 1  head 2  head 3 ]
+      rank 0       draws   [ head 0  head 1  head 2  head 3 ]   and keeps heads 0 1
+      rank 1       draws   [ head 0  head 1  head 2  head 3 ]   and keeps heads 2 3
+
+Each rank draws for all heads, so that the random generators of all ranks stay equal.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from shoal.comm.mappings import local_slice
 from shoal.platform.torch_private.kernels import safe_softmax
 
 HEADS_DIM = -3
+"""The dim of heads in (..., heads, time, time)."""
 
 
 class GlobalDropout(TorchFunctionMode):
-    """Inside, dropout on (..., heads, time, time) is that of all ranks' heads; all other
-    functions are as they are.
+    """Inside, dropout on tensors of 4 dims or more draws for the heads of all ranks.
+
+    All other functions are unchanged.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -53,27 +60,30 @@ class GlobalDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Compute F.scaled_dot_product_attention step by step, so that its dropout is ours."""
         if enable_gqa:
             groups = query.shape[HEADS_DIM] // key.shape[HEADS_DIM]
-            key, value = (x.repeat_interleave(groups, dim=HEADS_DIM) for x in (key, value))
-        scores = (
-            query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        )
+            key = key.repeat_interleave(groups, dim=HEADS_DIM)
+            value = value.repeat_interleave(groups, dim=HEADS_DIM)
+        score_scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * score_scale
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attn_mask is not None:
-            allowed = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
-        weights = safe_softmax(scores, -1)  # a row with all keys hidden is 0
-        attended: Tensor = weights * dropout_factors(weights, dropout_p, self.axis) @ value
+            is_boolean = attn_mask.dtype == torch.bool
+            scores = (
+                scores.masked_fill(~attn_mask, -torch.inf) if is_boolean else scores + attn_mask
+            )
+        weights = safe_softmax(scores, -1)  # a row with all keys masked is 0, as in torch's kernels
+        factors = dropout_factors(weights, dropout_p, self.axis)
+        attended: Tensor = weights * factors @ value
         return attended
 
 
 def dropout_factors(weights: Tensor, p: float, axis: Axis) -> Tensor:
-    """0 or 1/(1-p) for each weight of this rank's heads, out of those of all ranks."""
+    """Return 0 or 1/(1-p) for each weight of this rank's heads, drawn for all ranks' heads."""
     shape = list(weights.shape)
     shape[HEADS_DIM] *= axis.size
     factors = F.dropout(torch.ones(shape, dtype=weights.dtype, device=weights.device), p)
-    return local_slice(
-        factors, axis, HEADS_DIM
-    ).clone()  # or those of all heads are kept for the backward pass
+    # A clone: a view would keep the factors of all heads until the backward pass.
+    return local_slice(factors, axis, HEADS_DIM).clone()

@@ -1,14 +1,13 @@
-"""One matrix for query, key and value: its rows lie in the order of the whole model, and are
-regrouped to be used.
+"""Regroup the rows of a fused QKV matrix, which holds query, key and value.
 
-      whole      q0 q1 k0 k1 v0 v1          rows of heads 0 and 1
-      rank 0     q0 q1 k0                   what it holds: contiguous, so that a checkpoint has one layout
-      rank 1     k1 v0 v1
+      full       q0 q1 k0 k1 v0 v1          rows of heads 0 and 1
+      rank 0     q0 q1 k0                   stored: contiguous, so that every checkpoint has the
+      rank 1     k1 v0 v1                   layout of the full model
                     ⇅ all-to-all
-      rank 0     q0 k0 v0                   what it computes with
+      rank 0     q0 k0 v0                   used: all rows of this rank's heads
       rank 1     q1 k1 v1
 
-Each rank sends rows of the matrix, at most 1/T of it, forward and backward.
+Each rank sends at most its own rows, 1/T of the matrix, in each forward and backward pass.
 """
 
 from __future__ import annotations
@@ -17,95 +16,95 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.strategies.tensor.region import Region, local_shard
 
 all_to_all = getattr(dist, "all_to_all_single")  # noqa: B009 - untyped in torch's stubs
 
 
-class FusedColumnLinear(nn.Linear):
-    """A column layer of several matrices, one below the other."""
+def regroup_qkv(stored: Tensor, axis: Axis, parts: int) -> Tensor:
+    """Return this rank's shard of each part, one after the other. Collective.
 
-    region: Region
-    parts: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self.region.axis
-        weight = regroup_qkv(local_shard(self.weight), axis, self.parts)
-        bias = None if self.bias is None else regroup_qkv(local_shard(self.bias), axis, self.parts)
-        return self.region.entered(x).linear(weight, bias)
-
-
-def regroup_qkv(own: Tensor, axis: Axis, parts: int) -> Tensor:
-    """This rank's slice of each part, from slices of all of them one after the other.
-    Collective.
+    Args:
+        stored: (rows/T, ...), this rank's shard of all parts as they are stored.
+        parts: matrices in one, 3 for query, key and value.
     """
-    found: Tensor = _Regrouped.apply(own, axis, parts)
-    return found
+    used: Tensor = _Regroup.apply(stored, axis, parts)
+    return used
 
 
-class _Regrouped(torch.autograd.Function):
+class _Regroup(torch.autograd.Function):
+    """Exchange rows forward; exchange their gradients the other way backward."""
+
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis, parts: int) -> Tensor:
-        ctx.axis, ctx.parts = axis, parts
-        rows = len(own) * axis.size
-        held, wanted = _local_rows(rows, axis), _target_rows(rows, axis, parts)
-        return _exchanged(own, held, wanted, axis)
+    def forward(ctx: Any, stored: Tensor, axis: Axis, parts: int) -> Tensor:
+        ctx.axis = axis
+        ctx.parts = parts
+        num_rows = len(stored) * axis.size
+        return _exchange_rows(
+            stored, _stored_rows(num_rows, axis), _used_rows(num_rows, axis, parts), axis
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        rows = len(gradient) * ctx.axis.size
-        held, wanted = _local_rows(rows, ctx.axis), _target_rows(rows, ctx.axis, ctx.parts)
-        return _exchanged(gradient, wanted, held, ctx.axis), None, None
+        num_rows = len(gradient) * ctx.axis.size
+        stored_gradient = _exchange_rows(
+            gradient,
+            _used_rows(num_rows, ctx.axis, ctx.parts),
+            _stored_rows(num_rows, ctx.axis),
+            ctx.axis,
+        )
+        return stored_gradient, None, None
 
 
-def _local_rows(rows: int, axis: Axis) -> list[list[int]]:
-    """Each rank's rows as it holds them."""
-    size = rows // axis.size
+def _stored_rows(num_rows: int, axis: Axis) -> list[list[int]]:
+    """Return for each rank the rows that it stores."""
+    size = num_rows // axis.size
     return [list(range(rank * size, (rank + 1) * size)) for rank in range(axis.size)]
 
 
-def _target_rows(rows: int, axis: Axis, parts: int) -> list[list[int]]:
-    """Each rank's rows as it computes with them."""
-    part = rows // parts
-    size = part // axis.size
-    return [
-        [
-            start + row
-            for start in range(0, rows, part)
-            for row in range(rank * size, (rank + 1) * size)
-        ]
-        for rank in range(axis.size)
-    ]
+def _used_rows(num_rows: int, axis: Axis, parts: int) -> list[list[int]]:
+    """Return for each rank the rows that it computes with: 1/T of each part."""
+    part_size = num_rows // parts
+    size = part_size // axis.size
+    rows_by_rank = []
+    for rank in range(axis.size):
+        rows: list[int] = []
+        for part_start in range(0, num_rows, part_size):
+            rows += range(part_start + rank * size, part_start + (rank + 1) * size)
+        rows_by_rank.append(rows)
+    return rows_by_rank
 
 
-def _exchanged(own: Tensor, before: list[list[int]], after: list[list[int]], axis: Axis) -> Tensor:
-    """Rows that lie as in `before`, as in `after`."""
+def _exchange_rows(
+    tensor: Tensor, before: list[list[int]], after: list[list[int]], axis: Axis
+) -> Tensor:
+    """Move rows between ranks: from the assignment `before` to the assignment `after`."""
     owner = {row: rank for rank, rows in enumerate(before) for row in rows}
-    sent = [[row for row in rows if owner[row] == axis.rank] for rows in after]
-    received = [
+    send_rows = [[row for row in rows if owner[row] == axis.rank] for rows in after]
+    receive_rows = [
         [row for row in after[axis.rank] if owner[row] == rank] for rank in range(axis.size)
     ]
-    # Contiguous, also where the matrix lies the other way round: messages are what lies in memory.
-    packed = own[_places(_joined(sent), before[axis.rank], own.device)].contiguous()
-    arrived = torch.empty_like(packed)
+    send_order = _positions(_concatenate(send_rows), before[axis.rank], tensor.device)
+    # Contiguous, also for a transposed matrix: a message is sent as it lies in memory.
+    send_buffer = tensor[send_order].contiguous()
+    receive_buffer = torch.empty_like(send_buffer)
     all_to_all(
-        arrived,
-        packed,
-        [len(rows) for rows in received],
-        [len(rows) for rows in sent],
+        receive_buffer,
+        send_buffer,
+        [len(rows) for rows in receive_rows],
+        [len(rows) for rows in send_rows],
         group=axis.group,
     )
-    return arrived[_places(after[axis.rank], _joined(received), own.device)]
+    return receive_buffer[_positions(after[axis.rank], _concatenate(receive_rows), tensor.device)]
 
 
-def _joined(lists: list[list[int]]) -> list[int]:
+def _concatenate(lists: list[list[int]]) -> list[int]:
     return [row for rows in lists for row in rows]
 
 
-def _places(rows: list[int], order: list[int], device: torch.device) -> Tensor:
-    """Find the place of each of `rows` in `order`."""
-    places = {row: place for place, row in enumerate(order)}
-    return torch.tensor([places[row] for row in rows], device=device)
+def _positions(rows: list[int], order: list[int], device: torch.device) -> Tensor:
+    """Return the index of each of `rows` in `order`."""
+    position = {row: index for index, row in enumerate(order)}
+    return torch.tensor([position[row] for row in rows], device=device)

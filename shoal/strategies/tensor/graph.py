@@ -1,12 +1,15 @@
-"""Forward passes as graphs of modules and functions, as far as torch.fx can look into them.
+"""Forward passes as graphs of modules and functions, as far as torch.fx can trace them.
 
-A module whose forward pass depends on values, or that fx cannot follow, is a leaf of the graph
-around it, and the root of a graph of its own. What runs depends on more than the modules, so a
-forward pass is looked at in training and in evaluation, and with its optional arguments given and
-left out; only what is so in every graph counts.
+A module whose forward pass depends on values, or that fx cannot trace, is a leaf in the graph
+around it. It becomes the root of a graph of its own.
 
-What a module keeps for others to look at, self.seen = x say, is no edge of a graph. But the
-tracer's stand-in for it outlives the tracer, and that marks its node."""
+A forward pass may run in another way in evaluation, or with other optional arguments. So each root
+is traced in training and in evaluation, with optional arguments given and left out. A plan uses
+only pairs that are in all of these graphs.
+
+A module may keep a value, as in `self.seen = x`. fx has no edge for that. But the tracer's proxy
+for this value stays alive after the trace, and so the tracer can mark its node.
+"""
 
 from __future__ import annotations
 
@@ -21,130 +24,155 @@ from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
 from shoal.strategies.full_model import FullModel
-from shoal.strategies.tensor.conv1d_gpt2 import is_gpt2_conv1d
+from shoal.strategies.tensor.candidates import is_gpt2_conv1d
 
 ESCAPES = "kept"
-"""In the `meta` of a node: somebody has kept its value, outside of the graph."""
+"""Key in the `meta` of a node: its value is still referenced after the trace."""
 
 
-def graphs(
-    model: nn.Module, leaves: set[nn.Module], uncut: FullModel | None = None
+def forward_graphs(
+    model: nn.Module, leaves: set[nn.Module], full_model: FullModel | None = None
 ) -> Iterator[tuple[str, list[fx.Graph]]]:
-    """For each module that is looked into as a root its name and its graphs, in which names count
-    from the model.
+    """Yield the name and the graphs of each module that is traced as a root.
+
+    Names in a graph count from its root.
 
     Args:
-        leaves: modules that are not looked into.
-        uncut: the model's forward pass as it was cut in stages; what stages call are roots then.
+        leaves: modules that are not traced.
+        full_model: the graphs that a pipeline was made from; the modules that its stages call are
+            then the first roots.
     """
-    if uncut is not None:
-        yield "", list(uncut.graphs)
-    waiting = [("", model)] if uncut is None else _called_by_stages(model, uncut)
-    while waiting:
-        name, module = waiting.pop(0)
+    if full_model is None:
+        queue = [("", model)]
+    else:
+        yield "", list(full_model.graphs)
+        queue = _modules_called_by_stages(model, full_model)
+    while queue:
+        name, module = queue.pop(0)
         if module in leaves or not any(True for _ in module.parameters()):
             continue
         opaque = set(leaves)
-        found = None if isinstance(module, (ModuleList, ModuleDict)) else _graphs(module, opaque)
-        below = list(module.named_children())
-        if found is not None:
-            yield name, found
-            below = _outermost([(n, m) for n, m in module.named_modules() if m in opaque - leaves])
-        waiting += [(f"{name}.{n}" if name else n, m) for n, m in below]
+        is_list = isinstance(module, (ModuleList, ModuleDict))  # without a forward pass
+        graphs = None if is_list else _trace_all_modes(module, opaque)
+        if graphs is None:
+            next_roots = list(module.named_children())
+        else:
+            yield name, graphs
+            untraced = opaque - leaves
+            next_roots = _outermost([(n, m) for n, m in module.named_modules() if m in untraced])
+        queue += [(f"{name}.{n}" if name else n, m) for n, m in next_roots]
 
 
-def _called_by_stages(model: nn.Module, uncut: FullModel) -> list[tuple[str, nn.Module]]:
-    """Modules that stages call in one way, but for torch's own layers."""
-    names = [name for name in sorted(uncut.stages_by_module) if not uncut.called_twice(name)]
-    called = [(name, model.get_submodule(name)) for name in names]
-    return [(name, module) for name, module in called if not _of_torch(module)]
+def _modules_called_by_stages(
+    model: nn.Module, full_model: FullModel
+) -> list[tuple[str, nn.Module]]:
+    """Return modules that stages call in one way only, without torch's own layers."""
+    names = [
+        name for name in sorted(full_model.stages_by_module) if not full_model.called_twice(name)
+    ]
+    modules = [(name, model.get_submodule(name)) for name in names]
+    return [(name, module) for name, module in modules if not _is_torch_layer(module)]
 
 
-def _of_torch(module: nn.Module) -> bool:
-    """What a tracer does not look into: layers, and no containers."""
+def _is_torch_layer(module: nn.Module) -> bool:
+    """Return True for modules that fx does not trace: torch's layers, but not nn.Sequential."""
     return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
-def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    names = [name for name, _ in found]
+def _outermost(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Drop modules that lie in another one of the list."""
+    names = [name for name, _ in modules]
     return [
-        (name, m) for name, m in found if not any(name.startswith(f"{other}.") for other in names)
+        (name, module)
+        for name, module in modules
+        if not any(name.startswith(f"{other}.") for other in names)
     ]
 
 
-def _graphs(module: nn.Module, opaque: set[nn.Module]) -> list[fx.Graph] | None:
-    """All of them, or None where one cannot be made; `opaque` gains what cannot be looked into."""
+def _trace_all_modes(module: nn.Module, opaque: set[nn.Module]) -> list[fx.Graph] | None:
+    """Trace a module in all its modes; return None if one of them cannot be traced.
+
+    Args:
+        opaque: modules that are leaves; gains the modules that cannot be traced.
+    """
     modes = [(m, m.training) for m in module.modules()]
-    found = []
+    graphs = []
     try:
         for training in (True, False):
-            for left_out in _optional(module):
+            for concrete_args in _optional_arguments(module):
                 for m, _ in modes:
                     m.training = training
-                graph = _graph(module, opaque, left_out)
+                graph = _trace(module, opaque, concrete_args)
                 if graph is None:
                     return None
-                found.append(graph)
+                graphs.append(graph)
     finally:
         for m, mode in modes:
             m.training = mode
-    return found
+    return graphs
 
 
-def _optional(module: nn.Module) -> list[dict[str, Any]]:
-    """The optional arguments, given (as unknown values) and left out (as what they are then)."""
+def _optional_arguments(module: nn.Module) -> list[dict[str, Any]]:
+    """Return what fx takes as `concrete_args`: {} for arguments given, defaults for left out."""
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return [{}, defaults] if defaults else [{}]
 
 
-def _graph(module: nn.Module, opaque: set[nn.Module], left_out: dict[str, Any]) -> fx.Graph | None:
+def _trace(
+    module: nn.Module, opaque: set[nn.Module], concrete_args: dict[str, Any]
+) -> fx.Graph | None:
+    """Trace once; a module that fails becomes opaque, and the trace starts again."""
     before = [(m, dict(vars(m))) for m in module.modules()]
     while True:
         tracer = _LeafTracer(opaque)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                graph = tracer.trace(module, left_out or None)
+                graph = tracer.trace(module, concrete_args or None)
             tracer.mark_escaping()
             return graph
-        except Exception:  # noqa: BLE001 - whatever a forward pass may say to values that are not there
+        except Exception:  # noqa: BLE001 - a forward pass may raise anything when values are absent
             if tracer.failed is None:
                 return None
             opaque.add(tracer.failed)
         finally:
-            _restore(before)
+            _remove_proxies(before)
 
 
-def _restore(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Modules lose the stand-ins that they have kept."""
+def _remove_proxies(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Remove proxies that the trace has left in modules; put back the attributes they replaced."""
     for module, attributes in before:
-        held = vars(module)
-        for key in [key for key, value in held.items() if isinstance(value, fx.Proxy)]:
-            del held[key]
+        current = vars(module)
+        for key in [key for key, value in current.items() if isinstance(value, fx.Proxy)]:
+            del current[key]
             if key in attributes:
-                held[key] = attributes[key]
+                current[key] = attributes[key]
 
 
 class _LeafTracer(fx.Tracer):
+    """Tracer that keeps some modules as leaves, and notes the module in which a trace failed."""
+
     def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
         self.failed: nn.Module | None = None
-        self.made: list[tuple[weakref.ref[fx.Proxy], fx.Node]] = []
+        self.proxies: list[tuple[weakref.ref[fx.Proxy], fx.Node]] = []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        made = super().proxy(node)
+        proxy = super().proxy(node)
         if node.op.startswith("call"):
-            self.made.append((weakref.ref(made), node))
-        return made
+            self.proxies.append((weakref.ref(proxy), node))
+        return proxy
 
     def mark_escaping(self) -> None:
-        """After the trace: nodes whose stand-ins somebody still has."""
-        if any(made() is not None for made, _ in self.made):
-            gc.collect()  # all ranks have to find the same
-        for made, node in self.made:
-            if made() is not None:
+        """Mark nodes whose proxies are alive. Called after the trace."""
+        if any(proxy() is not None for proxy, _ in self.proxies):
+            # A cycle of references keeps a proxy alive for a while, on some ranks and not on
+            # others. All ranks must decide the same.
+            gc.collect()
+        for proxy, node in self.proxies:
+            if proxy() is not None:
                 node.meta[ESCAPES] = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -158,6 +186,7 @@ class _LeafTracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            if m not in self.opaque:  # else it is what the module around it does with it
-                self.failed = self.failed or m  # the innermost one
+            # For an opaque module the failure is that of the module around it.
+            if m not in self.opaque:
+                self.failed = self.failed or m  # the innermost module fails first
             raise

@@ -1,12 +1,14 @@
-"""A tensor of which each rank has a slice, and which becomes whole where somebody looks at it.
+"""Lazy gather: a tensor that is divided over ranks and becomes full when a function needs it.
 
-      rank 0     own [ a b . . ] ─┐                              what knows slices runs on `own`, and sends little;
-                                  ├─> whole [ a b c d ]          anything else gets the whole, gathered once
-      rank 1     own [ . . c d ] ─┘
+      rank 0     local [ a b . . ] ─┐                            functions that know shards run
+                                    ├─> full [ a b c d ]         on `local`; any other function
+      rank 1     local [ . . c d ] ─┘                            gets `full`, gathered once
 
-It has the shape of the whole, and computes like the whole. Who writes into it writes into the
-gathered whole, and that is what it is from then on. The slices of others that share its memory
-would not follow, so that is refused."""
+It has the shape of the full tensor and gives the same numbers.
+
+A write goes into the gathered full tensor, which counts from then on. Other tensors may be views
+of the same shards. They would not see this write, so it is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,110 +29,134 @@ from shoal.platform.torch_private.subclasses import (
 )
 from shoal.platform.torch_private.tensor_state import IS_VIEW, schema_of, version
 
-IN_PLACE_OPS = (
+WRITE_MESSAGE = (
     "tensor: {what} writes into a tensor that lies in slices, and others have views of it that "
-    "would not follow. Write "
-    "a new tensor, x = x / y for x.div_(y) say, or take a clone() first; or keep the layer that "
-    "gives it whole: see "
-    "the strategy's option `whole`."
+    "would not follow. Write a new tensor, x = x / y for x.div_(y) say, or take a clone() first; "
+    "or keep the layer that gives it whole: see the strategy's option `whole`."
 )
 
 
 class ViewGroup:
-    """What tensors share that are views of each other.
+    """Tensors that are views of the same shards.
 
-    Attributes: members: the tensors. handed_out: gathered wholes that were written into, or that
-        somebody has plain views of, each with its version
-            when it was gathered.
+    Attributes:
+        members: the tensors.
+        exposed: gathered full tensors that were written into, or of which the user has views;
+            each with its version when it was gathered.
     """
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[LazyGatherTensor]] = []
-        self.handed_out: list[tuple[Tensor, int]] = []
+        self.exposed: list[tuple[Tensor, int]] = []
 
     def join(self, member: LazyGatherTensor) -> None:
-        self.members = [
-            *(other for other in self.members if other() is not None),
-            weakref.ref(member),
-        ]
+        """Add a tensor, and forget those that are freed."""
+        alive = [other for other in self.members if other() is not None]
+        self.members = [*alive, weakref.ref(member)]
 
-    def check_same_on_all_ranks(self, of: LazyGatherTensor, what: str) -> None:
-        """Raises StrategyRefused: a write that not all tensors of this memory would see."""
-        written = [whole for whole, known in self.handed_out if version(whole) != known]
-        others = any(member() is not None and member() is not of for member in self.members)
-        if written and (others or any(whole is not of._whole for whole in written)):
-            raise StrategyRefused(IN_PLACE_OPS.format(what=what))
+    def check_writes(self, member: LazyGatherTensor, what: str) -> None:
+        """Check that every tensor of the group sees the writes so far.
+
+        Args:
+            member: the tensor that is used now.
+            what: who writes, for the error.
+
+        Raises:
+            StrategyRefused: a write that another tensor would not see.
+        """
+        written = [full for full, gathered in self.exposed if version(full) != gathered]
+        if not written:
+            return
+        has_others = any(other() is not None and other() is not member for other in self.members)
+        if has_others or any(full is not member._full for full in written):
+            raise StrategyRefused(WRITE_MESSAGE.format(what=what))
 
 
 class LazyGatherTensor(Tensor):
-    """A tensor of which this rank has `own`, its slice along dimension `along`, differentiable.
+    """A tensor of which this rank has `local`, its shard along `shard_dim`, differentiable.
 
-    Attributes: known: functions that run on slices; what gives NotImplemented gets the whole after
-    all."""
+    Attributes:
+        shard_functions: functions that run on shards. One that returns NotImplemented gets the
+            full tensor after all.
+        views: the tensors that share memory with `local`.
+    """
 
-    known: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    shard_functions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     local: Tensor
     axis: Axis
     shard_dim: int
-    memory: ViewGroup
-    _whole: Tensor | None
+    views: ViewGroup
+    _full: Tensor | None
     _gathered_version: int
 
     @classmethod
     def from_local(
-        cls, own: Tensor, axis: Axis, along: int, memory: ViewGroup | None = None
+        cls, local: Tensor, axis: Axis, shard_dim: int, views: ViewGroup | None = None
     ) -> Self:
-        """Args: memory: of the tensor that `own` is a view of a slice of, if it is."""
-        made: Any = _FromLocal.apply(own, cls, axis, along)
-        made.local, made.axis, made.shard_dim, made._whole = own, axis, along, None
-        made.memory = ViewGroup() if memory is None else memory
-        made.memory.join(made)
-        found: Self = made
-        return found
+        """Wrap this rank's shard.
 
-    def like(self, own: Tensor) -> Self:
-        """What a function of slices gave, of this tensor's."""
-        if own is self.local:
+        Args:
+            views: the group of the tensor that `local` is a view of; None if it is no view.
+        """
+        made: Any = _FromLocal.apply(local, cls, axis, shard_dim)
+        made.local = local
+        made.axis = axis
+        made.shard_dim = shard_dim
+        made._full = None
+        made.views = ViewGroup() if views is None else views
+        made.views.join(made)
+        wrapper: Self = made
+        return wrapper
+
+    def like(self, local: Tensor) -> Self:
+        """Wrap what a function of `self.local` returned; its last dims are those of this tensor."""
+        if local is self.local:
             return self
-        same = own.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
-        along = own.dim() - (self.local.dim() - self.shard_dim)
-        return type(self).from_local(own, self.axis, along, self.memory if same else None)
+        shares_memory = (
+            local.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
+        )
+        dims_from_last = self.local.dim() - self.shard_dim
+        views = self.views if shares_memory else None
+        return type(self).from_local(local, self.axis, local.dim() - dims_from_last, views)
 
     @property
     def full_tensor(self) -> Tensor:
-        """All of it, on every rank. Collective."""
-        if self._whole is None:
-            # With its graph even where nobody wants one now: who looks next may. And with a count
-            # of what is written.
+        """The full tensor, on every rank. Collective for the first use."""
+        if self._full is None:
+            # Gather with a graph even inside no_grad, for the result is kept and a later use may
+            # need gradients; and outside inference mode, so that torch counts its writes.
             with torch.inference_mode(False), torch.set_grad_enabled(self.local.requires_grad):
-                self._whole = gather_from_region(self.local, self.axis, self.shard_dim)
-            self._gathered_version = version(self._whole)
-        return self._whole
+                self._full = gather_from_region(self.local, self.axis, self.shard_dim)
+            self._gathered_version = version(self._full)
+        return self._full
 
     @property
     def written(self) -> bool:
-        """Whether the whole is no longer what the slices are."""
-        return self._whole is not None and version(self._whole) != self._gathered_version
+        """True if the full tensor was written into, so that the shards are no longer valid."""
+        return self._full is not None and version(self._full) != self._gathered_version
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if func in METADATA_OPS:
+        if func in METADATA_FUNCTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        items = [
-            leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, LazyGatherTensor)
-        ]
+        leaves = tree_leaves((args, options))
+        items = [leaf for leaf in leaves if isinstance(leaf, LazyGatherTensor)]
         for item in items:
-            item._follow()
-            item.memory.check_same_on_all_ranks(item, "somebody")
+            item._reattach_local()
+            item.views.check_writes(item, "somebody")
         first = args[0] if args else None
-        if isinstance(first, LazyGatherTensor) and func in first.known and not first.written:
-            found = first.known[func](*args, **options)
-            if found is not NotImplemented:
-                return found
+        if (
+            isinstance(first, LazyGatherTensor)
+            and func in first.shard_functions
+            and not first.written
+        ):
+            on_shards = first.shard_functions[func](*args, **options)
+            if on_shards is not NotImplemented:
+                return on_shards
         result = func(*_full_tensors(args), **_full_tensors(options))
         for item in items:
             item._track_views(result, getattr(func, "__name__", str(func)))
@@ -138,54 +164,62 @@ class LazyGatherTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if schema_of(func).is_mutable:  # below the level where it would be noticed
-            raise StrategyRefused(IN_PLACE_OPS.format(what=func))
+        # Below __torch_function__ a write into the full tensor would not be noticed.
+        if schema_of(func).is_mutable:
+            raise StrategyRefused(WRITE_MESSAGE.format(what=func))
         return func(*_full_tensors(args), **_full_tensors(kwargs or {}))
 
-    def _follow(self) -> None:
-        """Where a Function of somebody's own, a checkpoint say, gave this wrapper: the slices
-        come from it.
+    def _reattach_local(self) -> None:
+        """Derive `local` from this wrapper if an autograd.Function of the user's returned it.
+
+        Such a Function, activation checkpointing say, runs without a graph. Then `local` has no
+        gradient, while the wrapper has one.
         """
         with DisableTorchFunctionSubclass():
-            cut_off = self.requires_grad and not self.local.requires_grad
-        if not cut_off:
+            is_detached = self.requires_grad and not self.local.requires_grad
+        if not is_detached:
             return
         if self.written:
-            raise StrategyRefused(IN_PLACE_OPS.format(what="an autograd.Function"))
+            raise StrategyRefused(WRITE_MESSAGE.format(what="an autograd.Function"))
         with torch.inference_mode(False), torch.enable_grad():
-            self.local, self._whole = _ToLocal.apply(self, self.local), None
+            self.local = _ToLocal.apply(self, self.local)
+            self._full = None
 
     def _track_views(self, result: Any, what: str) -> None:
-        whole = self.full_tensor
-        shared = any(
-            isinstance(leaf, Tensor) and _shares(leaf, whole) for leaf in tree_leaves(result)
+        """Note the full tensor as exposed if `what` wrote into it or returned a view of it."""
+        full = self.full_tensor
+        has_view = any(
+            isinstance(leaf, Tensor) and _shares_memory(leaf, full) for leaf in tree_leaves(result)
         )
-        if (self.written or shared) and all(
-            whole is not other for other, _ in self.memory.handed_out
-        ):
-            self.memory.handed_out.append((whole, self._gathered_version))
-        self.memory.check_same_on_all_ranks(self, what)
+        is_noted = any(full is other for other, _ in self.views.exposed)
+        if (self.written or has_view) and not is_noted:
+            self.views.exposed.append((full, self._gathered_version))
+        self.views.check_writes(self, what)
 
 
 def _full_tensors(nest: Any) -> Any:
     return tree_map_only(LazyGatherTensor, lambda item: item.full_tensor, nest)
 
 
-def _shares(leaf: Tensor, whole: Tensor) -> bool:
-    plain = type(leaf) is Tensor and leaf.layout is torch.strided
-    return plain and leaf.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+def _shares_memory(leaf: Tensor, full: Tensor) -> bool:
+    is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
+    return is_plain and leaf.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
 class _FromLocal(torch.autograd.Function):
-    """The wrapper in autograd's eyes: who takes it as a whole, a Function of somebody's own,
-    gives a whole gradient.
-    """
+    """The wrapper of a shard. Whoever takes it as a full tensor gives it a full gradient."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, kind: type[LazyGatherTensor], axis: Axis, along: int) -> Any:
-        ctx.axis, ctx.shard_dim = axis, along
-        shape = (*own.shape[:along], own.shape[along] * axis.size, *own.shape[along + 1 :])
-        return make_wrapper_subclass(kind, shape, dtype=own.dtype, device=own.device)
+    def forward(
+        ctx: Any, local: Tensor, wrapper_class: type[LazyGatherTensor], axis: Axis, shard_dim: int
+    ) -> Any:
+        ctx.axis = axis
+        ctx.shard_dim = shard_dim
+        shape = list(local.shape)
+        shape[shard_dim] *= axis.size
+        return make_wrapper_subclass(
+            wrapper_class, tuple(shape), dtype=local.dtype, device=local.device
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -193,35 +227,26 @@ class _FromLocal(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """The slices of a wrapper."""
+    """The shard of a wrapper. Its gradients are gathered for the wrapper."""
 
     @staticmethod
-    def forward(ctx: Any, wrapper: LazyGatherTensor, own: Tensor) -> Tensor:
-        ctx.axis, ctx.shard_dim, ctx.length = (
-            wrapper.axis,
-            wrapper.shard_dim,
-            wrapper.shape[wrapper.shard_dim],
-        )
-        return own.detach()
+    def forward(ctx: Any, wrapper: LazyGatherTensor, local: Tensor) -> Tensor:
+        ctx.axis = wrapper.axis
+        ctx.shard_dim = wrapper.shard_dim
+        ctx.length = wrapper.shape[wrapper.shard_dim]
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return all_gather_dim(gradient, ctx.axis, ctx.shard_dim, ctx.length), None
 
 
-METADATA_OPS = {
-    *(
-        Tensor.dim,
-        Tensor.size,
-        Tensor.numel,
-        Tensor.ndimension,
-        Tensor.is_floating_point,
-        Tensor.__len__,
-    ),
+METADATA_FUNCTIONS = {
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.ndimension, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, IS_VIEW, Tensor.__len__, Tensor.__hash__),
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
     ),
-    *(Tensor.is_complex, Tensor.element_size, IS_VIEW, Tensor.__hash__),
 }
-"""What asks a tensor about itself, and nothing about its numbers."""
+"""Functions that read no values of a tensor: they run on the wrapper."""

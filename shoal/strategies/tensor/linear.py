@@ -1,9 +1,15 @@
-"""Linear layers in slices, and what may stand between the two of a pair.
+"""Column and row parallel linear layers, and the dropout between them.
 
-    column   each rank has some of the outputs      weight (out/T, in), bias (out/T)      x whole  -> y a slice
-    row      each rank has some of the inputs       weight (out, in/T), bias whole        x a slice -> y summed, whole
+    column   each rank has some outputs   weight (out/T, in), bias (out/T)    full x -> shard of y
+    row      each rank has some inputs    weight (out, in/T), bias (out)      shard of x -> full y
 
-    x ──> column ──> GELU ──> row ──> total            one sum of y forward, one of x's gradient backward
+    x ──> column ──> GELU ──> row ──> sum         one sum of y forward, one of x's gradient backward
+
+GPT-2's `Conv1D` is a linear layer with a transposed weight:
+
+    column   weight (in, out/T), bias (out/T)        row   weight (in/T, out), bias (out)
+
+A fused column layer holds query, key and value in one matrix: see `fused_qkv.py`.
 
 Source: Shoeybi et al., arXiv:1909.08053, section 3.
 """
@@ -16,56 +22,118 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import local_slice, reduce_from_region
-from shoal.strategies.tensor.column_input import reduce_scatter_sequence
-from shoal.strategies.tensor.region import Region, local_shard
+from shoal.strategies.tensor.fused_qkv import regroup_qkv
+from shoal.strategies.tensor.region import Region, local_shard, reduce_scatter_sequence
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Gives this rank's slice of the outputs."""
+    """Computes this rank's shard of the outputs."""
 
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.region.entered(x).linear(local_shard(self.weight), local_shard(self.bias))
+        return self.region.enter(x).linear(local_shard(self.weight), local_shard(self.bias))
+
+
+class FusedColumnParallelLinear(nn.Linear):
+    """Column parallel layer of several matrices, one below the other.
+
+    Attributes:
+        parts: the number of matrices.
+    """
+
+    region: Region
+    parts: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self.region.axis
+        weight = regroup_qkv(local_shard(self.weight), axis, self.parts)
+        bias = None if self.bias is None else regroup_qkv(local_shard(self.bias), axis, self.parts)
+        return self.region.enter(x).linear(weight, bias)
 
 
 class RowParallelLinear(nn.Linear):
-    """Takes this rank's slice of the inputs; the outputs are whole, or lie in slices of the
-    sequence.
+    """Takes this rank's shard of the inputs; the sum over ranks is the output.
 
-    Attributes: along: the dimension of the sequence in the output, where that is to lie in slices.
+    Attributes:
+        shard_dim: the sequence dimension of the output if it is sequence parallel; else None.
     """
 
     region: Region
-    along: int | None
+    shard_dim: int | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return add_bias(
-            row_parallel_matmul(x, local_shard(self.weight), self.region.axis, self.along),
-            self.bias,
-        )
+        weight = local_shard(self.weight)
+        y = row_parallel_matmul(x, weight, self.region.axis, self.shard_dim)
+        return add_bias(y, self.bias)
 
 
-def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, along: int | None) -> Tensor:
-    """What a row layer gives before its bias; without a dimension for samples and one for time
-    it stays whole.
+class ColumnParallelGPT2Conv1D(nn.Module):
+    """ColumnParallelLinear for GPT-2's `Conv1D`."""
+
+    region: Region
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.enter(x).linear(local_shard(self.weight).t(), local_shard(self.bias))
+
+
+class FusedColumnParallelGPT2Conv1D(nn.Module):
+    """FusedColumnParallelLinear for GPT-2's `Conv1D`; its matrices stand side by side."""
+
+    region: Region
+    parts: int
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self.region.axis
+        weight = regroup_qkv(local_shard(self.weight).t(), axis, self.parts)
+        bias = regroup_qkv(local_shard(self.bias), axis, self.parts)
+        return self.region.enter(x).linear(weight, bias)
+
+
+class RowParallelGPT2Conv1D(nn.Module):
+    """RowParallelLinear for GPT-2's `Conv1D`."""
+
+    region: Region
+    shard_dim: int | None
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local_shard(self.weight).t()
+        y = row_parallel_matmul(x, weight, self.region.axis, self.shard_dim)
+        return add_bias(y, self.bias)
+
+
+def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | None) -> Tensor:
+    """Return the output of a row parallel layer before its bias. Collective.
+
+    Args:
+        x: (..., in/T), this rank's shard.
+        weight: (out, in/T), this rank's shard.
+        shard_dim: the sequence dimension for a sequence parallel output. The output is replicated
+            if this is None, or if it has no dimensions for both samples and tokens.
     """
     y = F.linear(x, weight)
-    return (
-        reduce_from_region(y, axis)
-        if along is None or y.dim() < 3
-        else reduce_scatter_sequence(y, axis, along)
-    )
+    if shard_dim is None or y.dim() < 3:
+        return reduce_from_region(y, axis)
+    return reduce_scatter_sequence(y, axis, shard_dim)
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole bias is added once, after the sum."""
-    z: Tensor = y if bias is None else y + local_shard(bias).to(y.dtype)
-    return z
+    """Add a replicated bias after the sum over ranks, so that it counts once."""
+    output: Tensor = y if bias is None else y + local_shard(bias).to(y.dtype)
+    return output
 
 
-class SlicedDropout(nn.Dropout):
-    """Draws for the whole, as one device does, and keeps its slice."""
+class ShardedDropout(nn.Dropout):
+    """Draws for all hidden units, as one device does, and keeps this rank's shard.
+
+    So all ranks draw the same random numbers, and their generators stay equal.
+    """
 
     axis: Axis
     dim: int
@@ -76,6 +144,5 @@ class SlicedDropout(nn.Dropout):
         shape = list(x.shape)
         shape[self.dim] *= self.axis.size
         factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
-        return (
-            x * local_slice(factors, self.axis, self.dim).clone()
-        )  # or all of them are kept for the backward pass
+        # A clone: a view would keep all factors in memory until the backward pass.
+        return x * local_slice(factors, self.axis, self.dim).clone()

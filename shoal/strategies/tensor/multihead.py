@@ -1,8 +1,9 @@
-"""torch's own attention and transformer layers, in slices of heads and of hidden units."""
+"""nn.MultiheadAttention that is divided between heads."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +17,20 @@ from shoal.strategies.tensor.fused_qkv import regroup_qkv
 from shoal.strategies.tensor.linear import add_bias, row_parallel_matmul
 from shoal.strategies.tensor.region import Region, local_shard
 
-NESTED = (
+NESTED_TENSOR_MESSAGE = (
     "tensor: in evaluation nn.TransformerEncoder hands padded sequences to its layers as nested "
-    "tensors, which layers "
-    "in slices do not take. Make it with enable_nested_tensor=False; what it gives for padded "
-    "tokens is then computed "
-    "like that of others, in evaluation as in training, and no longer 0."
+    "tensors, which layers in slices do not take. Make it with enable_nested_tensor=False; what it "
+    "gives for padded tokens is then computed like that of others, in evaluation as in training, "
+    "and no longer 0."
 )
 
 
-class SlicedMultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention with some of the heads on each rank.
+class ShardedMultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention with 1/T of the heads on each rank.
 
-    Attributes: sequence: the output lies in slices of the sequence.
+    Attributes:
+        region: the attention itself: its layers run only inside its own forward pass.
+        sequence: True if the output is sequence parallel.
     """
 
     region: Region
@@ -45,113 +47,141 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in torch; with `need_weights` the weights are the mean over all heads, or of each
-        head.
+        """Compute as torch does. Weights are those of all heads, or their mean. Collective.
+
+        Raises:
+            UsageError: a causal flag without a mask, or nested tensors.
         """
         if is_causal and attn_mask is None:
             raise UsageError(
                 "attention with is_causal=True needs attn_mask as well, as it does on one device."
             )
         if query.is_nested:
-            raise UsageError(NESTED)
-        with _AttentionRegion(self.region):
-            inputs = [x if query.dim() == 3 else x.unsqueeze(0) for x in (query, key, value)]
-            if not self.batch_first and query.dim() == 3:
-                swapped = {
-                    id(x): x.transpose(0, 1) for x in (query, key, value)
-                }  # one input stays one
-                inputs = [swapped[id(x)] for x in (query, key, value)]
-            mask = self._mask(query, key, key_padding_mask, attn_mask)
-            heads, weights = self._heads(inputs, mask, need_weights)
-            # Time first in memory, as torch has it: a dropout that follows draws in that order.
+            raise UsageError(NESTED_TENSOR_MESSAGE)
+        is_batched = query.dim() == 3  # else (time, width), without samples
+        with _inside(self.region):
+            inputs = self._batch_first_inputs(query, key, value)
+            mask = self._merge_masks(query, key_padding_mask, attn_mask)
+            heads, weights = self._attend(inputs, mask, need_weights)
+            # Time first in memory, as in torch: a dropout that follows draws in this order.
             merged = heads.permute(2, 0, 1, 3).flatten(-2)
-            along = 0 if self.sequence and query.dim() == 3 else None
-            output = row_parallel_matmul(
-                merged, local_shard(self.out_proj.weight), self.region.axis, along
-            )
+            out_weight = local_shard(self.out_proj.weight)
+            shard_dim = 0 if self.sequence and is_batched else None
+            output = row_parallel_matmul(merged, out_weight, self.region.axis, shard_dim)
         output = add_bias(output, self.out_proj.bias)
-        if query.dim() == 2:
+        if not is_batched:
             output = output.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
-        return output, self._all_weights(weights, average_attn_weights, batched=query.dim() == 3)
+        return output, self._all_weights(weights, average_attn_weights, is_batched)
 
-    def _heads(
+    def _batch_first_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return query, key and value as (batch, time, width).
+
+        Inputs that are one tensor stay one: then the region copies it, or gathers it, once.
+        """
+        inputs = (query, key, value)
+        if query.dim() != 3:
+            return [x.unsqueeze(0) for x in inputs]
+        if self.batch_first:
+            return list(inputs)
+        transposed = {id(x): x.transpose(0, 1) for x in inputs}
+        return [transposed[id(x)] for x in inputs]
+
+    def _attend(
         self, inputs: list[Tensor], mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(batch, heads, time, width of a head) of this rank, and its weights where they are
-        needed.
+        """Return this rank's heads, and their weights if they are needed.
+
+        Heads are (batch, heads/T, time, head width), weights (batch, heads/T, time, key time).
         """
         axis = self.region.axis
-        weights = regroup_qkv(local_shard(self.in_proj_weight), axis, 3).chunk(3)
-        bias = self.in_proj_bias
-        biases = (None,) * 3 if bias is None else regroup_qkv(local_shard(bias), axis, 3).chunk(3)
-        q, k, v = (
-            self.region.entered(x).linear(w, b).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for x, w, b in zip(inputs, weights, biases, strict=True)
-        )
+        query, key, value = self._project(inputs)
+        # Three ways, as in torch: its kernel where nothing is drawn and no weights are needed.
         if self.dropout == 0 or not self.training:
             if not need_weights:
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), None
-            scores = _scores(q, k, mask)
-            return scores @ v, scores
-        scores = _scores(q, k, mask, safe=not need_weights)
-        scores = scores * dropout_factors(scores, self.dropout, axis)
-        return scores @ v, scores if need_weights else None
+                heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+                return heads, None
+            weights = _attention_weights(query, key, mask)
+            return weights @ value, weights
+        weights = _attention_weights(query, key, mask, is_safe=not need_weights)
+        weights = weights * dropout_factors(weights, self.dropout, axis)
+        return weights @ value, weights if need_weights else None
 
-    def _mask(
-        self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None
-    ) -> Tensor | None:
-        """Both masks as numbers to be added; of one mask for each head this rank's."""
+    def _project(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return this rank's heads of query, key and value."""
         axis = self.region.axis
-        found = None
-        if mask is not None:
-            found = _numbers(mask, query.dtype)
-            if mask.dim() == 3:  # (batch x heads, time, time)
-                found = local_slice(found.unflatten(0, (-1, self.num_heads)), axis, 1)
-        if padding is not None:
-            hidden = _numbers(padding, query.dtype)
-            hidden = (hidden if padding.dim() == 2 else hidden.unsqueeze(0))[:, None, None, :]
-            found = hidden if found is None else found + hidden
-        return found
+        weights = regroup_qkv(local_shard(self.in_proj_weight), axis, 3).chunk(3)
+        biases: tuple[Tensor | None, ...] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = regroup_qkv(local_shard(self.in_proj_bias), axis, 3).chunk(3)
+        projected = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            y = self.region.enter(x).linear(weight, bias)
+            projected.append(y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        return projected
 
-    def _all_weights(self, own: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        if own is None:
+    def _merge_masks(
+        self, query: Tensor, padding: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
+        """Return both masks as one that is added to scores, for this rank's heads; or None."""
+        merged = None
+        if mask is not None:
+            merged = _additive_mask(mask, query.dtype)
+            if mask.dim() == 3:  # (batch x heads, time, time): one mask for each head
+                by_head = merged.unflatten(0, (-1, self.num_heads))
+                merged = local_slice(by_head, self.region.axis, 1)
+        if padding is not None:
+            additive = _additive_mask(padding, query.dtype)
+            batched = additive if padding.dim() == 2 else additive.unsqueeze(0)
+            additive = batched[:, None, None, :]
+            merged = additive if merged is None else merged + additive
+        return merged
+
+    def _all_weights(
+        self, weights: Tensor | None, is_average: bool, is_batched: bool
+    ) -> Tensor | None:
+        """Return the weights of all heads, or their mean, on every rank. Collective."""
+        if weights is None:
             return None
         axis = self.region.axis
-        if average:
-            weights = reduce_from_region(own.sum(1) / self.num_heads, axis)
+        if is_average:
+            result = reduce_from_region(weights.sum(1) / self.num_heads, axis)
         else:
-            whole = own.new_zeros(len(own), self.num_heads, *own.shape[2:])
-            local_slice(whole, axis, 1).copy_(own)
-            weights = reduce_from_region(whole, axis)
-        return weights if batched else weights.squeeze(0)
+            # A sum with zeros for other ranks' heads: as a gather, and differentiable.
+            padded = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])
+            local_slice(padded, axis, 1).copy_(weights)
+            result = reduce_from_region(padded, axis)
+        return result if is_batched else result.squeeze(0)
 
 
-class _AttentionRegion:
-    """The region of an attention is the attention itself."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-
-    def __enter__(self) -> None:
-        self.region.depth += 1
-
-    def __exit__(self, *_: Any) -> None:
-        self.region.depth -= 1
-        self.region.copies = []
+@contextmanager
+def _inside(region: Region) -> Iterator[None]:
+    """Enter a region whose module is not called through it, but has a `forward` of its own."""
+    region.depth += 1
+    try:
+        yield
+    finally:
+        region.depth -= 1
+        region.entered = []
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, safe: bool = False) -> Tensor:
-    """Args: safe: a row with all keys hidden is 0, as where torch leaves it to SDPA, and not
-    NaN.
+def _attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_safe: bool = False
+) -> Tensor:
+    """Return the softmax of the scores.
+
+    Args:
+        is_safe: a row with all keys masked is 0, as in torch's SDPA, and not NaN.
     """
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    scores = scores if mask is None else scores + mask
-    return safe_softmax(scores, -1) if safe else scores.softmax(-1)
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if mask is not None:
+        scores = scores + mask
+    return safe_softmax(scores, -1) if is_safe else scores.softmax(-1)
 
 
-def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask as 0 and -inf, another one in `dtype`."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)

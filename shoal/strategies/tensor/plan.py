@@ -1,52 +1,50 @@
-"""Which module is cut how, and what stays whole: made from the model itself, or from the user's own
-words.
+"""The tensor plan: which module is divided in which way, and why the others stay replicated.
 
-In this order, each module once: torch's attention and transformer layers by their type, attention
-by the names in it, the vocabulary, then pairs of linear layers and of convolutions that a look into
-the forward passes has found."""
+The plan is made from the model, or from the user's patterns (`user_plan.py`). From the model, each
+module is planned once, in this order:
+
+    1. torch's attention and transformer layers, by their types
+    2. attention by the names of its layers (`find_attention.py`)
+    3. embedding and head, along the vocabulary (`find_vocabulary.py`)
+    4. pairs of linear layers and of convolutions, in traced forward passes (`find_pairs.py`)
+
+A plan depends only on the model, which all ranks have alike, so all ranks make the same plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
 from shoal.platform.torch_private.module_state import has_one_width
 from shoal.strategies.full_model import FullModel
-from shoal.strategies.tensor.graph import graphs
-from shoal.strategies.tensor.heads import AttentionPlan, find_attentions
-from shoal.strategies.tensor.hooks import hooked
-from shoal.strategies.tensor.pairs import CONVOLUTIONS, Candidates, ColumnRowPair, pairs
+from shoal.strategies.tensor.candidates import CONVOLUTIONS, Candidates, has_module_hooks
+from shoal.strategies.tensor.find_attention import AttentionPlan, find_attention
+from shoal.strategies.tensor.find_pairs import ColumnRowPair, find_pairs
+from shoal.strategies.tensor.find_vocabulary import find_vocabulary
+from shoal.strategies.tensor.graph import forward_graphs
 from shoal.strategies.tensor.user_plan import apply_user_plan
 
-HEAD_NAMES = (
-    "head",
-    "lm_head",
-    "output",
-    "decoder",
-    "fc_out",
-    "classifier",
-    "proj_out",
-    "embed_out",
-    "to_logits",
-)
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 NO_PAIR = "no layer before or after it makes a pair with it"
-"""Why a layer stays whole."""
+"""Reason why a linear layer or convolution stays replicated."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What is cut, by the names of modules.
+    """Names of the modules that are divided over the ranks of a tensor group.
 
     Args:
-        degree: T.
-        heads: attention that is known by the names in it. multihead: torch's own.
-        embeddings, vocabulary_heads: cut by words. pairs: of layers.
-        whole: what stays whole though it has parameters that could be cut, and why.
+        degree: T, the number of these ranks.
+        heads: attention that is known by the names of its layers.
+        multihead: attention of the type nn.MultiheadAttention.
+        embeddings: divided along the vocabulary.
+        vocabulary_heads: divided along the vocabulary.
+        pairs: of a column parallel and a row parallel layer.
+        replicated: modules with matrices that are not divided, and the reason for each.
     """
 
     degree: int
@@ -58,13 +56,15 @@ class TensorPlan:
     replicated: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
+        """True if anything is divided."""
         return bool(
             self.heads or self.multihead or self.embeddings or self.vocabulary_heads or self.pairs
         )
 
     def within(self, names: Container[str]) -> TensorPlan:
-        """What of it concerns these modules, those of one rank of a pipeline. What belongs
-        together is in one stage.
+        """Return the plan for the modules of one pipeline stage.
+
+        The row layer stands for its pair and its attention: these lie in one stage.
         """
         return replace(
             self,
@@ -76,248 +76,176 @@ class TensorPlan:
         )
 
     def boundaries(self) -> tuple[list[str], list[str]]:
-        """Where the stream between what is cut begins, and where it ends."""
+        """Return the modules after which, and before which, activations are sequence parallel."""
         pairs = [pair for pair in self.pairs if pair.sequential]
-        rows = [
+        begin = [
+            *self.embeddings,
             *(heads.row for heads in self.heads),
             *self.multihead,
             *(pair.row for pair in pairs),
         ]
-        columns = [name for heads in self.heads for name in heads.columns]
-        columns += [
+        end = [
+            *(name for heads in self.heads for name in heads.columns),
             *self.multihead,
             *(name for pair in pairs for name in pair.columns),
             *self.vocabulary_heads,
         ]
-        return [*self.embeddings, *rows], columns
+        return begin, end
 
-    def is_sharded(self) -> dict[str, str]:
-        """How each module is cut, by its name."""
-        found: dict[str, str] = dict.fromkeys(self.multihead, "heads")
+    def parallel_styles(self) -> dict[str, str]:
+        """Return the name of each divided module, with the way in which it is divided."""
+        styles: dict[str, str] = dict.fromkeys(self.multihead, "heads")
         for heads in self.heads:
-            found |= dict.fromkeys(heads.columns, "column, by heads") | {heads.row: "row, by heads"}
-        found |= dict.fromkeys((*self.embeddings, *self.vocabulary_heads), "vocabulary")
+            styles |= dict.fromkeys(heads.columns, "column, by heads")
+            styles[heads.row] = "row, by heads"
+        styles |= dict.fromkeys((*self.embeddings, *self.vocabulary_heads), "vocabulary")
         for pair in self.pairs:
-            found |= (
-                dict.fromkeys(pair.columns, "column")
-                | dict.fromkeys(pair.between, "slice")
-                | {pair.row: "row"}
-            )
-        return found
+            styles |= dict.fromkeys(pair.columns, "column")
+            styles |= dict.fromkeys(pair.between, "slice")
+            styles[pair.row] = "row"
+        return styles
 
 
 def plan(
     model: nn.Module,
     degree: int,
     keep: tuple[str, ...] = (),
-    own: Sequence[tuple[str, str]] = (),
-    uncut: FullModel | None = None,
+    patterns: Sequence[tuple[str, str]] = (),
+    full_model: FullModel | None = None,
 ) -> TensorPlan:
-    """What of `model` can be cut in `degree` slices. It is not changed; parameters may be on the
-    meta device.
+    """Plan how `model` is divided over `degree` ranks.
 
-    Args: keep: names of modules that stay whole, with all that is in them. own: what is to be cut
-        and nothing else: patterns of names, each to be cut by "column" or "row". uncut: where
-        `model` is cut in stages, if it is: no pair lies in two of them.
+    The model is not changed; its parameters may be on the meta device.
 
-    Raises: StrategyRefused: `own` is not what can be done.
+    Args:
+        keep: names of modules that stay replicated, with all modules inside them.
+        patterns: the user's plan: patterns of names, each with "column" or "row". Nothing else is
+            divided then.
+        full_model: how `model` is divided into pipeline stages; no pair lies in two of them.
+
+    Raises:
+        StrategyRefused: the user's plan cannot be carried out.
     """
-    kept = {
-        m
-        for n, m in model.named_modules()
-        if any(n == name or n.startswith(f"{name}.") for name in keep)
+    kept_modules = {
+        module for path, module in model.named_modules() if any(_is_in(path, name) for name in keep)
     }
-    modules = Candidates(model, degree, kept, uncut)
-    if own:
-        made = TensorPlan(degree, heads=tuple(apply_user_plan(model, own, modules)))
-        return replace(
-            made,
-            replicated=dict.fromkeys(
-                _replicated(model, made, modules, kept), "it is not in the plan"
-            ),
-        )
-    multihead = tuple(name for name, m in model.named_modules() if _is_multihead(m, name, modules))
+    candidates = Candidates(model, degree, kept_modules, full_model)
+    if patterns:
+        made = TensorPlan(degree, heads=tuple(apply_user_plan(model, patterns, candidates)))
+        names = _replicated(model, made, candidates, kept_modules)
+        return replace(made, replicated=dict.fromkeys(names, "it is not in the plan"))
+
+    # torch's layers first: their types say all, and nothing needs to be compared or traced.
+    multihead = tuple(
+        name for name, m in model.named_modules() if _may_shard_multihead(m, name, candidates)
+    )
     feed_forward = [
-        _feed_forward(name, m) for name, m in model.named_modules() if _has_feed_forward(m, modules)
+        _feed_forward_pair(name)
+        for name, module in model.named_modules()
+        if _may_shard_feed_forward(module, candidates)
     ]
-    heads = tuple(find_attentions(model, modules))
-    leaves = {modules.by_name[name] for name in (*multihead, *(h.name for h in heads))}
-    modules.add(TensorPlan(degree, heads, multihead, pairs=tuple(feed_forward)).is_sharded())
-    embeddings, vocabulary_heads = _vocabulary(model, modules)
-    modules.add((*embeddings, *vocabulary_heads))
-    found = [*feed_forward]
-    for root, looked_at in graphs(model, leaves, uncut):
-        common = set.intersection(*(pairs(graph, root, modules) for graph in looked_at))
-        found += sorted(common, key=lambda pair: [*modules.by_name].index(pair.row))
-    made = TensorPlan(degree, heads, multihead, embeddings, vocabulary_heads, tuple(found))
-    return replace(made, replicated=_replicated(model, made, modules, kept))
+    heads = tuple(find_attention(model, candidates))
+    made = TensorPlan(degree, heads, multihead, pairs=tuple(feed_forward))
+    candidates.remove_planned(made.parallel_styles())
+
+    embeddings, vocabulary_heads = find_vocabulary(model, candidates)
+    candidates.remove_planned((*embeddings, *vocabulary_heads))
+
+    # Attention is planned: a trace need not, and often cannot, look into it.
+    attention_names = (*multihead, *(attention.name for attention in heads))
+    leaves = {candidates.by_name[name] for name in attention_names}
+    pairs = [*feed_forward, *_traced_pairs(model, leaves, candidates)]
+    made = TensorPlan(degree, heads, multihead, embeddings, vocabulary_heads, tuple(pairs))
+    return replace(made, replicated=_replicated(model, made, candidates, kept_modules))
 
 
-def region_of(pair: ColumnRowPair) -> str:
-    """The innermost module that has all layers of a pair in it."""
-    paths = [name.split(".")[:-1] for name in (*pair.columns, *pair.between, pair.row)]
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
-    return ".".join(words[0] for words in same)
+def _traced_pairs(
+    model: nn.Module, leaves: set[nn.Module], candidates: Candidates
+) -> list[ColumnRowPair]:
+    """Return the pairs that are in every graph of their root, in the order of the model."""
+    order = {name: index for index, name in enumerate(candidates.by_name)}
+    pairs: list[ColumnRowPair] = []
+    for root, graphs in forward_graphs(model, leaves, candidates.full_model):
+        common = set.intersection(*(find_pairs(graph, root, candidates) for graph in graphs))
+        pairs += sorted(common, key=lambda pair: order[pair.row])
+    return pairs
 
 
-def _is_multihead(module: nn.Module, name: str, modules: Candidates) -> bool:
-    if (
-        type(module) is not nn.MultiheadAttention
-        or module not in modules.left
-        or "forward" in vars(module)
-    ):
+def _may_shard_multihead(module: nn.Module, name: str, candidates: Candidates) -> bool:
+    """Return True for nn.MultiheadAttention that can be divided; else note the reason."""
+    if type(module) is not nn.MultiheadAttention or "forward" in vars(module):
         return False
-    same = has_one_width(module) and module.bias_k is None and not module.add_zero_attn
-    if module.num_heads % modules.degree:
-        modules.reasons[name] = f"its {module.num_heads} heads are no multiple of {modules.degree}"
-    elif not same:
-        modules.reasons[name] = (
-            "keys and values of other widths, or added biases, are not known here"
-        )
+    if module not in candidates.remaining:
+        return False
+    reason = ""
+    if module.num_heads % candidates.degree:
+        reason = f"its {module.num_heads} heads are no multiple of {candidates.degree}"
+    elif not has_one_width(module) or module.bias_k is not None or module.add_zero_attn:
+        reason = "keys and values of other widths, or added biases, are not known here"
     elif (
-        not modules.may_be_cut(module, (nn.MultiheadAttention,))
-        or module.out_proj not in modules.left
+        not candidates.may_shard(module, (nn.MultiheadAttention,))
+        or module.out_proj not in candidates.remaining
     ):
-        modules.reasons[name] = "it is shared, or has hooks"
-    else:
-        return True
-    return False
+        reason = "it is shared, or has hooks"
+    if reason:
+        candidates.reasons[name] = reason
+    return not reason
 
 
-def _has_feed_forward(module: Any, modules: Candidates) -> bool:
+def _may_shard_feed_forward(module: Any, candidates: Candidates) -> bool:
+    """Return True for a torch transformer layer whose feed-forward pair can be divided."""
     if type(module) not in TRANSFORMER_LAYERS or "forward" in vars(module):
         return False
-    known = getattr(module.activation, "__name__", type(module.activation).__name__) in (
-        "relu",
-        "gelu",
-        "ReLU",
-        "GELU",
-    )
+    activation = module.activation
+    activation_name = getattr(activation, "__name__", type(activation).__name__)
+    # An activation of the user's may look at several hidden units at once.
+    if activation_name not in ("relu", "gelu", "ReLU", "GELU"):
+        return False
+    if isinstance(activation, nn.Module) and has_module_hooks(activation):
+        return False
     layers = (module.linear1, module.linear2)
     return (
-        known
-        and all(modules.may_be_cut(layer, (nn.Linear,)) for layer in layers)
-        and modules.may_be_cut(module.dropout, (nn.Dropout,))
-        and not (isinstance(module.activation, nn.Module) and hooked(module.activation))
-        and layers[0].out_features % modules.degree == 0
+        all(candidates.may_shard(layer, (nn.Linear,)) for layer in layers)
+        and candidates.may_shard(module.dropout, (nn.Dropout,))
+        and module.linear1.out_features % candidates.degree == 0
     )
 
 
-def _feed_forward(name: str, _: nn.Module) -> ColumnRowPair:
+def _feed_forward_pair(name: str) -> ColumnRowPair:
     prefix = f"{name}." if name else ""
-    return ColumnRowPair((f"{prefix}linear1",), (f"{prefix}dropout",), f"{prefix}linear2", True)
-
-
-def _vocabulary(model: nn.Module, modules: Candidates) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Embeddings of words, and layers that give a logit for each of them."""
-    linear = {
-        name: m for name, m in model.named_modules() if type(m) is nn.Linear and m in modules.left
-    }
-    candidates = {name: m for name, m in linear.items() if _is_head(name, m, model)}
-    embeddings = list(_embeddings(model, {m.out_features for m in candidates.values()}, modules))
-    heads = list(_vocabulary_heads(candidates, modules))
-    cut = _drop_unmatched_ties(model, {*embeddings, *heads})
-    return tuple(name for name in embeddings if name in cut), tuple(
-        name for name in heads if name in cut
+    return ColumnRowPair(
+        columns=(f"{prefix}linear1",),
+        between=(f"{prefix}dropout",),
+        row=f"{prefix}linear2",
+        sequential=True,
     )
-
-
-def _embeddings(model: nn.Module, words: Container[int], modules: Candidates) -> Iterator[str]:
-    """Names of embeddings that can be cut, whose number of words is one of `words`."""
-    for name, module in model.named_modules():
-        if (
-            type(module) is not nn.Embedding
-            or module.num_embeddings not in words
-            or not _plain_embedding(module)
-        ):
-            continue
-        if module.num_embeddings % modules.degree:
-            modules.reasons[name] = (
-                f"its {module.num_embeddings} words are no multiple of {modules.degree}"
-            )
-        elif _is_plain(module, modules):
-            yield name
-
-
-def _vocabulary_heads(candidates: Mapping[str, nn.Linear], modules: Candidates) -> Iterator[str]:
-    """Names of the candidates that can be cut."""
-    for name, module in candidates.items():
-        if module.out_features % modules.degree:
-            modules.reasons[name] = (
-                f"its {module.out_features} words are no multiple of {modules.degree}"
-            )
-        elif modules.uncut is not None and modules.uncut.stages_running(name) != {
-            modules.uncut.output_stage
-        }:
-            modules.reasons[name] = "the pipeline is cut behind it"
-        elif _is_plain(module, modules):
-            yield name
-
-
-def _is_plain(module: nn.Module, modules: Candidates) -> bool:
-    return module in modules.left and "forward" not in vars(module) and not hooked(module)
-
-
-def _drop_unmatched_ties(model: nn.Module, names: set[str]) -> set[str]:
-    """Those whose parameters nothing else has: one that is tied to what stays whole stays whole
-    too.
-    """
-    while True:
-        outside = {
-            id(p)
-            for name, m in model.named_modules()
-            if name not in names
-            for p in m.parameters(recurse=False)
-        }
-        tied = {
-            n
-            for n in names
-            if any(id(p) in outside for p in model.get_submodule(n).parameters(recurse=False))
-        }
-        if not tied:
-            return names
-        names = names - tied
-
-
-def _is_head(name: str, module: nn.Linear, model: nn.Module) -> bool:
-    """A layer that gives as many numbers as an embedding has words, and is called so or tied to
-    it.
-    """
-    same = [
-        m
-        for m in model.modules()
-        if type(m) is nn.Embedding and m.num_embeddings == module.out_features
-    ]
-    once = not any(word.isdecimal() for word in name.split("."))  # no part of a block
-    called = once and name.rpartition(".")[2] in HEAD_NAMES
-    return any(m.weight is module.weight for m in same) or (bool(same) and called)
-
-
-def _plain_embedding(module: nn.Embedding) -> bool:
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _replicated(
-    model: nn.Module, made: TensorPlan, modules: Candidates, kept: set[nn.Module]
+    model: nn.Module, made: TensorPlan, candidates: Candidates, kept_modules: set[nn.Module]
 ) -> dict[str, str]:
-    """Matrices that stay whole, and why."""
-    cut, found = made.is_sharded(), {}
+    """Return the modules with matrices that are not divided, and the reason for each."""
+    divided = made.parallel_styles()
+    reasons = {}
     for path, module in model.named_modules():
         has_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        if has_matrix and not any(_lies_in(path, other) for other in cut):
-            found[path or "(the model itself)"] = _why_whole(path, module, modules, kept)
-    return found
+        if has_matrix and not any(_is_in(path, name) for name in divided):
+            reason = _replication_reason(path, module, candidates, kept_modules)
+            reasons[path or "(the model itself)"] = reason
+    return reasons
 
 
-def _why_whole(path: str, module: nn.Module, modules: Candidates, kept: set[nn.Module]) -> str:
-    outer = next((reason for name, reason in modules.reasons.items() if _lies_in(path, name)), None)
-    if module in kept:
+def _replication_reason(
+    path: str, module: nn.Module, candidates: Candidates, kept_modules: set[nn.Module]
+) -> str:
+    if module in kept_modules:
         return "as was asked"
     if isinstance(module, nn.RNNBase):
         return "its state is needed whole at every time step, an exchange for each"
-    if outer is not None:
-        return outer
-    if module in modules.shared:
+    for name, reason in candidates.reasons.items():
+        if _is_in(path, name):
+            return reason
+    if module in candidates.shared:
         return "its parameters, or itself, are used in several places"
     if isinstance(module, nn.Embedding):
         return "no layer gives a number for each of its rows"
@@ -326,5 +254,6 @@ def _why_whole(path: str, module: nn.Module, modules: Candidates, kept: set[nn.M
     return f"{type(module).__name__} is not known here"
 
 
-def _lies_in(path: str, name: str) -> bool:
+def _is_in(path: str, name: str) -> bool:
+    """Return True if the module at `path` is the module `name` or lies inside it."""
     return path == name or path.startswith(f"{name}.")

@@ -1,35 +1,59 @@
-"""Where cut layers may run: inside the forward pass of the module that the plan has looked at.
+"""Regions: the forward passes inside which divided layers may run, and how inputs enter them.
 
-x ──> [ column ] ── act ── [ row ] ──> total          a slice of the hidden units on each rank;
-copied once                                           outside of the region nobody sees it
+x ──> [ column ] ── act ── [ row ] ──> sum over ranks     each rank has a shard of the hidden
+copied once                                               units; nothing outside sees the shard
+
+Between regions, x is replicated, or sequence parallel (`sequence.py`):
+
+      row layer ─┐                                   ┌─ column layer
+                 │  all-reduce      replicated       │             a sum forward, a sum backward
+                 │  reduce-scatter  slices of tokens │  all-gather  the same bytes, in two halves
+
+A gathered x is not kept for the backward pass. The gradient of a weight needs it again, so it is
+gathered again.
+
+Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.mesh import Mesh
+from shoal.comm.mappings import copy_to_region, reduce_scatter_dim
 from shoal.errors import UsageError
-from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
-from shoal.strategies.tensor.column_input import ColumnInput, to_column_input
+from shoal.strategies.tensor.sequence import (
+    GatherForward,
+    SequenceParallelTensor,
+    gathered_gradient,
+)
 
 
 class Region:
-    """Stands in for the `forward` of a module with cut layers somewhere below it.
+    """Replacement of the `forward` of a module that contains divided layers.
 
-    Args: name: of the module; axis: that its layers are cut along.
+    Args:
+        module: the module.
+        name: its name in the model, for errors.
+        axis: the tensor axis.
+
+    Attributes:
+        depth: forward passes of the module that run now; 0 outside.
+        entered: the last inputs of column layers: tensor, its state, and what was made of it.
     """
 
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
-        self.module, self.name, self.axis = module, name, axis
+        self.module = module
+        self.name = name
+        self.axis = axis
         self.depth = 0
-        self.copies: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
+        self.entered: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self.depth += 1
@@ -37,65 +61,166 @@ class Region:
             return type(self.module).forward(self.module, *inputs, **options)
         finally:
             self.depth -= 1
-            self.copies = self.copies if self.depth else []
+            if not self.depth:
+                self.entered = []
 
-    def entered(self, x: Tensor) -> ColumnInput:
-        """`x` for a column layer. Layers with one input share it: their gradients need one sum."""
-        if (
-            not self.depth and in_backward_pass()
-        ):  # a checkpoint computes the layer again, and nothing else
-            return to_column_input(x, self.axis)
+    def enter(self, x: Tensor) -> ColumnInput:
+        """Return `x` as the input of a column layer.
+
+        Layers with the same input share the result: then their gradients need one sum.
+
+        Raises:
+            UsageError: the layer was called from outside of the region.
+        """
         if not self.depth:
+            if in_backward_pass():  # activation checkpointing computes the layer again, alone
+                return to_column_input(x, self.axis)
             raise UsageError(
                 f"a layer of {self.name or 'the model'} that is cut along the tensor axis was "
-                "called from outside of "
-                "it, where its slice of the output would be taken for the whole. Call "
-                f"{self.name or 'the model'}, or "
-                "keep the layer whole: see the strategy's option `whole`."
+                "called from outside of it, where its slice of the output would be taken for the "
+                f"whole. Call {self.name or 'the model'}, or keep the layer whole: see the "
+                "strategy's option `whole`."
             )
-        if x.is_inference():  # nobody counts what is written into it, and there is no backward pass
+        if x.is_inference():  # such a tensor counts no writes, and there is no backward pass
             return to_column_input(x, self.axis)
         state = (version(x), torch.is_grad_enabled())
-        for source, seen, made in self.copies:
-            if source is x and seen == state:
-                return made
-        made = to_column_input(x, self.axis)
-        # A region may be large, and what was gathered for one of its pairs is not to live until its
-        # end.
-        self.copies = [*self.copies[-1:], (x, state, made)]
-        return made
+        for source, source_state, column_input in self.entered:
+            if source is x and source_state == state:
+                return column_input
+        column_input = to_column_input(x, self.axis)
+        # Only the last two are kept: a region may be large, and a gathered input of one of its
+        # pairs must not live until its end.
+        self.entered = [*self.entered[-1:], (x, state, column_input)]
+        return column_input
+
+
+class ColumnInput(NamedTuple):
+    """Input of column layers.
+
+    Attributes:
+        full: (..., in), the full tensor. Each rank computes a part of its gradient.
+        shards: the tensor that `full` was gathered from; None if it was replicated.
+        regather: shared by all layers with this input; None if it was replicated.
+    """
+
+    full: Tensor
+    shards: SequenceParallelTensor | None = None
+    regather: RegatherInBackward | None = None
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's shard of the outputs, (..., out/T).
+
+        Args:
+            weight: (out/T, in), this rank's shard.
+            bias: (out/T,), this rank's shard.
+        """
+        if self.shards is None or self.regather is None:
+            return F.linear(self.full, weight, bias)
+        if torch.is_autocast_enabled(weight.device.type):  # as F.linear would
+            weight = weight.to(self.full.dtype)
+            bias = None if bias is None else bias.to(self.full.dtype)
+        output: Tensor = _LinearOfGathered.apply(
+            self.full, self.shards, weight, bias, self.regather
+        )
+        return output
+
+
+def to_column_input(x: Tensor, axis: Axis) -> ColumnInput:
+    """Return `x` as the input of column layers. Collective if it is sequence parallel."""
+    if not isinstance(x, SequenceParallelTensor):
+        return ColumnInput(copy_to_region(x, axis))
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(device_type))  # before it is sent
+    assert isinstance(x, SequenceParallelTensor)
+    return ColumnInput(_AllGather.apply(x), x, RegatherInBackward())
+
+
+def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the sum over ranks of `partial`, sequence parallel along `dim`. Collective."""
+    shards: Tensor = _ReduceScatter.apply(partial, axis, dim % partial.dim())
+    return shards
 
 
 def local_shard(tensor: Tensor | None) -> Any:
-    """This rank's slice, differentiable; what is whole stays as it is."""
+    """Return this rank's shard, differentiable; a replicated tensor, or None, as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_parameter(
-    module: nn.Module, key: str, dim: int, mesh: Mesh, made: dict[int, nn.Parameter]
-) -> None:
-    """Keep this rank's slice of a parameter or buffer, as a DTensor. One that is shared by modules
-    is cut once.
+class RegatherInBackward:
+    """Gathers an input a second time, in the backward pass, once for all layers that took it.
 
-    Args: made: cut parameters by the id of the whole ones.
+    Attributes:
+        readers: layers whose weights need the input for their gradients.
+        remaining: readers that have not yet asked in this backward pass.
     """
-    whole = getattr(module, key)
-    if whole is None:
-        return
-    if key in own_buffers(module):
-        setattr(module, key, sliced(whole, dim, mesh))
-        return
-    if id(whole) not in made:
-        made[id(whole)] = nn.Parameter(
-            sliced(whole.detach(), dim, mesh), requires_grad=whole.requires_grad
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self.remaining = 0
+        self.full: Tensor | None = None
+
+    def gathered(self, shards: SequenceParallelTensor) -> Tensor:
+        """Return the full tensor, and free it after the last reader. Collective for the first."""
+        full = shards.gathered() if self.full is None else self.full
+        self.remaining = (self.remaining or self.readers) - 1
+        self.full = full if self.remaining else None
+        return full
+
+
+class _AllGather(GatherForward):
+    """All-gather forward, reduce-scatter backward: each rank has a part of the gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shard = reduce_scatter_dim(gradient, ctx.axis, ctx.shard_dim)
+        length = gradient.shape[ctx.shard_dim]
+        return SequenceParallelTensor.from_local(
+            shard, ctx.axis, ctx.shard_dim, length, ctx.memory_order
         )
-    setattr(module, key, made[id(whole)])
 
 
-def sliced(whole: Tensor, dim: int, mesh: Mesh) -> DTensor:
-    """This rank's slice of what all ranks hold, in memory of its own; no communication."""
-    size = whole.shape[dim] // mesh.tensor.size
-    own = whole.narrow(dim, mesh.tensor.rank * size, size).clone(
-        memory_format=torch.contiguous_format
-    )
-    return DTensor.from_local(own, mesh.device_mesh["tensor"], [Shard(dim)], run_check=False)
+class _ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
+        shard = reduce_scatter_dim(partial, axis, dim)
+        return SequenceParallelTensor.from_local(shard, axis, dim, partial.shape[dim])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gathered_gradient(gradient), None, None
+
+
+class _LinearOfGathered(torch.autograd.Function):
+    """F.linear that saves the shards of its input instead of the gathered input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        full: Tensor,
+        shards: SequenceParallelTensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        regather: RegatherInBackward,
+    ) -> Tensor:
+        ctx.save_for_backward(shards, weight)
+        ctx.regather = regather
+        regather.readers += weight.requires_grad
+        return F.linear(full, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shards, weight = ctx.saved_tensors
+        needs_full, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        weight_gradient = None
+        if needs_weight:
+            # Hooks on saved tensors may have replaced the shards by a full tensor.
+            is_sharded = isinstance(shards, SequenceParallelTensor)
+            full = ctx.regather.gathered(shards) if is_sharded else shards
+            weight_gradient = rows.t() @ full.flatten(0, -2)
+        full_gradient = gradient @ weight if needs_full else None
+        bias_gradient = rows.sum(0) if needs_bias else None
+        return full_gradient, None, weight_gradient, bias_gradient, None

@@ -1,16 +1,16 @@
-"""A tensor that lies in slices of the sequence: what is done token by token, each rank does for its
-own tokens.
+"""Sequence parallel tensors: activations that are divided along the sequence between regions.
 
       x          t0 t1 t2 t3 t4          one device
       rank 0     t0 t1 t2                T = 2: LayerNorm, dropout, residual additions see these
-      rank 1              t3 t4          the last ranks have less where T does not divide
+      rank 1              t3 t4          the last ranks have fewer where T does not divide
 
-It has the shape of the whole, and computes like the whole. Functions that are known to take each
-token by itself run
-on slices: `token_functions.py` says which, `token_by_token.py` what follows forward and backward.
-Any other function
-gets the whole, gathered: slower, and as exact. What is whole beside it stays whole, and gets a
-whole gradient. Random numbers are drawn for all tokens, of which a rank keeps its own.
+Such a tensor has the shape of the full tensor and gives the same numbers.
+
+    - Functions that compute each token by itself run on this rank's tokens. `sequence_functions.py`
+      lists them, `sequence_dispatch.py` has the rule of each operator, forward and backward.
+    - Any other function gets the full tensor, gathered: slower, and as exact.
+    - Replicated tensors in the same function, such as weights of norms, get a full gradient.
+    - Random numbers are drawn for all tokens, of which a rank keeps its own.
 
 Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 """
@@ -32,69 +32,89 @@ from shoal.platform.torch_private.subclasses import (
     make_wrapper_subclass,
 )
 from shoal.platform.torch_private.tensor_state import base, version
-from shoal.strategies.tensor.sequence_functions import DESCRIBING, IN_PLACE, PASS_THROUGH, SPECIAL
+from shoal.strategies.tensor.sequence_functions import (
+    IN_PLACE_FUNCTIONS,
+    METADATA_FUNCTIONS,
+    REPLACED_FUNCTIONS,
+    TOKENWISE_FUNCTIONS,
+)
 
 
 class SequenceParallelTensor(Tensor):
-    """A tensor of which this rank has `own`, its slice along dimension `along`.
+    """A tensor of which this rank has `local`, its tokens along `shard_dim`.
 
     Attributes:
-        order: dimensions as they lie in memory, the outermost first: dropout draws in that order.
+        memory_order: dims as they lie in memory, the outermost first. Dropout draws in this order.
     """
 
     local: Tensor
     axis: Axis
-    along: int
-    order: tuple[int, ...]
-    _live_views: tuple[tuple[Tensor, int], ...] = ()
+    shard_dim: int
+    memory_order: tuple[int, ...]
+    _exposed: tuple[tuple[Tensor, int], ...] = ()  # full tensors with views, and their versions
 
     @staticmethod
-    def of(
-        own: Tensor, axis: Axis, along: int, length: int, order: Sequence[int] | None = None
+    def from_local(
+        local: Tensor,
+        axis: Axis,
+        shard_dim: int,
+        length: int,
+        memory_order: Sequence[int] | None = None,
     ) -> SequenceParallelTensor:
-        """Args: length: of the whole along `along`."""
-        shape = (*own.shape[:along], length, *own.shape[along + 1 :])
-        order = tuple(range(own.dim())) if order is None else tuple(order)
-        strides, step = [0] * len(shape), 1
-        for dim in reversed(order):
-            strides[dim], step = step, step * max(shape[dim], 1)
+        """Wrap this rank's tokens.
+
+        Args:
+            length: of the full tensor along `shard_dim`; T need not divide it.
+            memory_order: None for a contiguous tensor.
+        """
+        shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
+        order = tuple(range(local.dim())) if memory_order is None else tuple(memory_order)
         made = make_wrapper_subclass(
             SequenceParallelTensor,
             shape,
-            strides=tuple(strides),
-            dtype=own.dtype,
-            device=own.device,
+            strides=_strides(shape, order),
+            dtype=local.dtype,
+            device=local.device,
         )
-        made.local, made.axis, made.shard_dim, made.order = own.detach(), axis, along, order
-        found: SequenceParallelTensor = made
-        return found
+        made.local = local.detach()
+        made.axis = axis
+        made.shard_dim = shard_dim
+        made.memory_order = order
+        wrapper: SequenceParallelTensor = made
+        return wrapper
 
-    def like(self, own: Tensor) -> SequenceParallelTensor:
-        """Another, of the same tokens."""
-        return SequenceParallelTensor.of(
-            own, self.axis, self.along, self.shape[self.along], self.order
+    def like(self, local: Tensor) -> SequenceParallelTensor:
+        """Wrap another tensor of the same shape, for the same tokens."""
+        return SequenceParallelTensor.from_local(
+            local, self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order
         )
 
     def gathered(self) -> Tensor:
-        """The whole, on every rank, without a gradient. Collective."""
-        length, place = self.shape[self.along], self.order.index(self.along)
-        whole = all_gather_dim(self.local.permute(self.order), self.axis, place, length)
-        # No view in the eyes of autograd: what follows may write into it.
-        return whole.permute([self.order.index(dim) for dim in range(self.dim())]).detach()
+        """Return the full tensor, on every rank, without a gradient. Collective."""
+        length = self.shape[self.shard_dim]
+        position = self.memory_order.index(self.shard_dim)
+        in_memory_order = self.local.permute(self.memory_order)
+        full = all_gather_dim(in_memory_order, self.axis, position, length)
+        inverse = [self.memory_order.index(dim) for dim in range(self.dim())]
+        # Detached: autograd must not take it for a view, for it may be written into.
+        return full.permute(inverse).detach()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What it is made of, for whoever counts memory."""
-        return ["own"], (self.axis, self.along, self.shape[self.along], self.order)
+        """Return the names of inner tensors, and the rest: for code that counts memory."""
+        return ["local"], (self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order)
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor], rest: Any, shape: Any, strides: Any
+        inner: dict[str, Tensor], rest: Any, shape: Any, strides: Any
     ) -> SequenceParallelTensor:
-        return SequenceParallelTensor.of(parts["own"], *rest)
+        return SequenceParallelTensor.from_local(inner["local"], *rest)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without asking the other ranks."""
-        return f"SequenceSlices(shape={tuple(self.shape)}, of which own={tuple(self.local.shape)}, along={self.along})"
+        """Describe the tensor without its values: a gather needs the other ranks."""
+        return (
+            f"SequenceSlices(shape={tuple(self.shape)}, of which own={tuple(self.local.shape)}, "
+            f"along={self.shard_dim})"
+        )
 
     def __format__(self, _: str) -> str:
         return repr(self)
@@ -104,116 +124,140 @@ class SequenceParallelTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if func in DESCRIBING:
+        if func in METADATA_FUNCTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        for item in tree_leaves((args, options)):
-            if isinstance(item, SequenceParallelTensor):
-                item._check_views_unwritten()
-        alone = all(issubclass(kind, (SequenceParallelTensor, nn.Parameter)) for kind in types)
-        if alone and func in SPECIAL and isinstance(args[0], SequenceParallelTensor):
-            return SPECIAL[func](*args, **options)
-        changes_another = func in IN_PLACE and not isinstance(args[0], SequenceParallelTensor)
-        if not alone or changes_another or func not in PASS_THROUGH:
+        for leaf in tree_leaves((args, options)):
+            if isinstance(leaf, SequenceParallelTensor):
+                leaf._check_views_unwritten()
+        # Other subclasses of Tensor have rules of their own.
+        is_known = all(issubclass(kind, (SequenceParallelTensor, nn.Parameter)) for kind in types)
+        is_first_sharded = bool(args) and isinstance(args[0], SequenceParallelTensor)
+        if is_known and func in REPLACED_FUNCTIONS and is_first_sharded:
+            return REPLACED_FUNCTIONS[func](*args, **options)
+        writes_into_full = func in IN_PLACE_FUNCTIONS and not is_first_sharded
+        if not is_known or writes_into_full or func not in TOKENWISE_FUNCTIONS:
             return _run_on_full(func, args, options)
         if torch.is_grad_enabled():
-            args, options = tree_map_only(Tensor, _with_whole_gradient, (args, options))
+            args, options = tree_map_only(Tensor, _with_full_gradient, (args, options))
         with DisableTorchFunctionSubclass():
             return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from shoal.strategies.tensor.sequence_dispatch import run  # which makes more of them
+        # Imported here: the dispatch module makes tensors of this class.
+        from shoal.strategies.tensor.sequence_dispatch import run
 
         return run(func, args, kwargs or {})
 
     def _check_views_unwritten(self) -> None:
-        """Of wholes that were gathered, those that somebody has views of: the views are not of
-        this tensor.
+        """Check that no view of a gathered full tensor was written into.
+
+        Raises:
+            StrategyRefused: such a write would not be in this tensor.
         """
-        if any(version(whole) != known for whole, known in self._live_views):
-            raise StrategyRefused(_written("a view of it"))
+        if any(version(full) != gathered for full, gathered in self._exposed):
+            raise StrategyRefused(_write_message("a view of it"))
+
+
+def _strides(shape: tuple[int, ...], memory_order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dims lie in this order."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(memory_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def full_tensor(x: Any) -> Any:
-    """The whole of what lies in slices of the sequence, differentiable; anything else as it is.
+    """Return the full tensor of a sequence parallel one, differentiable; anything else as it is.
+
     Collective.
     """
     return _ToFull.apply(x) if isinstance(x, SequenceParallelTensor) else x
 
 
 def gather_all(nest: Any) -> Any:
-    """`whole_of` for every tensor of a nest. Collective."""
+    """Return a nest with all sequence parallel tensors gathered. Collective."""
     return tree_map(full_tensor, nest)
 
 
 def _run_on_full(func: Any, args: Any, options: Any) -> Any:
-    """For a function that may look at several tokens at once. What it writes there would be
-    lost, and is refused.
+    """Run a function that may look at several tokens at once on gathered tensors. Collective.
+
+    Raises:
+        StrategyRefused: it writes into a gathered tensor, where the write would be lost.
     """
-    taken: list[tuple[SequenceParallelTensor, Tensor, int]] = []
+    gathered: list[tuple[SequenceParallelTensor, Tensor, int]] = []
 
-    def whole(item: SequenceParallelTensor) -> Tensor:
-        found: Tensor = full_tensor(
-            item
-        )  # each time anew: one that was gathered without gradients has none to pass on
-        taken.append((item, found, version(found)))
-        return found
+    def gather(item: SequenceParallelTensor) -> Tensor:
+        # Anew each time: a tensor that was gathered without gradients has none to pass on.
+        full: Tensor = full_tensor(item)
+        gathered.append((item, full, version(full)))
+        return full
 
-    args, options = tree_map_only(SequenceParallelTensor, whole, (args, options))
+    args, options = tree_map_only(SequenceParallelTensor, gather, (args, options))
     result = func(*args, **options)
-    for item, found, known in taken:
-        if version(found) != known:
-            raise StrategyRefused(_written(getattr(func, "__name__", str(func))))
-        if any(isinstance(leaf, Tensor) and _shares(leaf, found) for leaf in tree_leaves(result)):
-            item._live_views += ((found, known),)
+    leaves = tree_leaves(result)
+    for item, full, known_version in gathered:
+        if version(full) != known_version:
+            raise StrategyRefused(_write_message(getattr(func, "__name__", str(func))))
+        if any(isinstance(leaf, Tensor) and _is_view_of(leaf, full) for leaf in leaves):
+            item._exposed += ((full, known_version),)
     return result
 
 
-def _shares(view: Tensor, whole: Tensor) -> bool:
-    return view is whole or base(view) is whole
+def _is_view_of(view: Tensor, full: Tensor) -> bool:
+    return view is full or base(view) is full
 
 
-def _written(what: str) -> str:
+def _write_message(what: str) -> str:
     return (
         f"sequence: {what} writes into a tensor that lies in slices of the sequence, where it "
-        "would be lost. Write a "
-        "new tensor, x = x + y for x += y say, or leave out sequence."
+        "would be lost. Write a new tensor, x = x + y for x += y say, or leave out sequence."
     )
 
 
-def _with_whole_gradient(x: Tensor) -> Tensor:
-    """Of what is whole, beside what lies in slices."""
+def _with_full_gradient(x: Tensor) -> Tensor:
+    """Return a replicated tensor so that its gradient becomes full; a sharded one as it is."""
     if isinstance(x, SequenceParallelTensor) or not x.requires_grad:
         return x
-    found: Tensor = _FullGradient.apply(x)
-    return found
+    output: Tensor = _FullGradient.apply(x)
+    return output
 
 
 def gathered_gradient(gradient: Tensor) -> Tensor:
-    """A gradient as a whole, gathered where it lies in slices. Collective."""
+    """Return a gradient as a full tensor. Collective if it is sequence parallel."""
     return gradient.gathered() if isinstance(gradient, SequenceParallelTensor) else gradient
 
 
 class GatherForward(torch.autograd.Function):
-    """Gathers slices in the forward pass. What derives from it says what a rank's gradient is."""
+    """All-gather in the forward pass. Subclasses say what the gradient of a rank is."""
 
     @staticmethod
     def forward(ctx: Any, x: SequenceParallelTensor) -> Tensor:
-        ctx.axis, ctx.shard_dim, ctx.order = x.axis, x.along, x.order
+        ctx.axis = x.axis
+        ctx.shard_dim = x.shard_dim
+        ctx.memory_order = x.memory_order
         return x.gathered()
 
 
 class _ToFull(GatherForward):
+    """Gather for a function that all ranks compute alike: each takes its slice of the gradient."""
+
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        own = local_slice(gradient, ctx.axis, ctx.shard_dim)
-        return SequenceParallelTensor.of(
-            own, ctx.axis, ctx.shard_dim, gradient.shape[ctx.shard_dim], ctx.order
+        local = local_slice(gradient, ctx.axis, ctx.shard_dim)
+        length = gradient.shape[ctx.shard_dim]
+        return SequenceParallelTensor.from_local(
+            local, ctx.axis, ctx.shard_dim, length, ctx.memory_order
         )
 
 
 class _FullGradient(torch.autograd.Function):
+    """Identity forward; gathers a sequence parallel gradient backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)

@@ -1,7 +1,7 @@
-"""Which functions take each token by itself, and how: those that draw, or that are made of others,
-in words of these.
+"""Functions of torch that run on sequence parallel tensors, because they compute tokenwise.
 
-Only what is named here runs on slices of the sequence.
+Dropout, which draws, and RMSNorm, which is made of other functions, are replaced by functions of
+this file. A function that is not listed here runs on the gathered tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from shoal.platform.torch_private.tensor_state import IS_VIEW, READ_BASE, READ_V
 
 
 def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Draw for all tokens, in the memory order of one device, and keep this rank's."""
     if not training or p == 0:
-        same: Tensor = x
-        return same
+        unchanged: Tensor = x
+        return unchanged
     ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1.0)
     factors = x.like(local_slice(F.dropout(ones, p), x.axis, x.shard_dim).clone())
-    found: Tensor = x.mul_(factors) if inplace else x * factors
-    return found
+    output: Tensor = x.mul_(factors) if inplace else x * factors
+    return output
 
 
 def _rms_norm(
@@ -32,64 +33,58 @@ def _rms_norm(
 ) -> Tensor:
     dims = [*range(-len(normalized_shape), 0)]
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    found: Tensor = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-    return found if weight is None else found * weight
+    normalized: Tensor = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return normalized if weight is None else normalized * weight
 
 
-def _new(name: str) -> Callable[..., Tensor]:
-    """Makes a tensor of the asked shape, whole."""
+def _factory(name: str) -> Callable[..., Tensor]:
+    """Return the method `new_zeros` or the like, for a replicated result."""
     return lambda x, *args, **options: getattr(x.local, name)(*args, **options)
 
 
-def _named(names: str) -> set[Any]:
-    """Functions and methods of these names."""
+def _functions(names: str) -> set[Any]:
+    """Return the functions and methods of torch with these names, separated by spaces."""
     owners = (torch, Tensor, F)
     return {
         getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)
     }
 
 
-IN_PLACE = _named("add_ sub_ mul_ div_ relu_ __iadd__ __isub__ __imul__ __itruediv__")
-PASS_THROUGH = IN_PLACE | _named(
+def _attributes(names: str) -> set[Any]:
+    """Return what reads these attributes of a tensor."""
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+IN_PLACE_FUNCTIONS = _functions("add_ sub_ mul_ div_ relu_ __iadd__ __isub__ __imul__ __itruediv__")
+TOKENWISE_FUNCTIONS = IN_PLACE_FUNCTIONS | _functions(
     "add sub rsub mul div true_divide neg pow rsqrt sqrt square abs exp tanh sigmoid relu gelu "
     "silu clamp "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
     "to float double half bfloat16 type_as contiguous clone detach mean sum layer_norm transpose "
     "zeros_like ones_like"
 )
-"""Functions that take each token by itself, or of which it is known what follows for the slices."""
-SPECIAL: dict[Any, Any] = {
+"""Functions whose operators have rules in `sequence_dispatch.py`.
+
+Most compute each token by itself. For mean, sum and transpose the rule depends on their dims.
+"""
+REPLACED_FUNCTIONS: dict[Any, Any] = {
     F.dropout: _dropout,
     F.rms_norm: _rms_norm,
-    **{
-        getattr(Tensor, name): _new(name)
-        for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-    },
+    Tensor.new_empty: _factory("new_empty"),
+    Tensor.new_zeros: _factory("new_zeros"),
+    Tensor.new_ones: _factory("new_ones"),
+    Tensor.new_full: _factory("new_full"),
+    Tensor.new_tensor: _factory("new_tensor"),
 }
-DESCRIBING = {
-    *_named(
+METADATA_FUNCTIONS = {
+    *_functions(
         "dim size stride numel ndimension is_floating_point is_complex is_contiguous element_size "
-        "storage_offset"
+        "storage_offset register_hook retain_grad requires_grad_ get_device __len__ __hash__"
     ),
-    *_named("register_hook retain_grad requires_grad_ get_device __len__ __hash__"),
+    *_attributes(
+        "shape ndim dtype device layout is_cuda is_leaf requires_grad grad_fn grad data is_sparse "
+        "is_nested is_quantized is_meta output_nr"
+    ),
     *(IS_VIEW, READ_VERSION, READ_BASE),
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *(
-                "shape",
-                "ndim",
-                "dtype",
-                "device",
-                "layout",
-                "is_cuda",
-                "is_leaf",
-                "requires_grad",
-                "grad_fn",
-                "grad",
-            ),
-            *("data", "is_sparse", "is_nested", "is_quantized", "is_meta", "output_nr"),
-        )
-    ),
 }
-"""What asks a tensor about itself, and nothing about its numbers."""
+"""Functions that read no values of a tensor: they run on the wrapper."""

@@ -1,29 +1,33 @@
-"""Tensor parallelism: each layer in slices, one on each rank of a tensor group; all of them see the
-same samples.
+"""Tensor parallelism: layers are divided over the ranks of a tensor group.
 
-                    attention                          feed-forward
+All ranks of a group see the same samples.
+
+                    attention                         feed-forward
       rank 0   x ── heads 0, 1 ── output ─┐ x ── hidden units 0..7  ── down ─┐ x
-                                        total                              total        forward: 2 sums of x a block
-      rank 1   x ── heads 2, 3 ── output ─┘ x ── hidden units 8..15 ── down ─┘ x        backward: 2 sums of its gradient
+                                         sum                                sum
+      rank 1   x ── heads 2, 3 ── output ─┘ x ── hidden units 8..15 ── down ─┘ x
 
-What is whole (the stream x, norms, whatever no rule knows) is computed by every rank of the group
-alike, from the same parameters and the same random numbers, so that its gradients are equal without
-a word; the first step makes sure.
+      forward: 2 sums of x for each block        backward: 2 sums of its gradient
 
-With `sequence`, what lies between, the stream and its norms, is no longer done by every rank alike.
-Each rank has some of the tokens there, and the sum falls into its two halves:
+Replicated are x, the norms, and all layers that no rule knows. Every rank of the group computes
+them alike, from the same parameters and the same random numbers. So their gradients are equal
+without communication; the first step checks that.
 
-      rank 0   tokens 0..3 ── norm ─┐ x ── heads 0, 1 ── output ─┐ tokens 0..3 ── add, norm ─┐ x ── hidden units ...
+With `sequence`, each rank has some of the tokens between the divided layers, and each sum becomes
+a reduce-scatter and an all-gather:
+
+      rank 0   tokens 0..3 ── norm ─┐ x ── heads 0, 1 ── output ─┐ tokens 0..3 ── add, norm ─┐ x ──
                               all-gather                  reduce-scatter               all-gather
-      rank 1   tokens 4..7 ── norm ─┘ x ── heads 2, 3 ── output ─┘ tokens 4..7 ── add, norm ─┘ x ── hidden units ...
+      rank 1   tokens 4..7 ── norm ─┘ x ── heads 2, 3 ── output ─┘ tokens 4..7 ── add, norm ─┘ x ──
 
-In a pipeline the layers of each stage are cut so, and stages begin where no pair of layers is
-parted, if there are such places (`pipeline/together.py`). The ranks of a tensor group hold the same
-stages and take the same actions in the same order, so their sums meet; each sends what is whole,
-alike on all of them, along its own pipeline.
+In a pipeline, the layers of each stage are divided after the model was. Stages begin between the
+pairs of layers, if there are enough such places. The ranks of a tensor group hold the same stage
+and make the same actions in the same order, so their collectives match. Each sends its activations,
+which are replicated, to the next stage of its own pipeline.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (Megatron-LM); Korthikanti et al., arXiv:2205.05198
-(sequence)."""
+(sequence).
+"""
 
 from __future__ import annotations
 
@@ -52,228 +56,264 @@ from shoal.strategies.options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
-from shoal.strategies.tensor.user_plan import matching
+from shoal.strategies.tensor.user_plan import match_modules
 
 PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "
-    "cuts=NAME, or leave cuts out; "
-    "or use fewer stages. "
+    "cuts=NAME, or leave cuts out; or use fewer stages. "
 )
 SEPARATED_MESSAGE = "a stage of the pipeline begins between it and what makes a pair with it"
+GPU_CHECKSUM_TOLERANCE = 1e-4
+"""Largest relative difference of replicated gradients on GPUs, whose kernels add in any order."""
 
 
 class TensorParallel(TensorOptions, Strategy):
-    """Cuts layers along the tensor axis."""
+    """Divides layers over the ranks of the tensor axis."""
 
-    def colocations(self, uncut: FullModel) -> list[Colocation]:
-        """What can only be cut where it lies in one stage. Raises StrategyRefused: a name that is
-        none of the model's.
+    def colocations(self, full_model: FullModel) -> list[Colocation]:
+        """Return pairs of layers, each of which must lie in one stage, and the heads.
 
-        Args: uncut: a model that is one stage.
+        Args:
+            full_model: a model that is one stage as yet.
+
+        Raises:
+            StrategyRefused: an option names a module that the model does not have.
         """
-        made = _planned(uncut.model, self, uncut) if self.degree > 1 else TensorPlan(self.degree)
+        if self.degree == 1:
+            return []
+        made = _plan_with_options(full_model.model, self, full_model)
         pairs = [Colocation({*pair.columns, pair.row}) for pair in made.pairs]
         return pairs + [Colocation({head}, through_output=True) for head in made.vocabulary_heads]
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces module (in place), forward or run, owned, reduce and said. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Divide the module in place, and return its new parameters and its steps. Collective.
 
-        Raises: StrategyRefused: nothing of the model can be cut, with the reasons; a name that is
-        none of its modules."""
+        Raises:
+            StrategyRefused: nothing of the model can be divided, with the reasons; or an option
+                names a module that the model does not have.
+        """
         if mesh.tensor.size == 1:
-            return part
-        if is_compiled(part.module):
+            return model
+        module = model.module
+        full_model = model.full_model
+        if is_compiled(module):
             raise StrategyRefused(
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. "
-                "Use compile=False "
-                "(model.compile=false)."
+                "Use compile=False (model.compile=false)."
             )
-        mesh.tensor.broadcast_module(part.module)
-        made = tensor_plan(
-            part.module if part.full_model is None else part.full_model.model, self, part.full_model
-        )
-        apply(made.within(dict(part.module.named_modules())), part.module, mesh, self.sequence)
+        mesh.tensor.broadcast_module(module)
+        # In a pipeline, the plan is made for the full model: then all stages agree on it.
+        made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
+        apply(made.within(dict(module.named_modules())), module, mesh, self.sequence)
         if self.sequence:
-            part.module.register_forward_hook(_gather_output)
-        if part.full_model is not None:
-            free_other_params(part.full_model.model, part.module)  # wholes of what is in slices now
-        held = {
-            part.tied_names.get(name, name): parameter
-            for name, parameter in part.module.named_parameters()
+            module.register_forward_hook(_gather_output)
+        if full_model is not None:
+            # The full parameters that were divided just now.
+            free_other_params(full_model.model, module)
+
+        params = {
+            model.tied_names.get(name, name): parameter
+            for name, parameter in module.named_parameters()
         }
-        engine = TensorParallelStep(part, mesh)
-        owned = {name: held[name] for name in part.trainable_params}
-        said = (*part.summary_lines, *describe(made, self.sequence))
+        step = TensorParallelStep(model, mesh)
         return replace(
-            part,
-            forward=engine.forward,
-            run=engine.run,
-            trainable_params=owned,
-            reduce_gradients=engine.reduce,
-            summary_lines=said,
+            model,
+            forward=step.forward,
+            run=step.run,
+            trainable_params={name: params[name] for name in model.trainable_params},
+            reduce_gradients=step.reduce_gradients,
+            summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 
 
 def tensor_plan(
-    model: nn.Module, options: TensorParallel, uncut: FullModel | None = None
+    model: nn.Module, options: TensorParallel, full_model: FullModel | None = None
 ) -> TensorPlan:
-    """The plan for these options. Raises StrategyRefused.
+    """Return the plan for these options. The model is not changed.
 
-    Args: uncut: where the model is cut in stages, if it is.
+    Args:
+        full_model: how the model is divided into pipeline stages; None for one stage.
+
+    Raises:
+        StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
-    made = _planned(model, options, uncut)
-    parted = _separated_pairs(made, model, options, uncut)
-    made = replace(
-        made,
-        replicated={
-            name: SEPARATED_MESSAGE if name in parted else why
-            for name, why in made.replicated.items()
-        },
-    )
+    made = _plan_with_options(model, options, full_model)
+    separated = _separated_layers(made, model, options, full_model)
+    replicated = {
+        name: SEPARATED_MESSAGE if name in separated else reason
+        for name, reason in made.replicated.items()
+    }
+    made = replace(made, replicated=replicated)
     if not made:
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.replicated.items())
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in replicated.items())
         raise StrategyRefused(
             f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold "
-            "and compute all of "
-            f"it.\n{reasons}\n{PER_STAGE_MESSAGE if parted else ''}Use ddp, or zero3 for less memory."
+            f"and compute all of it.\n{reasons}\n{PER_STAGE_MESSAGE if separated else ''}Use ddp, "
+            "or zero3 for less memory."
         )
     if options.sequence and not (made.heads or made.multihead):
         raise StrategyRefused(
             f"tensor={options.degree},sequence=true: no attention of this model is cut, so nothing "
-            "says that its "
-            "stream is a sequence of tokens. Leave out sequence."
+            "says that its stream is a sequence of tokens. Leave out sequence."
         )
     return made
 
 
-def _planned(model: nn.Module, options: TensorParallel, uncut: FullModel | None) -> TensorPlan:
+def _plan_with_options(
+    model: nn.Module, options: TensorParallel, full_model: FullModel | None
+) -> TensorPlan:
+    """Make the plan, with the names that the option `whole` matches."""
     problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
-    keep = tuple(name for pattern in patterns for name in matching(model, pattern, problems))
+    keep: list[str] = []
+    for pattern in patterns:
+        keep += match_modules(model, pattern, problems)
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    return plan(model, options.degree, keep, options.plan, uncut)
+    return plan(model, options.degree, tuple(keep), options.plan, full_model)
 
 
-def _separated_pairs(
-    made: TensorPlan, model: nn.Module, options: TensorParallel, uncut: FullModel | None
+def _separated_layers(
+    made: TensorPlan, model: nn.Module, options: TensorParallel, full_model: FullModel | None
 ) -> set[str]:
-    """What would be cut if the pipeline did not begin a stage inside a pair."""
-    if uncut is None or NO_PAIR not in made.replicated.values():
+    """Return layers that are replicated only because a stage begins inside their pair."""
+    if full_model is None or NO_PAIR not in made.replicated.values():
         return set()
-    one_stage = _planned(model, options, replace(uncut, begins=[]))
+    one_stage = replace(full_model, begins=[])
+    divided_in_one_stage = _plan_with_options(model, options, one_stage).parallel_styles()
     return {
         name
-        for name, why in made.replicated.items()
-        if why == NO_PAIR and name in one_stage.is_sharded()
+        for name, reason in made.replicated.items()
+        if reason == NO_PAIR and name in divided_in_one_stage
     }
 
 
 def _gather_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """What leaves the model, or a stage of it."""
+    """Gather the output of the model, or of a stage. A forward hook."""
     return gather_all(output)
 
 
 def describe(made: TensorPlan, sequence: bool = False) -> list[str]:
-    """A plan in words; blocks that are alike in one line."""
-    cuts: dict[str, list[str]] = {}
-    for name, how in made.is_sharded().items():
-        cuts.setdefault(how, []).append(name)
-    said = [
-        f"tensor={made.degree}: {how}: {_collapse_layer_numbers(names)}"
-        for how, names in cuts.items()
+    """Return lines about a plan for the startup summary, one for equal modules of all blocks."""
+    head = f"tensor={made.degree}"
+    lines = [
+        f"{head}: {style}: {_collapse_layer_numbers(names)}"
+        for style, names in _names_by_value(made.parallel_styles()).items()
     ]
-    whole: dict[str, list[str]] = {}
-    for name, why in made.replicated.items():
-        whole.setdefault(why, []).append(name)
     if sequence:
         begin, end = made.boundaries()
-        said.append(
-            f"tensor={made.degree}: in slices of the sequence: the stream from "
+        lines.append(
+            f"{head}: in slices of the sequence: the stream from "
             f"{_collapse_layer_numbers(begin)} to {_collapse_layer_numbers(end)}, in "
             "all that takes each token by itself; anything else gets it whole"
         )
-    return said + [
-        f"tensor={made.degree}: whole: {_collapse_layer_numbers(names)}: {why}"
-        for why, names in whole.items()
+    lines += [
+        f"{head}: whole: {_collapse_layer_numbers(names)}: {reason}"
+        for reason, names in _names_by_value(dict(made.replicated)).items()
     ]
+    return lines
+
+
+def _names_by_value(values: dict[str, str]) -> dict[str, list[str]]:
+    """Group keys by their values, in the order of the first key."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value, []).append(name)
+    return groups
 
 
 def _collapse_layer_numbers(names: list[str]) -> str:
-    """`blocks.0.mlp.up ... blocks.11.mlp.up` as `blocks.*.mlp.up (12)`."""
-    patterns: dict[str, int] = {}
+    """Return `blocks.0.mlp.up ... blocks.11.mlp.up` as `blocks.*.mlp.up (12)`."""
+    names_by_pattern: dict[str, list[str]] = {}
     for name in names:
         pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
-        patterns[pattern] = patterns.get(pattern, 0) + 1
-    single = {
-        ".".join("*" if w.isdecimal() else w for w in name.split(".")): name for name in names
-    }
-    return ", ".join(f"{p} ({count})" if count > 1 else single[p] for p, count in patterns.items())
-
-
-class TensorParallelStep:
-    """What the tensor group has to agree on."""
-
-    def __init__(self, part: LocalModel, mesh: Mesh) -> None:
-        self.part, self.axis, self.compared = part, mesh.tensor, False
-
-    def forward(self, batch: LocalBatch) -> ForwardOutput:
-        """A stop that one rank of the group was asked for is a stop of all, before the totals
-        are summed.
-        """
-        outcome = self.part.forward(batch)
-        if batch.is_last_microbatch and not self.part.passes.complete_after_run:
-            self.axis.all_reduce_max(outcome.step_totals[STOP])
-        return outcome
-
-    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """The same for a pipeline, whose totals are known after all of its passes."""
-        loss = self.part.run(forward, batch)
-        if batch.is_last_microbatch and self.part.passes.complete_after_run:
-            self.axis.all_reduce_max(loss.step_totals[STOP])
-        return loss
-
-    def reduce(self) -> None:
-        """In the first step, see whether what is whole has the same gradients on all ranks of
-        the group.
-        """
-        self.part.reduce_gradients()
-        if self.compared:
-            return
-        self.compared = True
-        found = {
-            n: p.grad
-            for n, p in self.part.module.named_parameters()
-            if p.grad is not None and not _is_cut(p)
-        }
-        sums = [_grad_checksum(gradient) for gradient in found.values()]
-        if not sums:
-            return
-        sizes = torch.stack([_grad_checksum(gradient.abs()) for gradient in found.values()])
-        mine = torch.nan_to_num(
-            torch.stack(sums), nan=0.0, posinf=0.0, neginf=0.0
-        )  # fp16 may overflow
-        largest, smallest = self.axis.all_reduce_max(torch.stack((mine, -mine)))
-        # A GPU's kernels may add in another order on each rank; a CPU's do not.
-        allowed = torch.nan_to_num(sizes) * (0.0 if mine.device.type == "cpu" else 1e-4)
-        apart = (largest + smallest > allowed).nonzero().flatten().tolist()
-        if apart:
-            names = [name for index, name in enumerate(found) if index in apart]
-            raise StrategyRefused(
-                f"{', '.join(names[:5])}: whole on every rank of the tensor group, but with other "
-                "gradients on some. "
-                "The model computes something else on each rank: random numbers that are not drawn "
-                "from torch's "
-                "generator, the rank, or the time. Make it a function of its inputs, or use ddp."
-            )
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "tensor" in (
-        parameter.device_mesh.mesh_dim_names or ()
+        names_by_pattern.setdefault(pattern, []).append(name)
+    return ", ".join(
+        f"{pattern} ({len(matches)})" if len(matches) > 1 else matches[0]
+        for pattern, matches in names_by_pattern.items()
     )
 
 
-def _grad_checksum(gradient: Any) -> Tensor:
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return own.detach().double().sum() if own.numel() else own.new_zeros((), dtype=torch.float64)
+class TensorParallelStep:
+    """A step of which the ranks of a tensor group compute replicated values alike.
+
+    Attributes:
+        checked: True after the first step, in which replicated gradients are compared.
+    """
+
+    def __init__(self, model: LocalModel, mesh: Mesh) -> None:
+        self.model = model
+        self.axis = mesh.tensor
+        self.checked = False
+
+    def forward(self, batch: LocalBatch) -> ForwardOutput:
+        """Run a forward pass. A stop request of one rank becomes one of the group. Collective.
+
+        That happens before the data axis sums the totals, for each rank of the group is on
+        another data axis.
+        """
+        output = self.model.forward(batch)
+        if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
+            self.axis.all_reduce_max(output.step_totals[STOP])
+        return output
+
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
+        """Run both passes. The totals of a pipeline are known only after all of its passes."""
+        result = self.model.run(forward, batch)
+        if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
+            self.axis.all_reduce_max(result.step_totals[STOP])
+        return result
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients; in the first step, compare those of replicated parameters."""
+        self.model.reduce_gradients()
+        if not self.checked:
+            self.checked = True
+            self._check_replicated_gradients()
+
+    def _check_replicated_gradients(self) -> None:
+        """Check that replicated parameters have the same gradients on all ranks. Collective.
+
+        Raises:
+            StrategyRefused: they differ, with the names of the first ones.
+        """
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.model.module.named_parameters()
+            if parameter.grad is not None and not _is_tensor_sharded(parameter)
+        }
+        if not gradients:
+            return
+        checksums = torch.stack([_sum_of_local(grad) for grad in gradients.values()])
+        magnitudes = torch.stack([_sum_of_local(grad.abs()) for grad in gradients.values()])
+        # In fp16, gradients of the first step may overflow before the loss scale is found.
+        checksums = torch.nan_to_num(checksums, nan=0.0, posinf=0.0, neginf=0.0)
+        # max(x) + max(-x) is the difference between the largest and the smallest of the ranks.
+        largest, negated_smallest = self.axis.all_reduce_max(torch.stack((checksums, -checksums)))
+        # A CPU's kernels add in the same order on each rank; a GPU's may not.
+        tolerance = 0.0 if checksums.device.type == "cpu" else GPU_CHECKSUM_TOLERANCE
+        allowed = torch.nan_to_num(magnitudes) * tolerance
+        differs = (largest + negated_smallest > allowed).tolist()
+        names = [name for name, differ in zip(gradients, differs, strict=True) if differ]
+        if names:
+            raise StrategyRefused(
+                f"{', '.join(names[:5])}: whole on every rank of the tensor group, but with other "
+                "gradients on some. The model computes something else on each rank: random numbers "
+                "that are not drawn from torch's generator, the rank, or the time. Make it a "
+                "function of its inputs, or use ddp."
+            )
+
+
+def _is_tensor_sharded(parameter: Tensor) -> bool:
+    """Return True for a shard along the tensor axis; FSDP's shards are along the data axis."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _sum_of_local(gradient: Any) -> Tensor:
+    """Return the sum of this rank's values in float64; 0 for an empty shard."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if not local.numel():
+        return local.new_zeros((), dtype=torch.float64)
+    return local.detach().double().sum()

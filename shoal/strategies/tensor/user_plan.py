@@ -1,142 +1,174 @@
-"""The user's own plan: `blocks.*.up:column+blocks.*.down:row`, patterns of names and how what they
-match is cut.
+"""The user's own plan, such as `blocks.*.up:column+blocks.*.down:row`.
 
-A row layer belongs to the column layers that are nearest to it: those in the innermost module that
-holds both. What lies between them is the user's word, so the first forward pass of that module is
-compared with that of the whole."""
+A row layer belongs to the nearest column layers: those in the innermost module that contains both
+the row layer and column layers. The code between them is not examined. So the first forward pass
+of this module is compared with that of the full model, as for attention (`heads.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
 from shoal.errors import StrategyRefused
-from shoal.strategies.tensor.heads import AttentionPlan, counts_of
-from shoal.strategies.tensor.hooks import hooked_between
-from shoal.strategies.tensor.pairs import CONVOLUTIONS, LINEAR, Candidates, width_in, width_out
+from shoal.strategies.tensor.candidates import (
+    CONVOLUTIONS,
+    LINEAR,
+    Candidates,
+    find_hooks_around,
+    width_in,
+    width_out,
+)
+from shoal.strategies.tensor.find_attention import AttentionPlan, head_count_attributes
 
 
-def matching(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
-    """Names of modules, not empty unless a problem is added."""
-    found = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-    if not found:
+class NearestColumns(NamedTuple):
+    """The column layers of one row layer."""
+
+    region: str  # name of the innermost module that contains them and the row layer
+    columns: list[str]
+
+
+NearestByRow = Mapping[str, NearestColumns]
+"""Name of each row layer -> its column layers."""
+
+
+def match_modules(model: nn.Module, pattern: str, problems: list[str]) -> list[str]:
+    """Return names of modules that match a shell pattern; none is a problem, which is added."""
+    names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+    if not names:
         problems.append(f"'{pattern}' matches no module of the model")
-    return found
+    return names
 
 
 def apply_user_plan(
-    model: nn.Module, own: Sequence[tuple[str, str]], modules: Candidates
+    model: nn.Module, patterns: Sequence[tuple[str, str]], candidates: Candidates
 ) -> list[AttentionPlan]:
-    """What patterns of names, each with "column" or "row", ask to be cut. Raises
-    StrategyRefused with every problem.
+    """Return what the patterns ask for, one plan for each row layer.
+
+    Args:
+        patterns: patterns of names, each with "column" or "row".
+
+    Raises:
+        StrategyRefused: with every problem of the patterns.
     """
-    how = _how(model, own, modules)
-    columns = [name for name, kind in how.items() if kind == "column"]
-    pairs = {row: _nearest(row, columns) for row, kind in how.items() if kind == "row"}
-    _refuse(
-        [*_alone(columns, pairs), *_claimed_twice(columns, pairs), *_looked_into(pairs, modules)]
+    styles = _styles_by_layer(model, patterns, candidates)
+    columns = [name for name, style in styles.items() if style == "column"]
+    rows = [name for name, style in styles.items() if style == "row"]
+    nearest = {row: _nearest_columns(row, columns) for row in rows}
+    _check_none(
+        [
+            *_unpaired_layers(columns, nearest),
+            *_ambiguous_columns(columns, nearest),
+            *_observed_pairs(nearest, candidates),
+        ]
     )
-    return [_heads(region, taken, row, modules) for row, (region, taken) in pairs.items()]
+    return [_plan_region(row, *nearest[row], candidates) for row in rows]
 
 
-Pairs = Mapping[str, tuple[str, list[str]]]
-"""Row layer -> the innermost module that holds it and column layers, and these column layers."""
-
-
-def _how(model: nn.Module, own: Sequence[tuple[str, str]], modules: Candidates) -> dict[str, str]:
+def _styles_by_layer(
+    model: nn.Module, patterns: Sequence[tuple[str, str]], candidates: Candidates
+) -> dict[str, str]:
     """Map the name of each layer to "column" or "row".
 
-    Raises: StrategyRefused: with every layer that cannot be cut so.
+    Raises:
+        StrategyRefused: with every layer that cannot be divided so.
     """
     problems: list[str] = []
-    how: dict[str, str] = {}
-    for pattern, kind in own:
-        for name in matching(model, pattern, problems):
-            if how.setdefault(name, kind) != kind:
+    styles: dict[str, str] = {}
+    for pattern, style in patterns:
+        for name in match_modules(model, pattern, problems):
+            if styles.setdefault(name, style) != style:
                 problems.append(f"{name} is to be column and row at once")
-    problems += [
-        problem for name, kind in how.items() if (problem := _problem(name, kind, modules))
-    ]
-    _refuse(problems)
-    return how
+    for name, style in styles.items():
+        problem = _layer_problem(name, style, candidates)
+        if problem:
+            problems.append(problem)
+    _check_none(problems)
+    return styles
 
 
-def _alone(columns: Sequence[str], pairs: Pairs) -> Iterator[str]:
-    """Layers that belong to no other."""
-    used = {column for _, taken in pairs.values() for column in taken}
+def _layer_problem(name: str, style: str, candidates: Candidates) -> str:
+    """Return why a layer cannot be divided in this style; empty if it can."""
+    module = candidates.by_name[name]
+    is_plain = candidates.may_shard(module, (*LINEAR, *CONVOLUTIONS))
+    if not is_plain or getattr(module, "groups", 1) != 1:
+        kinds = "Linear and convolutions without hooks, used in one place"
+        return f"{name} is a {type(module).__name__}; what can be cut are {kinds}"
+    is_column = style == "column"
+    width = width_out(module) if is_column else width_in(module)
+    if width % candidates.degree:
+        entries = "outputs" if is_column else "inputs"
+        return f"{name} has {width} {entries}, no multiple of {candidates.degree}"
+    return ""
+
+
+def _nearest_columns(row: str, columns: list[str]) -> NearestColumns:
+    """Return the column layers in the innermost module that contains the row layer and some."""
+    containers = row.split(".")[:-1]
+    for depth in range(len(containers), -1, -1):
+        region = ".".join(containers[:depth])
+        inside = [name for name in columns if not region or name.startswith(f"{region}.")]
+        if inside:
+            return NearestColumns(region, inside)
+    return NearestColumns("", [])
+
+
+def _unpaired_layers(columns: Sequence[str], nearest: NearestByRow) -> Iterator[str]:
+    """Describe column layers without a row layer, and row layers without column layers."""
+    paired = {column for _, row_columns in nearest.values() for column in row_columns}
     for column in columns:
-        if column not in used:
+        if column not in paired:
             yield f"{column} is cut by columns, and no row layer takes its slices"
-    for row, (_, taken) in pairs.items():
-        if not taken:
+    for row, (_, row_columns) in nearest.items():
+        if not row_columns:
             yield f"{row} is cut by rows, and no column layer gives it slices"
 
 
-def _claimed_twice(columns: Sequence[str], pairs: Pairs) -> Iterator[str]:
-    """Column layers that more than one row layer would take."""
+def _ambiguous_columns(columns: Sequence[str], nearest: NearestByRow) -> Iterator[str]:
+    """Describe column layers that are nearest to several row layers."""
     for column in columns:
-        rows = [row for row, (_, taken) in pairs.items() if column in taken]
+        rows = [row for row, (_, row_columns) in nearest.items() if column in row_columns]
         if len(rows) > 1:
             yield (
                 f"{column} may belong to {' or to '.join(rows)}, all in one module: put each pair "
-                "into a module of its "
-                "own, or leave out cut_by, and pairs are found by what the model does"
+                "into a module of its own, or leave out cut_by, and pairs are found by what the "
+                "model does"
             )
 
 
-def _looked_into(pairs: Pairs, modules: Candidates) -> Iterator[str]:
-    """Pairs between whose layers somebody else looks: hooks, or a pipeline."""
-    for row, (region, taken) in pairs.items():
-        if (seen := hooked_between(region, (*taken, row), modules.by_name)) is not None:
+def _observed_pairs(nearest: NearestByRow, candidates: Candidates) -> Iterator[str]:
+    """Describe pairs where a hook, or the pipeline, would see a shard between the layers."""
+    for row, (region, columns) in nearest.items():
+        hooked = find_hooks_around(region, (*columns, row), candidates.by_name)
+        if hooked is not None:
             yield (
-                f"hooks of {seen} would see a slice between {row} and its columns: take them off, "
-                "or leave the pair "
-                "whole"
+                f"hooks of {hooked} would see a slice between {row} and its columns: take them "
+                "off, or leave the pair whole"
             )
-    for row, (region, _) in pairs.items():
-        if modules.uncut is not None and not modules.uncut.stages_running(region):
+    full_model = candidates.full_model
+    for row, (region, _) in nearest.items():
+        if full_model is not None and not full_model.stages_running(region):
             yield (
                 f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into "
-                "it: name pairs "
-                "inside one of its blocks, or leave out pipeline"
+                "it: name pairs inside one of its blocks, or leave out pipeline"
             )
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _check_none(problems: Sequence[str]) -> None:
     if problems:
         raise StrategyRefused("tensor: cut: " + "\n  ".join(problems))
 
 
-def _problem(name: str, kind: str, modules: Candidates) -> str:
-    module = modules.by_name[name]
-    if (
-        not modules.may_be_cut(module, (*LINEAR, *CONVOLUTIONS))
-        or getattr(module, "groups", 1) != 1
-    ):
-        kinds = "Linear and convolutions without hooks, used in one place"
-        return f"{name} is a {type(module).__name__}; what can be cut are {kinds}"
-    width = width_out(module) if kind == "column" else width_in(module)
-    if width % modules.degree:
-        return f"{name} has {width} {'outputs' if kind == 'column' else 'inputs'}, no multiple of {modules.degree}"
-    return ""
-
-
-def _nearest(row: str, columns: list[str]) -> tuple[str, list[str]]:
-    """The innermost module with both, and its columns."""
-    words = row.split(".")[:-1]
-    for depth in range(len(words), -1, -1):
-        region = ".".join(words[:depth])
-        inside = [name for name in columns if not region or name.startswith(f"{region}.")]
-        if inside:
-            return region, inside
-    return "", []
-
-
-def _heads(region: str, columns: list[str], row: str, modules: Candidates) -> AttentionPlan:
-    owner: Any = modules.by_name[region]
+def _plan_region(
+    row: str, region: str, columns: list[str], candidates: Candidates
+) -> AttentionPlan:
+    """Plan one row layer with its columns; the region may be attention, so its counts shrink."""
+    counts = head_count_attributes(candidates.by_name[region], width_in(candidates.by_name[row]))
+    # No layer is fused here: a pattern does not say how the rows of a matrix belong together.
     return AttentionPlan(
-        region, tuple(columns), row, region, counts_of(owner, width_in(modules.by_name[row])), 1
+        region, columns=tuple(columns), row=row, owner=region, counts=counts, fused=1
     )

@@ -1,9 +1,11 @@
-"""Gradient accumulation: a rank's share of a batch in several parts, one after the other.
+"""Gradient accumulation: a rank computes its local batch in several micro-batches.
 
-      share   [ rows 0..7 | rows 8..15 | rows 16..23 ]
-                 fwd bwd     fwd bwd      fwd bwd ──> reduce         gradients add up; only the last part communicates
+      local batch   │ samples 0..7 │ samples 8..15 │ samples 16..23 │
+                        fwd bwd         fwd bwd          fwd bwd ──> reduce    gradients are summed;
+                                                                               one communication
 
-Memory for activations shrinks by the number of parts; the gradients are those of the whole share.
+Memory for activations shrinks by the number of micro-batches. The gradients are those of the whole
+local batch.
 """
 
 from __future__ import annotations
@@ -17,26 +19,29 @@ from shoal.strategies.microbatch import split_microbatches
 
 @dataclass(frozen=True)
 class Accumulate(Strategy):
-    """Args: parts: micro-batches that a share is split in; a share of fewer samples has as many
-    parts as samples.
+    """Gradient accumulation.
+
+    Args: parts: micro-batches of a local batch. A batch of fewer samples has one for each sample.
     """
 
     parts: int
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces run."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `run`."""
+        if self.parts == 1:
+            return model
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
-            loss = None
-            # Where a forward pass is collective, a rank with fewer samples makes as many of them as
-            # the others.
-            least = -(-batch.global_batch_size // mesh.data.size) if part.collective_forward else 1
-            for micro in split_microbatches(batch, self.parts, least):
-                loss = part.run(
-                    forward,
-                    micro._replace(previous_totals=None if loss is None else loss.step_totals),
-                )
-            assert loss is not None
-            return loss
+            min_count = 1
+            if model.collective_forward:
+                # All ranks must make as many forward passes as the rank with the largest local
+                # batch. This is its number of samples; stand-ins fill up the others.
+                min_count = -(-batch.global_batch_size // mesh.data.size)
+            result = None
+            for microbatch in split_microbatches(batch, self.parts, min_count):
+                totals = None if result is None else result.step_totals
+                result = model.run(forward, microbatch._replace(previous_totals=totals))
+            assert result is not None
+            return result
 
-        return part if self.parts == 1 else replace(part, run=run)
+        return replace(model, run=run)

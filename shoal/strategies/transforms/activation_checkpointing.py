@@ -1,14 +1,17 @@
-"""Recompute: keep a unit's inputs only, and compute the rest again in the backward pass.
+"""Activation checkpointing: keep only the inputs of units, and recompute them in the backward pass.
 
-      forward     in ─ [unit 1] ─ x1 ─ [unit 2] ─ x2 ─ [unit 3] ─ loss         kept: in, x1, x2
-      backward                                      [again 3] ─ backward 3     one unit's activations at a time
-                                     [again 2] ─ backward 2
-                       [again 1] ─ backward 1
+      forward     in ─ [unit 1] ─ x1 ─ [unit 2] ─ x2 ─ [unit 3] ─ loss      memory: in, x1, x2
+      backward                                      [recompute 3] ─ backward 3
+                                     [recompute 2] ─ backward 2             and the activations
+                      [recompute 1] ─ backward 1                            of one unit at a time
 
-A third more computing for activations of one unit in place of all (Chen et al., 2016). The numbers
-stay the same: random masks are drawn again from the same state, buffers are read as they were
-found, and running statistics count each batch once. With a budget, the first step measures what
-each unit keeps; from then on, the last units keep theirs as far as the budget reaches."""
+It costs a third more computing, and needs the activations of one unit instead of all (Chen et al.,
+2016). The numbers stay the same: recomputing draws random masks from the same generator state,
+reads buffers as the forward pass found them, and does not update running statistics again.
+
+With a budget, the first step measures the activations of each unit. From then on, the last units
+keep their activations, as many as fit in the budget.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +38,16 @@ from shoal.strategies.wrap_units import innermost, units
 
 
 class Recompute(RecomputeOptions, Strategy):
-    """Computes units of the model again in the backward pass."""
+    """Recomputes units of the model in the backward pass."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces the forward functions of units, in place. Raises StrategyRefused where there
-        is no unit.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace the forward functions of units, in place.
+
+        Raises: StrategyRefused: the model has no units.
         """
-        # Without units inside: a unit's activations are all there at once when it is computed
-        # again.
-        chosen = [*innermost(_units(part, self.unit)).values()][:: self.every]
-        if not chosen and not part.is_partial:  # some layers of the model may have none
+        # The innermost units: when a unit is recomputed, all of its activations are there at once.
+        chosen = [*innermost(_wrap_units(model, self.unit)).values()][:: self.every]
+        if not chosen and not model.is_partial:  # a pipeline stage may have none
             raise StrategyRefused(
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in "
                 "it. Name the class of "
@@ -52,186 +55,214 @@ class Recompute(RecomputeOptions, Strategy):
             )
         budget = _MemoryBudget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         for index, module in enumerate(chosen):
-            module.forward = MethodType(
-                _recomputed(module, index, budget), module
-            )  # a copy's is bound to the copy
-        return part
+            # A method, so that a copy of the module gets one that is bound to the copy.
+            module.forward = MethodType(_recomputed(module, index, budget), module)
+        return model
 
 
-def _units(part: LocalModel, kind: str) -> dict[str, nn.Module]:
-    """`units`, where a stage may have none of a class that others have. Collective in a
-    pipeline.
+def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
+    """Return the units of this rank's layers. Collective in a pipeline.
+
+    A stage may have no unit of the class if another stage has one.
     """
-    if part.pipeline_axis is None or not kind:
-        return units(part.module, kind)
-    mine = any(type(module).__name__ == kind for module in part.module.modules())
-    anybody = (
-        part.pipeline_axis.all_reduce(torch.tensor(float(mine), device=part.pipeline_axis.device))
-        > 0
-    )
-    return units(part.module, kind) if mine or not anybody else {}
+    axis = model.pipeline_axis
+    if axis is None or not class_name:
+        return units(model.module, class_name)
+    has_class = any(type(module).__name__ == class_name for module in model.module.modules())
+    stages_with_class = axis.all_reduce(torch.tensor(float(has_class), device=axis.device))
+    if not has_class and stages_with_class > 0:
+        return {}
+    return units(model.module, class_name)  # raises if no stage has one
 
 
 def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> Callable[..., Any]:
-    method = getattr(
-        module.forward, "__func__", None
-    )  # None for a function that somebody put in its place
+    """Return a forward method for `module` that checkpoints its present one.
+
+    Args: index: position of the unit among those of `budget`.
+    """
+    # None for a plain function that was assigned to module.forward.
+    method = getattr(module.forward, "__func__", None)
     forward = method or (
         lambda _, *inputs, __forward=module.forward, **options: __forward(*inputs, **options)
     )
-    # torch.compile takes no contexts, so they are there only where they are needed.
     has_buffers = any(True for _ in module.buffers())
 
     @wraps(module.forward)
     def run(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *inputs, **options)
-        if budget is not None and (keeps := budget.context_for(index, self)) is not None:
-            with keeps:
+        keeping = None if budget is None else budget.context_for(index, self)
+        if keeping is not None:
+            with keeping:
                 return forward(self, *inputs, **options)
         modes = _torch_function_modes()
-        aside: dict[str, Any] = (
-            {"context_fn": lambda: _contexts(self, modes)} if has_buffers or modes else {}
-        )
-        return checkpoint(forward, self, *inputs, use_reentrant=False, **aside, **options)
+        extra: dict[str, Any] = {}
+        if has_buffers or modes:  # else without contexts, which torch.compile does not take
+            extra["context_fn"] = lambda: _contexts(self, modes)
+        return checkpoint(forward, self, *inputs, use_reentrant=False, **extra, **options)
 
     return run
 
 
 def _torch_function_modes() -> list[TorchFunctionMode]:
-    """What stands around functions of torch just now, and would not when they are computed again:
-    dropout of slices, say, that is drawn for the whole. The device for new tensors is everywhere
-    anyway."""
-    found: list[TorchFunctionMode] = [] if torch.compiler.is_compiling() else function_modes()
-    return [mode for mode in found if not isinstance(mode, DeviceMode)]
+    """Return the active torch function modes, which recomputing must enter again.
+
+    Dropout of tensor parallel shards is such a mode. The mode of the default device is left out,
+    because it is active in the backward pass anyway.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 
 def _contexts(
     module: nn.Module, modes: list[TorchFunctionMode]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What one run of a unit stands in, and what stands around computing it again."""
-    buffers = _BufferLog(module)
-    return buffers.kept(), _Recomputation([buffers, *modes])
+    """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
+    buffers = _SavedBuffers(module)
+    return buffers.saved(), _RecomputeContext([buffers, *modes])
 
 
-class _Recomputation:
-    """Around computing a unit again, as often as that is done."""
+class _RecomputeContext:
+    """Enters several contexts as one, any number of times: there may be many backward passes."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self.contexts, self.around = contexts, ExitStack()
+        self._contexts = contexts
+        self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self.around = ExitStack()
-        for context in self.contexts:
-            self.around.enter_context(context)
+        self._stack = ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
 
     def __exit__(self, *_: object) -> None:
-        self.around.close()
+        self._stack.close()
 
 
-class _BufferLog:
-    """Running statistics and the like, which one run of a unit may read and change: it is computed
-    again from what it found there, and what it, or another run, has left there stays."""
+class BufferSlot(NamedTuple):
+    """A name of a buffer in the module that owns it."""
+
+    owner: nn.Module
+    key: str
+
+
+class _SavedBuffers:
+    """Buffers as one forward pass of a unit found them, such as running statistics.
+
+      forward       copy all buffers, run, keep the copies of changed ones
+      recompute     enter: copies take the place of buffers      exit: buffers come back
+
+    Recomputing thus reads the values of the forward pass, and changes no buffer a second time.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.found: list[tuple[list[tuple[nn.Module, str]], Tensor]] = []
-        self.left: list[tuple[nn.Module, str, Tensor | None]] = []
+        self._module = module
+        self._copies: list[tuple[list[BufferSlot], Tensor]] = []
+        self._replaced: list[tuple[BufferSlot, Tensor | None]] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around the run: copies of what it changes."""
-        before = [(places, buffer, buffer.clone()) for buffer, places in self._places().items()]
+    def saved(self) -> Iterator[None]:
+        """Save the buffers that the forward pass inside this context changes."""
+        before = [(slots, buffer, buffer.clone()) for buffer, slots in self._slots().items()]
         yield
-        self.found = [
-            (places, copy)
-            for places, buffer, copy in before
-            if _may_have_changed(places, buffer, copy)
+        self._copies = [
+            (slots, copy)
+            for slots, buffer, copy in before
+            if _may_have_changed(slots, buffer, copy)
         ]
 
     def __enter__(self) -> None:
-        """Around computing it again: other tensors in the place of buffers, so that theirs are left
-        alone.
+        """Put copies of the saved values in the place of buffers.
 
-        There may be several backward passes, or one in two halves, as in a zero-bubble pipeline.
+        New copies each time: there may be several backward passes, or one in two halves, as in a
+        zero-bubble pipeline.
         """
-        self.left = [
-            (owner, key, own_buffers(owner)[key])
-            for places, _ in self.found
-            for owner, key in places
-        ]
-        for places, copy in self.found:
-            again = copy.clone()
-            for owner, key in places:
-                own_buffers(owner)[key] = again
+        for slots, copy in self._copies:
+            replacement = copy.clone()
+            for slot in slots:
+                buffers = own_buffers(slot.owner)
+                self._replaced.append((slot, buffers[slot.key]))
+                buffers[slot.key] = replacement
 
     def __exit__(self, *_: object) -> None:
-        for owner, key, buffer in self.left:
-            own_buffers(owner)[key] = buffer
-        self.left = []
+        for slot, buffer in self._replaced:
+            own_buffers(slot.owner)[slot.key] = buffer
+        self._replaced = []
 
-    def _places(self) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-        """Every buffer with all places that hold it."""
-        places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-        for owner in self.module.modules():
+    def _slots(self) -> dict[Tensor, list[BufferSlot]]:
+        """Map every buffer to all of its slots: a buffer may be shared."""
+        slots: dict[Tensor, list[BufferSlot]] = {}
+        for owner in self._module.modules():
             for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-                places.setdefault(buffer, []).append((owner, key))
-        return places
+                slots.setdefault(buffer, []).append(BufferSlot(owner, key))
+        return slots
 
 
-def _may_have_changed(places: list[tuple[nn.Module, str]], buffer: Tensor, copy: Tensor) -> bool:
-    """Whether one of `places` may hold something else than `copy`, which `buffer` was. BatchNorm's
-    kernels count no version of what they write, so only values tell; a GPU is not waited for. Of a
-    slice this rank's own, for DTensor would ask all ranks of the world, of which others have other
-    buffers."""
-    replaced = any(own_buffers(owner)[key] is not buffer for owner, key in places)
-    return (
-        replaced or buffer.device.type != "cpu" or not torch.equal(to_local(buffer), to_local(copy))
-    )
+def _may_have_changed(slots: Sequence[BufferSlot], buffer: Tensor, copy: Tensor) -> bool:
+    """Return True if a slot may have another tensor than `buffer`, or other values than `copy`.
+
+    BatchNorm's kernels do not count versions, so values are compared. Not on a GPU, where comparing
+    would wait. A DTensor is compared by its shard: comparing DTensors is a collective of all ranks,
+    and other ranks may have other buffers.
+    """
+    if any(own_buffers(slot.owner)[slot.key] is not buffer for slot in slots):
+        return True
+    return buffer.device.type != "cpu" or not torch.equal(to_local(buffer), to_local(copy))
 
 
 class _MemoryBudget:
-    """Which units keep their activations: none is known before each has run once."""
+    """Decides which units keep their activations, after each has run once.
+
+    Args:
+        count: number of units.
+        limit_bytes: bytes of activations of one micro-batch that units may keep.
+    """
 
     def __init__(self, count: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.kept_bytes: list[int | None] = [None] * count
+        self.activation_bytes: list[int | None] = [None] * count  # None: not measured yet
         self.keeps: list[bool] | None = None
 
     def context_for(self, index: int, module: nn.Module) -> AbstractContextManager[Any] | None:
-        """What to run unit `index` in, if it is not to be recomputed; all units run in order."""
-        if self.keeps is None and None not in self.kept_bytes:
-            self.keeps = self._chosen()
+        """Return a context for the forward pass of unit `index`, or None to recompute it.
+
+        Units run in order, so all are measured when the first one runs for the second time.
+        """
+        if self.keeps is None and None not in self.activation_bytes:
+            self.keeps = self._last_that_fit()
         if self.keeps is not None:
             return nullcontext() if self.keeps[index] else None
         return self._measuring(index, module)
 
-    def _chosen(self) -> list[bool]:
-        """The last ones: their activations live for the shortest time."""
-        keeps, left = [False] * len(self.kept_bytes), self.limit_bytes
+    def _last_that_fit(self) -> list[bool]:
+        """Choose the last units, whose activations live for the shortest time."""
+        keeps = [False] * len(self.activation_bytes)
+        remaining_bytes = self.limit_bytes
         for index in reversed(range(len(keeps))):
-            size = self.kept_bytes[index] or 0
-            if size > left:
+            size_bytes = self.activation_bytes[index] or 0
+            if size_bytes > remaining_bytes:
                 break
-            keeps[index], left = True, left - size
+            keeps[index] = True
+            remaining_bytes -= size_bytes
         return keeps
 
     @contextmanager
     def _measuring(self, index: int, module: nn.Module) -> Iterator[None]:
-        """Counts what the unit keeps, each memory once, and holds it in CPU memory until it is
-        needed.
+        """Measure the activations that the unit keeps, each storage once.
+
+        They are kept in CPU memory until the backward pass, because they may not fit on the device.
         """
         parameters = {
             to_local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()
         }
-        seen: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            for part in _inner_tensors(tensor):
-                storage = part.untyped_storage()
+            for inner in _inner_tensors(tensor):
+                storage = inner.untyped_storage()
                 if storage.data_ptr() not in parameters:
-                    seen[storage.data_ptr()] = storage.nbytes()
-            # What is made of others, slices of a sequence say, stays where they are.
+                    sizes[storage.data_ptr()] = storage.nbytes()
+            # A wrapper of other tensors, such as a shard of a sequence, stays on its device.
             return tensor.device, tensor if _is_tensor_wrapper(tensor) else tensor.detach().cpu()
 
         def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
@@ -240,7 +271,7 @@ class _MemoryBudget:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        self.kept_bytes[index] = sum(seen.values())
+        self.activation_bytes[index] = sum(sizes.values())
 
 
 def _is_tensor_wrapper(tensor: Any) -> bool:
@@ -248,7 +279,7 @@ def _is_tensor_wrapper(tensor: Any) -> bool:
 
 
 def _inner_tensors(tensor: Any) -> list[Tensor]:
-    """What a tensor holds on this rank: itself, or what it is made of."""
+    """Return the tensor itself, or the tensors that it wraps on this rank."""
     if not _is_tensor_wrapper(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -1,4 +1,4 @@
-"""torch.compile: the model's forward pass as compiled kernels; parameters keep their names."""
+"""torch.compile of the model's forward pass. Parameters keep their names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from shoal.strategies.base import LocalModel, Strategy
 
 @dataclass(frozen=True)
 class Compile(Strategy):
-    """Applied before the data strategy, whose hooks stay outside the compiled graph."""
+    """Compiles the module. Applies before the data strategy, whose hooks then stay uncompiled."""
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Compiles the module in place, at its first batch. Raises StrategyRefused: in a
-        pipeline.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Mark the module to be compiled in place, at its first batch.
+
+        Raises: StrategyRefused: in a pipeline.
         """
-        if not part.passes.module_called:
+        if not model.pass_traits.module_called:
             raise StrategyRefused(
                 "compile with a pipeline: stages are not compiled. Use compile=False."
             )
-        part.module.compile()
-        return part
+        model.module.compile()
+        return model

@@ -1,11 +1,12 @@
-"""Mixed precision: the forward pass under autocast; for fp16, gradients scaled so that small ones
-survive.
+"""Mixed precision: the forward pass under autocast, and loss scaling for fp16.
 
-fp16 gradients below 6e-8 become zero, so the objective is multiplied by a large scale and the
-gradients are divided by
-it before the optimizer sees them. When they overflow, on whatever rank, every rank sees it after
-the reduction: the step is skipped on all of them alike and the scale halved (Micikevicius et al.,
-ICLR 2018). Who skips it is `shoal.run.loss_scaling`."""
+      loss ── x scale ── backward ── reduce ── / scale ──┬── all finite: step
+                                                         └── overflow: skip it, halve the scale
+
+fp16 gradients below 6e-8 become zero. A large scale keeps them above that limit. If a gradient of
+any rank overflows, every rank sees it after the reduction, so all ranks skip the same steps
+(Micikevicius et al., ICLR 2018). `shoal.run.loss_scaling` skips the step.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +19,37 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.errors import TrainingDiverged
 from shoal.platform.torch_private.kernels import foreach_mul_
-from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, Strategy, gradient_norm
+from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, Strategy
+from shoal.strategies.local_step import gradient_norm
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 2.0**-20
-"""About 1e-6: gradients that overflow even then are no matter of precision."""
+"""About 1e-6. If gradients overflow even with this scale, precision is not the cause."""
 
 
 class LossScale:
-    """The dynamic scale of fp16, the same on every rank because all see the same gradients."""
+    """The dynamic loss scale of fp16. Equal on all ranks, because all see the same gradients.
+
+    Attributes:
+        scale: factor of the loss.
+        good_steps: steps without overflow since the scale was last changed.
+        skipped: steps with an overflow in this run.
+    """
 
     def __init__(self, scale: float = 65536.0) -> None:
-        self.scale, self.good_steps, self.skipped = scale, 0, 0
+        self.scale = scale
+        self.good_steps = 0
+        self.skipped = 0
 
     def update(self, finite: bool) -> None:
-        """Halve after an overflow; double after GROWTH_INTERVAL good steps.
+        """Halve the scale after an overflow; double it after GROWTH_INTERVAL good steps.
 
         Raises: TrainingDiverged: below SMALLEST_SCALE.
         """
         if not finite:
-            self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
+            self.scale /= 2
+            self.good_steps = 0
+            self.skipped += 1
             if self.scale < SMALLEST_SCALE:
                 raise TrainingDiverged(
                     f"fp16: gradients still overflow at a loss scale of {self.scale:.1e}, after "
@@ -47,7 +59,8 @@ class LossScale:
                     "lower the learning rate, or use bf16, which needs no loss scale."
                 )
         elif self.good_steps + 1 == GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2, 0
+            self.scale *= 2
+            self.good_steps = 0
         else:
             self.good_steps += 1
 
@@ -55,54 +68,60 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def load(self, state: dict[str, float]) -> None:
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
         self.skipped = int(state["skipped"])
 
 
 @dataclass(frozen=True)
 class Precision(Strategy):
-    """Args: name: fp64 and fp32 leave the model as it is; bf16 and fp16 are autocast.
-    loss_scale: for fp16.
+    """Precision of the forward pass.
+
+    Args:
+        name: fp64 and fp32 leave the model as it is; bf16 and fp16 use autocast.
+        loss_scale: for fp16; None for the others.
     """
 
     name: Literal["fp64", "fp32", "bf16", "fp16"]
     loss_scale: LossScale | None = None
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces forward."""
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `forward`."""
         if self.name in ("fp64", "fp32"):
-            return part
+            return model
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
 
         def forward(batch: LocalBatch) -> ForwardOutput:
             with torch.autocast(mesh.device.type, dtype):
-                return part.forward(batch)
+                return model.forward(batch)
 
         scale = self.loss_scale
         if scale is None:
-            return replace(part, forward=forward)
+            return replace(model, forward=forward)
 
         def scaled(batch: LocalBatch) -> ForwardOutput:
-            outcome = forward(batch)
-            return outcome._replace(loss=outcome.loss * scale.scale)
+            output = forward(batch)
+            return output._replace(loss=output.loss * scale.scale)
 
-        return replace(part, forward=scaled)
+        return replace(model, forward=scaled)
 
 
-def unscale(part: LocalModel, loss_scale: LossScale) -> bool:
-    """Divide owned gradients by the scale; make them all NaN when one is not finite, for the step
-    is to be skipped.
+def unscale(model: LocalModel, loss_scale: LossScale) -> bool:
+    """Divide owned gradients by the scale, and update the scale. Collective in a pipeline.
 
-    Returns: whether they were finite.
+    If one gradient is not finite, all become NaN: the step is to be skipped, and no caller may use
+    a part of them.
+
+    Returns: True if all were finite.
     """
-    gradients = {name: p.grad for name, p in part.trainable_params.items() if p.grad is not None}
-    if not gradients and part.pipeline_axis is None:
+    gradients = {name: p.grad for name, p in model.trainable_params.items() if p.grad is not None}
+    if not gradients and model.pipeline_axis is None:
         return True
     if gradients:
         foreach_mul_(
             [to_local(gradient) for gradient in gradients.values()], 1.0 / loss_scale.scale
         )
-    finite = bool(torch.isfinite(gradient_norm(part, gradients)))
+    finite = bool(torch.isfinite(gradient_norm(model, gradients)))
     if not finite:
         for gradient in gradients.values():
             to_local(gradient).fill_(torch.nan)

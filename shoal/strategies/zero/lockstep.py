@@ -1,28 +1,42 @@
-"""Lockstep: every rank takes part in gathering and reducing every unit that any rank uses.
+"""Lockstep: all ranks gather and reduce the same units in one order, whichever they compute.
 
-A collective pairs the k-th call of one rank with the k-th call of another, whatever either of them
-is for. Where a branch depends on the rows, ranks use different units, and the gradient of one unit
-would be added to that of another. So all ranks follow one plan, and stand in where they have
-nothing to compute:
+The k-th collective of a rank meets the k-th collective of the others, whatever its purpose. If a
+branch of the model depends on the samples, ranks use different units, and the gradient of one unit
+would be added to that of another. So all ranks follow one order of units. A rank *stands in* for a
+unit that it does not compute: it gathers the unit, and contributes zeros as its gradients.
 
-      plan       unit 1     unit 2      unit 3      any more?
+      order      unit 1     unit 2      unit 3      any more?
       rank 0     computes   computes    stands in   no
       rank 1     computes   stands in   computes    no
 
-[1] *The plan* is the order in which units run (`plan.py`). Whether anybody wants more is asked
-once, at its end. [2] *Backward* the plan is followed from its end, whatever the loss of a rank
-depends on: a token, a zero that is added
-    to the objective, runs through all units in turn, as an input and an output of each.
-[3] *Each unit is reduced once*, after the backward pass of its first run, and always with all that
-    it trains: zeros where this rank has no gradient. Who had none is counted afterwards: what no
-    rank has used gets no gradient.
+[1] *Forward*, all ranks follow `UnitOrder`, and ask each other at its end for further units.
+[2] *Backward*, all ranks follow the order from its end, whatever the loss of a rank depends on. A
+    token, a zero that is added to the loss, goes through all units as an input and an output.
+[3] *Each unit is reduced once*, after the backward pass of its first run, with all parameters that
+    it trains: zeros where this rank has no gradient. The ranks then count who had a gradient. A
+    parameter that no rank has used gets none.
 
-To stand in is to gather a unit, to compute nothing, and to give zeros as its gradients.
+Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie between ours:
+
+      forward, downwards                                   backward, upwards
+
+      pre_forward        stand in for earlier units            ▲  token's gradient goes to the
+                         token joins the inputs                │  unit that ran before
+      engine             gathers                               │  reduces gradients
+      post_all_gather    token leaves the inputs  ── [2] ──    │  `_fill`: zeros for missing ones
+      the module         computes                              │  computes
+      post_compute       token joins the outputs               │
+      engine             frees (zero3)                         │  gathers again (zero3)
+      post_forward       token leaves the outputs              │
+                    ▼
+
+The engine gathers before the backward pass of an output, and reduces after that of all inputs. The
+token is both, so the engine does both on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,165 +50,212 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import post_forward, pre_forward
-from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
+from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
 
 TOKEN = "_shoal_token"
-"""The keyword under which the token passes the engine's hooks; a module never sees it."""
+"""Keyword argument that takes the token through the engine's hooks. The module never sees it."""
 
 
 class Lockstep:
-    """One rank's place in the plan.
+    """One rank's position in the order of units, and the token of its forward pass.
 
-    Args: trained: names of all trainable parameters, in the order of every rank.
+    A run of unit i has the number 2 i with a token, and 2 i + 1 without one (no gradients).
+
+    Args: trained: names of all trainable parameters, in the same order on every rank.
 
     Attributes:
-        reduces: the backward pass that comes next reduces gradients.
-        lacking: parameters for which this rank has given zeros in this step, by name.
+        orders: one order for each (training, gradients enabled).
+        order: order of this forward pass; None outside of a forward pass.
+        running: name of the unit that computes; empty between units.
+        stood_in: this rank stood in for a unit in this forward pass.
+        any_stood_in: any rank did, in the last finished forward pass.
+        reduces: the next backward pass reduces gradients.
+        lacking: names of parameters for which this rank has given zeros in this step.
+        had: names of parameters for which it had a gradient in this step.
     """
 
     def __init__(
         self, data: Axis, root: nn.Module, units: Mapping[str, nn.Module], trained: list[str]
     ) -> None:
-        self.data, self.root, self.trained = data, root, trained
-        self.group = (
-            data.group if data.device.type == "cpu" else data.new_group()
-        )  # for numbers that wait for no GPU
-        whole = {name for name, parameter in root.named_parameters() if parameter.dim() == 0}
-        left = [name for name in trained if name not in whole]
-        self.members: list[_UnitHooks] = []
-        for name, module in units.items():
-            inside = [n for n in left if n.startswith(f"{name}.")]
-            self.members.append(_UnitHooks(self, 2 * len(self.members), name, module, inside))
-            left = [n for n in left if n not in inside]
-        self.members.append(_UnitHooks(self, END_OF_STEP, "", root, left))
-        self.plans: dict[tuple[bool, bool], UnitOrder] = {}
-        self.plan: UnitOrder | None = None  # of this forward pass; None outside of one
+        self.data = data
+        self.root = root
+        self.trained = trained
+        # Numbers of runs travel over the CPU, where no rank waits for a GPU to read them.
+        self.group = data.group if data.device.type == "cpu" else data.new_group()
+        self.hooks = self._make_hooks(units)
+        self.orders: dict[tuple[bool, bool], UnitOrder] = {}
+        self.order: UnitOrder | None = None
         self.running = ""
-        self.stood_in, self.apart = False, False  # this rank; any rank
+        self.stood_in = False
+        self.any_stood_in = False
         self.token: Tensor | None = None
         self.reduces = True
         self.lacking: set[str] = set()
         self.had: set[str] = set()
-        self.telling: tuple[Tensor, dist.Work] | None = None
+        self._pending_count: tuple[Tensor, dist.Work] | None = None
+
+    def _make_hooks(self, units: Mapping[str, nn.Module]) -> list[_UnitHooks]:
+        """Return the hooks of all units and of the root. Each parameter belongs to one of them."""
+        scalars = {name for name, parameter in self.root.named_parameters() if parameter.dim() == 0}
+        remaining = [name for name in self.trained if name not in scalars]
+        hooks: list[_UnitHooks] = []
+        for name, module in units.items():
+            inside = [parameter for parameter in remaining if parameter.startswith(f"{name}.")]
+            hooks.append(_UnitHooks(self, 2 * len(hooks), name, module, inside))
+            remaining = [parameter for parameter in remaining if parameter not in inside]
+        hooks.append(_UnitHooks(self, END_OF_STEP, "", self.root, remaining))
+        return hooks
 
     @contextmanager
     def wrap_step(self, module: nn.Module) -> Iterator[None]:
-        """While the engine puts its hooks on a unit, or on the root: ours go inside and outside
-        of them.
-        """
-        member = next(m for m in self.members if m.module is module)
-        aside: Any = torch.compiler.disable  # as the engine's own
-        module.register_forward_pre_hook(
-            aside(member.post_all_gather), prepend=True, with_kwargs=True
-        )
-        module.register_forward_hook(aside(member.post_compute))
-        yield
-        module.register_forward_pre_hook(aside(member.pre_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(aside(member.post_forward))
+        """Register hooks on a unit or the root, inside and outside of the engine's hooks.
 
-    def attach_token(self, objective: Tensor) -> Tensor:
-        """[2] The objective, from which the backward pass goes through all units."""
-        token, self.token = self.token, None
-        return objective if token is None else objective + token.to(objective)
+        The engine registers its own inside this context.
+        """
+        hooks = next(hooks for hooks in self.hooks if hooks.module is module)
+        uncompiled: Any = torch.compiler.disable  # as the engine's own hooks
+        module.register_forward_pre_hook(
+            uncompiled(hooks.post_all_gather), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(uncompiled(hooks.post_compute))
+        yield
+        module.register_forward_pre_hook(
+            uncompiled(hooks.pre_forward), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(uncompiled(hooks.post_forward))
+
+    def attach_token(self, loss: Tensor) -> Tensor:
+        """Return the loss plus the token, so that its backward pass goes through all units [2]."""
+        token = self.token
+        self.token = None
+        return loss if token is None else loss + token.to(loss)
 
     def unused(self, also_lacking: set[str]) -> list[str]:
-        """Of what is trained, what no rank has used in this step. Collective; a new step begins.
+        """Return names of trained parameters that no rank has used in this step, and end the step.
 
-        Args: also_lacking: names of what is reduced elsewhere and for which this rank has no
-        gradient."""
+        Collective.
+
+        Args: also_lacking: names of parameters without a gradient on this rank that the engine does
+            not reduce.
+        """
         lacking = (self.lacking - self.had) | also_lacking
-        used = torch.tensor([name not in lacking for name in self.trained], dtype=torch.int32)
-        told = dist.all_reduce(used, group=self.group, async_op=True)
+        num_users = torch.tensor([name not in lacking for name in self.trained], dtype=torch.int32)
+        work = dist.all_reduce(num_users, group=self.group, async_op=True)
         self.lacking.clear()
         self.had.clear()
         if not lacking:
-            self.telling = (
-                used,
-                told,
-            )  # others may have to know; this rank knows already that nothing is unused
+            # This rank has used all, so no parameter is unused. Others may need the sum.
+            self._pending_count = (num_users, work)
             return []
-        told.wait()
-        return [name for name, ranks in zip(self.trained, used.tolist(), strict=True) if ranks == 0]
+        work.wait()
+        counts = zip(self.trained, num_users.tolist(), strict=True)
+        return [name for name, num_ranks in counts if num_ranks == 0]
 
     def close(self) -> None:
-        """Wait until the others have heard."""
-        if self.telling is not None:
-            self.telling[1].wait()
-            self.telling = None
+        """Wait until other ranks have received the count of `unused`."""
+        if self._pending_count is not None:
+            _, work = self._pending_count
+            work.wait()
+            self._pending_count = None
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass, with a new token if gradients are enabled."""
         self.close()
-        grad = torch.is_grad_enabled()
-        self.plan = self.plans.setdefault((self.root.training, grad), UnitOrder(self._least))
-        self.plan.begin()
-        self.running, self.stood_in = "", False
-        self.token = torch.zeros((), device=self.data.device, requires_grad=True) if grad else None
-        for member in self.members:
-            member.reduced = False
+        with_gradients = torch.is_grad_enabled()
+        key = (self.root.training, with_gradients)
+        self.order = self.orders.setdefault(key, UnitOrder(self._min_over_ranks))
+        self.order.begin()
+        self.running = ""
+        self.stood_in = False
+        self.token = None
+        if with_gradients:
+            self.token = torch.zeros((), device=self.data.device, requires_grad=True)
+        for hooks in self.hooks:
+            hooks.will_reduce = False
 
-    def advance_to(self, wanted: int) -> None:
-        """Stand in for others until it is the turn of `wanted`. Collective."""
-        assert self.plan is not None
-        for run in self.plan.units_before(wanted):
-            self.members[run // 2].run_with_dummy_input(differentiated=run % 2 == 0)
+    def advance_to(self, requested: int) -> None:
+        """Stand in for units of other ranks until the run `requested` is next. Collective."""
+        assert self.order is not None
+        for run in self.order.units_before(requested):
+            self.hooks[run // 2].stand_in(with_token=run % 2 == 0)
 
     def end(self) -> None:
-        """A forward pass ends: for all ranks alike."""
+        """End a forward pass, when no rank needs a further unit. Collective."""
         self.advance_to(END_OF_STEP)
-        self.plan = None
+        self.order = None
 
-    def _least(self, wanted: int) -> int:
-        number = torch.tensor(wanted if wanted < END_OF_STEP else END_OF_STEP + (not self.stood_in))
+    def _min_over_ranks(self, requested: int) -> int:
+        """Return the minimum of the ranks' numbers, and record if any rank stood in.
+
+        A rank that has ended sends END_OF_STEP if it stood in, and END_OF_STEP + 1 if not.
+        """
+        if requested >= END_OF_STEP:
+            requested = END_OF_STEP + (not self.stood_in)
+        number = torch.tensor(requested)
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
-        self.apart = number.item() == END_OF_STEP
+        self.any_stood_in = number.item() == END_OF_STEP
         return min(int(number), END_OF_STEP)
 
 
 class _UnitHooks:
-    """A unit, or the root, and what happens around its runs."""
+    """Hooks around the runs of one unit, or of the root.
+
+    Args:
+        number: number of its runs with a token; END_OF_STEP for the root.
+        name: path of the unit; empty for the root.
+        trained: names of the trainable parameters that the engine reduces with it.
+
+    Attributes:
+        will_reduce: a run of this forward pass reduces the unit already.
+        has_token: the token goes through the run that computes.
+    """
 
     def __init__(
         self, step: Lockstep, number: int, name: str, module: nn.Module, trained: list[str]
     ) -> None:
-        self.step, self.number, self.name, self.module = step, number, name, module
-        paths = [name.rpartition(".") for name in trained]
-        self.trained = [
-            (f"{path}{dot}{key}", step.root.get_submodule(path), key) for path, dot, key in paths
-        ]
+        self.step = step
+        self.number = number
+        self.name = name
+        self.module = module
+        self.owners: list[tuple[str, nn.Module, str]] = []  # name, owner module, attribute
+        for parameter in trained:
+            path, _, key = parameter.rpartition(".")
+            self.owners.append((parameter, step.root.get_submodule(path), key))
         self.trains = number == END_OF_STEP or any(
             parameter.requires_grad for parameter in module.parameters()
         )
-        self.reduced = False  # after the backward pass of a run that there was already
-        self.attach_token = False
+        self.will_reduce = False
+        self.has_token = False
 
     def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """Before the engine gathers."""
-        step, self.attach_token = self.step, False
+        """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
+        step = self.step
+        self.has_token = False
         if self.number == END_OF_STEP:
             step.begin()
-        elif step.plan is None:
-            return self._on_recompute()
+        elif step.order is None:
+            return self._check_recompute()
         elif step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
                 "modules that hold "
                 "both, unit=CLASS, or use --strategy ddp."
             )
-        self.attach_token = torch.is_grad_enabled() and (
-            self.trains or bool(_differentiable((inputs, options))[0])
-        )
+        if torch.is_grad_enabled():
+            self.has_token = self.trains or bool(differentiable((inputs, options))[0])
         if self.number != END_OF_STEP:
-            step.advance_to(self.number + (not self.attach_token))
+            step.advance_to(self.number + (not self.has_token))
             step.running = self.name
-        return (inputs, options | {TOKEN: step.token}) if self.attach_token else None
+        return (inputs, options | {TOKEN: step.token}) if self.has_token else None
 
-    def _on_recompute(self) -> None:
-        """Computed again, in the backward pass, by a checkpoint."""
-        if self.step.apart and any(
-            isinstance(parameter, DTensor) for parameter in self.module.parameters()
-        ):
+    def _check_recompute(self) -> None:
+        """Raise StrategyRefused if a checkpoint recomputes this unit and ranks use different units.
+
+        Recomputing is no forward pass of the order, so ranks could not stand in.
+        """
+        has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        if self.step.any_stood_in and has_shards:
             raise StrategyRefused(
                 f"{self.name} is computed again together with other units, and ranks use different "
                 "ones. Name the "
@@ -202,96 +263,70 @@ class _UnitHooks:
             )
 
     def post_all_gather(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """After the engine has gathered."""
-        if self.attach_token:
-            self.step.token = self._gate_backward(options[TOKEN])
+        """Remove the token from the inputs, after the engine has gathered."""
+        if self.has_token:
+            self.step.token = self._fill_on_backward(options[TOKEN])
             return inputs, {key: value for key, value in options.items() if key != TOKEN}
-        if self.step.plan is not None or not torch.is_grad_enabled():
+        if self.step.order is not None or not torch.is_grad_enabled():
             return None
-        # A checkpoint of the model's own computes this again and may differentiate here, without a
-        # token.
-        tensors, replaced = _differentiable((inputs, options))
-        return (
-            replaced(_OnAllGradients.apply(partial(self._fill, True), *tensors))
-            if tensors
-            else None
-        )
+        # A checkpoint of the model's own recomputes this unit. It may differentiate here, where
+        # there is no token, so the unit's inputs take its place.
+        tensors, replaced = differentiable((inputs, options))
+        if not tensors:
+            return None
+        return replaced(call_on_gradients(partial(self._fill, True), tensors))
 
     def post_compute(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Before the engine frees."""
+        """Add the token to the outputs, before the engine frees."""
         step = self.step
         step.running = ""
         if self.number == END_OF_STEP:
             step.end()
-            step.token = (
-                None if step.token is None else step.token.clone()
-            )  # the first node of the backward pass
-        return (output, step.token) if self.attach_token else None
+            if step.token is not None:
+                step.token = step.token.clone()  # the first node of the backward pass
+        return (output, step.token) if self.has_token else None
 
     def post_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """After the engine has freed."""
-        return output[0] if self.attach_token else None
+        """Remove the token from the outputs, after the engine has freed."""
+        return output[0] if self.has_token else None
 
-    def run_with_dummy_input(self, differentiated: bool) -> None:
-        """Take part in a run of other ranks."""
+    def stand_in(self, with_token: bool) -> None:
+        """Gather and reduce as in a run of the unit, without computing it. Collective."""
         step = self.step
-        if not differentiated and self.trains and step.token is not None:
+        if not with_token and self.trains and step.token is not None:
             raise StrategyRefused(
                 f"{self.name} runs without gradients on some ranks only, as it does under a "
                 "checkpoint with "
                 "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
             )
         step.stood_in = True
-        with torch.set_grad_enabled(differentiated):
-            options = pre_forward(self.module, {TOKEN: step.token} if differentiated else {})
-            if differentiated:
-                step.token = self._gate_backward(options[TOKEN])
+        with torch.set_grad_enabled(with_token):
+            options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
+            if with_token:
+                step.token = self._fill_on_backward(options[TOKEN])
             post_forward(self.module, step.token)
 
-    def _gate_backward(self, token: Tensor) -> Tensor:
-        """[3] The token as it goes on; on its way back, just before the engine reduces, it
-        fills in.
+    def _fill_on_backward(self, token: Tensor) -> Tensor:
+        """Return the token for the outputs. Its backward pass calls `_fill` before the engine
+        reduces; only the first run of a forward pass reduces [3].
         """
-        first, self.reduced = not self.reduced, True
-        (passed,) = _OnAllGradients.apply(partial(self._fill, first), token)
-        copy: Tensor = passed.clone()  # the engine warns of outputs that are views
-        return copy
+        is_first_run = not self.will_reduce
+        self.will_reduce = True
+        (passed,) = call_on_gradients(partial(self._fill, is_first_run), [token])
+        return passed.clone()  # the engine warns of outputs that are views
 
-    def _fill(self, reduces: bool) -> None:
-        """Zeros for all that has no gradient, where the engine is to reduce now."""
-        step, reduces = self.step, reduces and self.step.reduces
+    def _fill(self, is_first_run: bool) -> None:
+        """Set zeros for missing gradients if the engine reduces the unit now."""
+        step = self.step
+        reduces = is_first_run and step.reduces
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(reduces, recurse=False)
-        for name, owner, key in self.trained if reduces else ():
+        if not reduces:
+            return
+        for name, owner, key in self.owners:
             parameter = getattr(owner, key)
-            (step.lacking if parameter.grad is None else step.had).add(name)
             if parameter.grad is None:
+                step.lacking.add(name)  # before the gradient: hooks of the gradient read the set
                 parameter.grad = torch.zeros_like(parameter)
-
-
-class _OnAllGradients(torch.autograd.Function):
-    """Passes tensors on, and calls a function when all their gradients are there."""
-
-    @staticmethod
-    def forward(ctx: Any, fill: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.fill = fill
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.fill()
-        return None, *gradients
-
-
-def _differentiable(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
-    """The tensors of a nest that need a gradient, and a function that puts others in their
-    places.
-    """
-    leaves, spec = tree_flatten(nest)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def replaced(tensors: tuple[Tensor, ...]) -> Any:
-        others = dict(zip(places, tensors, strict=True))
-        return tree_unflatten([others.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
-
-    return [leaves[i] for i in places], replaced
+            else:
+                step.had.add(name)

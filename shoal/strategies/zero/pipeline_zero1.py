@@ -1,25 +1,26 @@
-"""ZeRO for a part with many passes, such as a pipeline's: whole parameters and gradients in a step,
-states in shards.
+"""ZeRO-1 for a pipeline: full parameters and gradients during a step, optimizer states in shards.
 
-      run       passes of all micro-batches; whole gradients add up
-      reduce    to each rank the mean of its rows      all-to-all, summed in the order of ranks
-      step      each rank steps its rows, which are a view of the whole parameter
-      gather    rows of all ranks                      all-gather
+      run       passes of all micro-batches; full gradients are summed
+      reduce    each rank gets the mean of its rows      all-to-all, summed in the order of ranks
+      step      each rank steps its rows, a view of the full parameter
+      gather    rows of all ranks                        all-gather
 
-That is ZeRO-1, also where zero2 or zero3 is asked for: a micro-batch's gradients are needed until
-all are through, and parameters by every micro-batch in turn, so sharding either would save nothing
-at the peak of a step.
+zero2 and zero3 do the same in a pipeline. Gradients are needed until all micro-batches are through,
+and parameters by every micro-batch in turn, so sharding them would not lower the peak of a step.
 
-Of a parameter in slices, a rank's slice is what is sharded:
+Beside tensor parallelism, a rank's shard of a parameter is sharded once more:
 
-      8 rows in 2 slices    tensor 0   rows 0 1 2 3    data 0 has 0 1, data 1 has 2 3
-                            tensor 1   rows 4 5 6 7    data 0 has 4 5, data 1 has 6 7
+      8 rows in 2 tensor shards   tensor 0   rows 0 1 2 3    data 0 has 0 1, data 1 has 2 3
+                                  tensor 1   rows 4 5 6 7    data 0 has 4 5, data 1 has 6 7
 
-DTensor takes the axes in the order of the mesh, data before tensor, so in its eyes data 0 has rows
-0 1 4 5: every second one of 4 pieces, `_StridedShard`. `fully_shard` says it so too; a checkpoint
-of either is one of the other."""
+DTensor applies placements in the order of mesh dims, data before tensor. In that order, data 0 has
+rows 0 1 4 5: every second one of 4 pieces, a `_StridedShard`. `fully_shard` uses the same
+placement, so either loads the checkpoints of the other.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,129 +39,158 @@ from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 
 
 class PipelineZeroOne:
-    """Shards of one part's parameters along dimension 0, and their steps.
+    """Shards of the parameters of one rank's stages along dim 0, and their steps.
 
-    Args: mesh: all ranks as torch's engines know them; "shard" is `data`.
+    Args: mesh: all ranks as a torch mesh, whose dim "shard" is `data`.
+
+    Attributes:
+        sharded: parameters with dims, by name. A scalar has no rows; every rank steps it.
+        rows: for each of them the rows of every data rank.
+        shards: for each of them this rank's rows as a DTensor, a view of the full parameter.
     """
 
-    def __init__(self, part: LocalModel, data: Axis, mesh: DeviceMesh) -> None:
-        self.part, self.data = part, data
-        # Scalars have no rows; every rank steps them.
-        self.cut = {name: p for name, p in part.trainable_params.items() if p.dim() > 0}
+    def __init__(self, model: LocalModel, data: Axis, mesh: DeviceMesh) -> None:
+        self.model = model
+        self.data = data
+        self.sharded = {name: p for name, p in model.trainable_params.items() if p.dim() > 0}
         self.rows = {
-            name: _rows(to_local(parameter), data.size) for name, parameter in self.cut.items()
+            name: _rows_of_ranks(to_local(parameter), data.size)
+            for name, parameter in self.sharded.items()
         }
         self.shards = {
-            name: self._shard(name, parameter, mesh) for name, parameter in self.cut.items()
+            name: self._shard(name, parameter, mesh) for name, parameter in self.sharded.items()
         }
 
     @property
-    def owned(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer steps."""
+    def trainable_params(self) -> dict[str, nn.Parameter]:
+        """This rank's shards, and all scalars, for its optimizer."""
         return {
             name: self.shards.get(name, parameter)
-            for name, parameter in self.part.trainable_params.items()
+            for name, parameter in self.model.trainable_params.items()
         }
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """All passes. Collective."""
-        loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
+        """Compute all passes of a step. Collective."""
+        result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.is_last_microbatch:
-            return loss
-        return mean_result(
-            self.data.all_reduce(loss.step_totals), self.data.size, loss.is_sum_and_count
-        )
+            return result
+        totals = self.data.all_reduce(result.step_totals)
+        return mean_result(totals, self.data.size, result.is_sum_and_count)
 
     def reduce(self) -> None:
-        """Each rank gets the mean gradient of its rows. Collective."""
-        self.part.reduce_gradients()
-        self._flatten_grads()
-        for name, parameter in self.part.trainable_params.items():
-            if name not in self.cut and parameter.grad is not None:
+        """Give each rank the mean gradient of its rows. Collective."""
+        self.model.reduce_gradients()
+        self._fill_missing_grads()
+        for name, parameter in self.model.trainable_params.items():
+            if name not in self.sharded and parameter.grad is not None:
                 mean(parameter.grad, self.data)
-        used = [name for name, parameter in self.cut.items() if parameter.grad is not None]
-        for dtype in {self.cut[name].dtype: None for name in used}:
-            self._scatter([name for name in used if self.cut[name].dtype == dtype])
+        used = [name for name, parameter in self.sharded.items() if parameter.grad is not None]
+        for names in self._by_dtype(used):
+            self._reduce_scatter(names)
 
     def gather(self) -> None:
-        """All rows of all parameters on every rank. Collective."""
-        for dtype in {parameter.dtype: None for parameter in self.cut.values()}:
-            names = [name for name, parameter in self.cut.items() if parameter.dtype == dtype]
-            held = {name: to_local(self.cut[name].detach()) for name in names}
-            columns = [
-                [held[name][self.rows[name][r]] for name in names] for r in range(self.data.size)
-            ]
-            length = max(sum(t.numel() for t in column) for column in columns)
-            mine = _flat(columns[self.data.rank], length)
-            everyone = mine.new_empty(self.data.size * length)
-            all_gather(everyone, mine, self.data.group)
-            for column, flat in zip(columns, everyone.view(self.data.size, length), strict=True):
-                _unflatten(flat, column)
-        self.part.gather_params()
+        """Copy all rows of all parameters to every rank. Collective."""
+        for names in self._by_dtype(self.sharded):
+            self._all_gather(names)
+        self.model.gather_params()
 
-    def _flatten_grads(self) -> None:
-        """Zeros for gradients that only other ranks have; what nobody has stays without.
-        Collective.
+    def _by_dtype(self, names: Iterable[str]) -> list[list[str]]:
+        """Group parameters by dtype: a message has one dtype."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            groups.setdefault(self.sharded[name].dtype, []).append(name)
+        return [*groups.values()]
+
+    def _fill_missing_grads(self) -> None:
+        """Set zeros for gradients that only other ranks have. Collective.
+
+        A parameter that no rank has used stays without a gradient.
         """
-        owned = self.part.trainable_params.values()
-        flags = torch.tensor(
-            [p.grad is not None for p in owned], dtype=torch.int64, device=self.data.device
-        )
-        for parameter, users in zip(owned, self.data.all_reduce(flags).tolist(), strict=True):
-            if users and parameter.grad is None:
+        parameters = self.model.trainable_params.values()
+        has_grad = [parameter.grad is not None for parameter in parameters]
+        flags = torch.tensor(has_grad, dtype=torch.int64, device=self.data.device)
+        num_users = self.data.all_reduce(flags).tolist()
+        for parameter, num_ranks in zip(parameters, num_users, strict=True):
+            if num_ranks and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _scatter(self, names: list[str]) -> None:
-        size, rank = self.data.size, self.data.rank
-        gradients = {name: _to_dense(self.cut[name].grad) for name in names}
-        columns = [[gradients[name][self.rows[name][r]] for name in names] for r in range(size)]
-        length = max(sum(t.numel() for t in column) for column in columns)
-        sent = torch.cat([_flat(column, length) for column in columns])
+    def _pieces_of_ranks(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Return for each data rank its rows of all tensors."""
+        return [
+            [tensor[self.rows[name][rank]] for name, tensor in tensors.items()]
+            for rank in range(self.data.size)
+        ]
+
+    def _all_gather(self, names: Sequence[str]) -> None:
+        """Copy each rank's rows of some parameters to all ranks. Collective."""
+        values = {name: to_local(self.sharded[name].detach()) for name in names}
+        pieces = self._pieces_of_ranks(values)
+        length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
+        sent = _flat(pieces[self.data.rank], length)
+        received = sent.new_empty(self.data.size * length)
+        all_gather(received, sent, self.data.group)
+        for of_rank, flat in zip(pieces, received.view(self.data.size, length), strict=True):
+            _unflatten(flat, of_rank)
+
+    def _reduce_scatter(self, names: Sequence[str]) -> None:
+        """Replace full gradients by the means of this rank's rows. Collective.
+
+        An all-to-all and a sum in the order of ranks, so that the bits are those of ddp.
+        """
+        size = self.data.size
+        gradients = {name: _to_dense(self.sharded[name].grad) for name in names}
+        pieces = self._pieces_of_ranks(gradients)
+        length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
+        sent = torch.cat([_flat(of_rank, length) for of_rank in pieces])
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.data.group)
-        total = received.view(size, length)[0].clone()
-        for other in received.view(size, length)[1:]:
+        first, *others = received.view(size, length)
+        total = first.clone()
+        for other in others:
             total += other
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in columns[rank]]
-        _unflatten(total / size, found)
-        for name, gradient in zip(names, found, strict=True):
+        means = [
+            torch.empty_like(piece, memory_format=torch.contiguous_format)
+            for piece in pieces[self.data.rank]
+        ]
+        _unflatten(total / size, means)
+        for name, gradient in zip(names, means, strict=True):
             self.shards[name].grad = _as_shard(gradient, self.shards[name])
-            self.cut[name].grad = None
+            self.sharded[name].grad = None
 
     def _shard(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-        # One memory: what steps the shard steps the parameter.
+        """Return this rank's rows as a DTensor. Stepping them steps the full parameter."""
         view = to_local(parameter.detach())[self.rows[name][self.data.rank]]
-        over, placements = _layout(parameter, mesh)
-        made = DTensor.from_local(
+        shard_mesh, placements = _placements(parameter, mesh)
+        shard = DTensor.from_local(
             view,
-            over,
+            shard_mesh,
             placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return nn.Parameter(made)
+        return nn.Parameter(shard)
 
 
-def _layout(parameter: Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Placement]]:
-    """How shards along dimension 0, of a parameter or of its slices, make up the whole."""
+def _placements(parameter: Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Placement]]:
+    """Return the mesh and placements of shards along dim 0, of a parameter or of its shards."""
     if not isinstance(parameter, DTensor):
         return mesh["shard"], [Shard(0)]
-    (sliced,) = parameter.placements
-    assert isinstance(sliced, Shard)
-    slices = parameter.device_mesh.size()
-    return mesh["shard", "tensor"], [
-        StridedShard(0, split_factor=slices) if sliced.dim == 0 else Shard(0),
-        sliced,
-    ]
+    (tensor_placement,) = parameter.placements
+    assert isinstance(tensor_placement, Shard)
+    data_placement: Placement = Shard(0)
+    if tensor_placement.dim == 0:
+        data_placement = StridedShard(0, split_factor=parameter.device_mesh.size())
+    return mesh["shard", "tensor"], [data_placement, tensor_placement]
 
 
-def _rows(parameter: Tensor, ranks: int) -> list[slice]:
-    """Which rows each rank has: as torch.chunk cuts them, which is how DTensor counts."""
-    each = -(-parameter.shape[0] // ranks)
+def _rows_of_ranks(parameter: Tensor, num_ranks: int) -> list[slice]:
+    """Return the rows of each rank, divided as by torch.chunk, which DTensor uses too."""
+    num_rows = parameter.shape[0]
+    per_rank = -(-num_rows // num_ranks)
     return [
-        slice(min(r * each, parameter.shape[0]), min((r + 1) * each, parameter.shape[0]))
-        for r in range(ranks)
+        slice(min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows))
+        for rank in range(num_ranks)
     ]
 
 
@@ -170,11 +200,13 @@ def _to_dense(gradient: Tensor | None) -> Tensor:
 
 
 def _flat(tensors: list[Tensor], length: int) -> Tensor:
+    """Return the tensors one after the other, padded to `length`: all ranks send as much."""
     flat = flatten_tensors(tensors)
     return torch.nn.functional.pad(flat, (0, length - len(flat)))
 
 
 def _unflatten(flat: Tensor, into: list[Tensor]) -> None:
+    """Copy consecutive values of `flat` to the tensors `into`."""
     for tensor, piece in zip(into, unflatten_tensors(flat, into), strict=True):
         tensor.copy_(piece)
 

@@ -1,18 +1,20 @@
-"""ZeRO: optimizer states, gradients and parameters in shards, one on each rank.
+"""ZeRO: optimizer states S, gradients G and parameters P in shards, one on each of n ranks.
 
-                     between steps               in a step                                 per parameter, fp32 AdamW
-      ddp            P  G  S                     P  G  S                                   16 bytes
-      zero1, zero2   P/n   S/n                   P, gathered once;  G/n                    16/n + what is gathered
-      zero3          P/n   S/n                   P of one or two units at a time;  G/n     16/n + those units
+                   between steps   in a step                    bytes of a parameter, fp32 AdamW
+      ddp          P  G  S         P  G  S                      16
+      zero1, zero2 P/n   S/n       P, gathered once;  G/n       16/n + all gathered parameters
+      zero3        P/n   S/n       P of one or two units;  G/n  16/n + the units' parameters
 
       forward    gather unit 1 │ compute 1 ─ gather 2 │ compute 2 ─ (zero3: free 1, 2)
-      backward   (zero3: gather 2) │ compute 2 ─ scatter the gradient of 2 │ ... ─ free all
+      backward   (zero3: gather 2) │ compute 2 ─ reduce-scatter gradients of 2 │ ... ─ free all
       step       each rank steps its shard
 
-The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023); ZeRO is Rajbhandari et al., SC 2020.
-With gradient accumulation, zero1 adds up whole gradients and communicates once, with the last part;
-zero2 and zero3 scatter each part's, and hold shards only. The totals of a step are summed beside
-the backward pass. All ranks gather and reduce the same units, whichever they use (`lockstep.py`).
+With gradient accumulation, zero1 sums full gradients and communicates once, with the last
+micro-batch. zero2 and zero3 reduce-scatter after each micro-batch, and hold shards only. The totals
+of a step are summed during the backward pass. All ranks gather and reduce the same units, whichever
+they use (`lockstep.py`).
+
+The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023). ZeRO is Rajbhandari et al., SC 2020.
 """
 
 from __future__ import annotations
@@ -50,117 +52,131 @@ from shoal.strategies.zero.pipeline_zero1 import PipelineZeroOne
 
 
 class Zero1(ZeroOptions, Strategy):
-    """Optimizer states in shards."""
+    """ZeRO-1: shard optimizer states."""
 
     stage: ClassVar[int] = 1
 
-    def apply_strategies(self, part: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replaces module (in place), forward, run, owned, reduce. Collective.
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Replace `forward`, `run`, `trainable_params` and `reduce_gradients`. Collective.
 
-        Raises: StrategyRefused: no trainable parameter.
+        The parameters of the module become shards, in place. In a pipeline, see
+        `pipeline_zero1.py`.
+
+        Raises: StrategyRefused: no trainable parameter; hybrid or offload in a pipeline.
         """
-        if part.passes.complete_after_run:
-            return self._shard_after_run(part, mesh)
-        if not part.trainable_params:
+        if model.pass_traits.complete_after_run:
+            return self._shard_after_run(model, mesh)
+        if not model.trainable_params:
             raise StrategyRefused(
                 f"strategy zero{self.stage} shards what is trained; the model has no such "
                 "parameter."
             )
         if mesh.data.size == 1 and not self.offload:
-            return part
+            return model
         ensure_group()
-        mesh.data.broadcast_module(part.module)
-        engine = ShardedStep(self.stage, part, mesh.data)
-        names = mesh.device_mesh.mesh_dim_names or ()
-        over = mesh.device_mesh[("replicate", "shard") if "replicate" in names else "shard"]
-        engine.shard(over, self.unit, self._policy(mesh))
+        mesh.data.broadcast_module(model.module)
+        engine = ShardedStep(self.stage, model, mesh.data)
+        is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
+        shard_mesh = mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
+        engine.shard(shard_mesh, self.unit, self._offload_policy(mesh))
         return replace(
-            part,
+            model,
             forward=engine.forward,
             run=engine.run,
-            trainable_params=engine.owned(),
+            trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
             reshard=engine.release,
             collective_forward=True,
             maybe_unused=engine.lockstep.lacking if engine.lockstep else frozenset(),
         )
 
-    def _shard_after_run(self, part: LocalModel, mesh: Mesh) -> LocalModel:
+    def _shard_after_run(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        """Shard optimizer states only: gradients are complete after all passes. Collective."""
         if self.hybrid or self.offload:
             raise StrategyRefused(
                 f"zero{self.stage} in a pipeline shards over all data ranks and keeps shards on "
                 "the device. Leave out "
                 "hybrid and offload."
             )
-        mesh.data.broadcast_module(part.module)
+        mesh.data.broadcast_module(model.module)
         if mesh.data.size == 1:
-            return part
-        late = PipelineZeroOne(part, mesh.data, mesh.device_mesh)
-        said = part.summary_lines
+            return model
+        engine = PipelineZeroOne(model, mesh.data, mesh.device_mesh)
+        summary_lines = model.summary_lines
         if self.stage > 1:
-            said += (
+            summary_lines += (
                 f"in a pipeline, zero{self.stage} keeps what zero1 keeps: optimizer states are "
                 "sharded.",
             )
         return replace(
-            part,
-            run=late.run,
-            trainable_params=late.owned,
-            reduce_gradients=late.reduce,
-            gather_params=late.gather,
-            summary_lines=said,
+            model,
+            run=engine.run,
+            trainable_params=engine.trainable_params,
+            reduce_gradients=engine.reduce,
+            gather_params=engine.gather,
+            summary_lines=summary_lines,
         )
 
-    def _policy(self, mesh: Mesh) -> OffloadPolicy:
-        return (
-            CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-            if self.offload
-            else OffloadPolicy()
-        )
+    def _offload_policy(self, mesh: Mesh) -> OffloadPolicy:
+        if not self.offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
 
 
 class Zero2(Zero1):
-    """Optimizer states and gradients in shards."""
+    """ZeRO-2: shard optimizer states and gradients."""
 
     stage: ClassVar[int] = 2
 
 
 class Zero3(Zero1):
-    """Optimizer states, gradients and parameters in shards."""
+    """ZeRO-3: shard optimizer states, gradients and parameters."""
 
     stage: ClassVar[int] = 3
 
 
 class ShardedStep:
-    """One rank's steps through `fully_shard`."""
+    """One rank's steps through `fully_shard`.
 
-    def __init__(self, stage: int, part: LocalModel, data: Axis) -> None:
-        self.stage, self.part, self.data = stage, part, data
+    `fully_shard` takes no 0-dimensional parameters. These *scalars* are replicated. The optimizer
+    steps a DTensor that shares the memory of the scalar, for it takes no mix of both kinds.
+
+    Attributes:
+        totals: totals of this step; their sum over ranks when `totals_work` is done.
+        scalars: 0-dimensional trainable parameters, by name.
+        replicated: their DTensors, by name.
+        sharded: parameters that the optimizer steps, by name.
+        lockstep: None on one rank.
+    """
+
+    def __init__(self, stage: int, model: LocalModel, data: Axis) -> None:
+        self.stage = stage
+        self.model = model
+        self.data = data
         self.totals: Tensor | None = None
-        self.summed: dist.Work | None = None
-        # fully_shard takes no scalars; they stay whole, and what the optimizer steps shares their
-        # memory.
-        self.scalars = {name: p for name, p in part.trainable_params.items() if p.dim() == 0}
-        self.shadows: dict[str, nn.Parameter] = {}
+        self.totals_work: dist.Work | None = None
+        self.scalars = {name: p for name, p in model.trainable_params.items() if p.dim() == 0}
+        self.replicated: dict[str, nn.Parameter] = {}
         self.sharded: dict[str, nn.Parameter] = {}
         self.lockstep: Lockstep | None = None
 
-    def shard(self, over: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
-        """Cut the module's parameters, the innermost units first."""
-        scalars = {p for p in self.part.module.parameters() if p.dim() == 0}
+    def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
+        """Shard the parameters of all units, and then of the module around them. Collective.
+
+        Args: unit: class name of the units; empty for the rule of `wrap_units`.
+        """
+        root = self.model.module
         arguments: dict[str, Any] = {
-            "mesh": over,
+            "mesh": mesh,
             "offload_policy": policy,
-            "ignored_params": scalars,
+            "ignored_params": {p for p in root.parameters() if p.dim() == 0},
         }
-        root = self.part.module
-        found = innermost(
-            units(root, unit)
-        )  # one after the other, so that all ranks can have one order
+        # Units inside each other would run at the same time, and have no order.
+        wrapped = innermost(units(root, unit))
         if self.data.size > 1:
-            self.lockstep = Lockstep(self.data, root, found, [*self.part.trainable_params])
+            self.lockstep = Lockstep(self.data, root, wrapped, [*self.model.trainable_params])
             register_cleanup(self.lockstep)
-        for module in [*found.values(), root]:
+        for module in [*wrapped.values(), root]:
             module.register_forward_hook(_clone_views)
             with self.lockstep.wrap_step(module) if self.lockstep else nullcontext():
                 fully_shard(
@@ -170,51 +186,55 @@ class ShardedStep:
                 )
             assert isinstance(module, FSDPModule)
         for name, scalar in self.scalars.items():
-            self.shadows[name] = nn.Parameter(_replicated(scalar.detach(), over))
+            self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
 
-    def owned(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer steps: its shard of every trainable parameter."""
-        parameters = dict(self.part.module.named_parameters())
+    def trainable_params(self) -> dict[str, nn.Parameter]:
+        """Return this rank's shard of every trainable parameter, by name, for its optimizer."""
+        parameters = dict(self.model.module.named_parameters())
         self.sharded = {
-            name: self.shadows.get(name, parameters[name]) for name in self.part.trainable_params
+            name: self.replicated.get(name, parameters[name])
+            for name in self.model.trainable_params
         }
         return self.sharded
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        outcome = self.part.forward(batch)
+        """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
+        output = self.model.forward(batch)
         if self.lockstep is not None:
-            outcome = outcome._replace(loss=self.lockstep.attach_token(outcome.loss))
+            output = output._replace(loss=self.lockstep.attach_token(output.loss))
         if batch.is_last_microbatch:
-            self.totals = outcome.step_totals
-            self.summed = (
-                dist.all_reduce(self.totals, group=self.data.group, async_op=True)
-                if self.data.size > 1
-                else None
-            )
-        return outcome
+            self.totals = output.step_totals
+            self.totals_work = None
+            if self.data.size > 1:
+                self.totals_work = dist.all_reduce(
+                    self.totals, group=self.data.group, async_op=True
+                )
+        return output
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """One micro-batch; gradients become means over ranks, and the objectives of all ranks
-        are to be summed.
+        """Compute both passes of one micro-batch. Collective.
+
+        The engine reduces gradients to means over ranks. `scaled_for_mean` turns them into sums.
         """
-        module = self.part.module
+        module = self.model.module
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(batch.is_last_microbatch or self.stage > 1)
+        reduces = batch.is_last_microbatch or self.stage > 1
+        module.set_requires_gradient_sync(reduces)
         if self.lockstep is not None:
-            self.lockstep.reduces = batch.is_last_microbatch or self.stage > 1
+            self.lockstep.reduces = reduces
         module.set_reshard_after_backward(batch.is_last_microbatch or self.stage == 3)
-        with self._naming_sharded_weights():
-            loss = self.part.run(forward, scaled_for_mean(batch, self.data.size))
+        with self._explain_sharded_weights():
+            result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.is_last_microbatch:
-            return loss
+            return result
         assert self.totals is not None
-        if self.summed is not None:
-            self.summed.wait()
-        return mean_result(self.totals, self.data.size, loss.is_sum_and_count)
+        if self.totals_work is not None:
+            self.totals_work.wait()
+        return mean_result(self.totals, self.data.size, result.is_sum_and_count)
 
     @contextmanager
-    def _naming_sharded_weights(self) -> Iterator[None]:
-        """What torch says of a weight that is in shards when it is used, in words of the model."""
+    def _explain_sharded_weights(self) -> Iterator[None]:
+        """Replace torch's error about a weight that is sharded when it is used, by the cures."""
         try:
             yield
         except RuntimeError as error:
@@ -235,40 +255,48 @@ class ShardedStep:
             ) from error
 
     def reduce(self) -> None:
-        """Scalars' gradients become means; all others are already. What no rank has used has
-        none.
+        """Average the gradients of scalars, and remove unused ones. Collective.
+
+        The engine has averaged all others. A parameter that no rank has used gets `.grad = None`.
         """
-        self.part.reduce_gradients()
+        self.model.reduce_gradients()
         lacking = {name for name, scalar in self.scalars.items() if scalar.grad is None}
         unused = lacking if self.lockstep is None else set(self.lockstep.unused(lacking))
-        if used := {name: scalar for name, scalar in self.scalars.items() if name not in unused}:
+        used = {name: scalar for name, scalar in self.scalars.items() if name not in unused}
+        if used:
             self._reduce_scalars(used)
         for name in unused - self.scalars.keys():
             self.sharded[name].grad = None
 
     def _reduce_scalars(self, used: dict[str, nn.Parameter]) -> None:
-        """All of them in one message: every rank sends as many, used there or not."""
+        """Average the gradients of scalars in one message. Collective.
+
+        Every rank sends a value for each, 0 if it did not use the scalar.
+        """
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
         dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
         means = self.data.all_reduce(
             torch.stack([gradient.to(dtype) for gradient in gradients])
         ).div_(self.data.size)
         for (name, scalar), mean in zip(used.items(), means.unbind(), strict=True):
-            shadow = self.shadows[name]
-            assert isinstance(shadow, DTensor)
-            shadow.grad, scalar.grad = _replicated(mean.to(scalar.dtype), shadow.device_mesh), None
+            stepped = self.replicated[name]
+            assert isinstance(stepped, DTensor)
+            stepped.grad = _replicated(mean.to(scalar.dtype), stepped.device_mesh)
+            scalar.grad = None
 
     def release(self) -> None:
-        """Free what a forward pass without a backward pass has gathered."""
-        self.part.reshard()
-        for module in self.part.module.modules():
+        """Free the parameters that a forward pass without a backward pass has gathered."""
+        self.model.reshard()
+        for module in self.model.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _clone_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Outputs of their own: writing into a view would drop what gathers this unit again in the
-    backward pass.
+    """Forward hook: clone outputs that are views.
+
+    The engine gathers a unit again by a node on its outputs. Writing into a view would replace that
+    node.
     """
     return tree_map(
         lambda item: item.clone() if isinstance(item, Tensor) and is_view(item) else item, output

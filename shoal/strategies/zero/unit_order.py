@@ -1,51 +1,57 @@
-"""The plan: one order of runs for all ranks, though each knows only what it wants itself.
+"""One order of unit runs for all ranks, though each rank knows only the units that it needs itself.
 
-      plan       unit 1     unit 2      unit 3      any more?
-      rank 0     wants      wants       stands in   no
-      rank 1     wants      stands in   wants       no
+      order      unit 1     unit 2      unit 3      any more?
+      rank 0     computes   computes    stands in   no
+      rank 1     computes   stands in   computes    no
 
-A rank that wants a unit further on in the plan stands in for those before it, and asks nobody. One
-that wants a unit which is not there follows the plan to its end and asks; all others listen there,
-once in every forward pass. The first of the units that are wanted is served and added to the plan,
-until nobody wants any. So the first forward pass asks for each unit, and later ones ask once, as
-long as every rank's order is part of the plan."""
+A rank that needs a unit further on in the order stands in for those before it. This costs no
+message. A rank that needs a unit which the order does not have follows it to its end, and asks the
+others there. All ranks ask once at the end of every forward pass. Of the units that ranks ask for,
+the first one runs next and is appended to the order, until no rank needs any. So the first forward
+pass asks for each unit. Later ones ask once, as long as the order contains each rank's own order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 END_OF_STEP = 2**31
-"""What a rank wants after its forward pass: nothing. Greater than all that can be wanted."""
+"""The number that a rank asks for after its forward pass. Greater than all numbers of runs."""
 
 
 class UnitOrder:
-    """One rank's copy of the plan, and where in it the rank is. Runs are numbers that the user
-    gives them.
+    """One rank's copy of the order, and its position in it. Equal on all ranks.
 
-    Args: least: this rank's number -> the smallest of all ranks' numbers. Collective.
+    Args: min_over_ranks: returns the minimum of all ranks' numbers. Collective.
+
+    Attributes: runs: numbers of the runs, as the caller chose them.
     """
 
-    def __init__(self, least: Callable[[int], int]) -> None:
-        self.least, self.position = least, 0
+    def __init__(self, min_over_ranks: Callable[[int], int]) -> None:
+        self.min_over_ranks = min_over_ranks
+        self.position = 0
         self.runs: list[int] = []
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Go back to the first run, when a forward pass begins."""
         self.position = 0
 
-    def units_before(self, wanted: int) -> Iterator[int]:
-        """The runs to stand in for until it is the turn of `wanted`; DONE at the end of a
-        forward pass. Collective.
+    def units_before(self, requested: int) -> Iterator[int]:
+        """Yield the runs that come before `requested`, for which this rank must stand in.
+
+        Collective: ranks that reach the end of the order ask each other for the next run.
+
+        Args: requested: number of a run, or END_OF_STEP at the end of a forward pass.
         """
         while self.position < len(self.runs):
             run = self._advance()
-            if run == wanted:
+            if run == requested:
                 return
             yield run
-        while (run := self.least(wanted)) < END_OF_STEP:
+        while (run := self.min_over_ranks(requested)) < END_OF_STEP:
             self.runs.append(run)
             self._advance()
-            if run == wanted:
+            if run == requested:
                 return
             yield run
 

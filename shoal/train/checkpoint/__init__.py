@@ -1,23 +1,25 @@
-"""Checkpoints that survive what happens to machines: kills, full disks, truncated files, flipped
-bits.
+"""Checkpoints that survive kills, full disks, truncated files and flipped bits.
 
-The protocol of a save, in order; whatever point it is stopped at, the previous checkpoint still
-loads:
+The protocol of a save, in order. It may be stopped at any point: the previous checkpoint still
+loads.
 
-    [1] step-N.tmp/         made empty
-    [2] *.distcp .metadata  written by all ranks through torch.distributed.checkpoint, hashed on the
-    way, fsynced
-    [3] vote                a failure on any rank is a CheckpointError on every rank
+    [1] step-N.tmp/         an empty directory
+    [2] *.distcp .metadata  written by all ranks through torch.distributed.checkpoint, hashed while
+                            they are written, fsynced
+    [3] consensus           a failure on any rank is a CheckpointError on every rank
     [4] manifest.json       size and SHA-256 of every file, the step, the world, `info`; fsynced
     [5] step-N/             by rename; the parent directory is fsynced
     [6] verify              step-N is read back and compared with its manifest
-    [7] latest, best        small text files, each replaced atomically; hints for people, `best` also for pruning
+    [7] latest, best        small text files, each replaced atomically; hints for people, and `best`
+                            also for pruning
     [8] prune               to the newest `keep` that verify, and the best one
 
-One file each: `store` is the protocol, `background` the same beside training, `search` what can be
-loaded, `manifest` what makes a checkpoint whole, `tensor_files` the part that is torch's, `pieces`
-what lies in its files, `exact_json` numbers that come back as they went, `durable` what reaches the
-disk and whom to trust, `agreement` how ranks fail together."""
+The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
+the same beside training. `search` finds checkpoints that can be loaded, `manifest` verifies one.
+`tensor_files` calls torch, `chunks` reads torch's files one chunk at a time. `exact_json` keeps
+every float exact, `durable_io` writes to the disk and checks owners, `rank_consensus` lets ranks
+succeed or fail together.
+"""
 
 from shoal.train.checkpoint.async_save import AsyncSaver
 from shoal.train.checkpoint.search import newest, read_info

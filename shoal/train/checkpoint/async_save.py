@@ -1,13 +1,14 @@
-"""Saving beside training: a copy is taken at once, and written by a thread while the next steps
-run.
+"""Saves beside training: the state is copied at once, and a thread writes the copy.
 
-      training   step 7 ─ copy ─ step 8 ─ step 9 ─ step 10 ─ wait for the last one ─ copy ─ step 11 ...
-      thread               └ write, hash, fsync, vote, rename, read back ┘            └ ...
+      training   step 7 ─ copy ─ step 8 ─ step 9 ─ step 10 ─ wait ─ copy ─ step 11 ...
+      thread               └ write, hash, fsync, consensus, rename, read back ┘ └ ...
 
-What is whole on every rank is shared out: each rank copies and writes its part of it. In a pipeline
-that is so for each stage, whose ranks stand in a row. The thread votes over a group of
-its own, and first on the copies: where one rank has no memory for its own, that save fails on all
-ranks. One save is under way at most."""
+Tensors that are full on every rank are divided among ranks: each rank copies and writes some of
+them. In a pipeline that holds for the ranks of each stage, whose numbers are consecutive.
+
+The thread has a process group of its own. First all ranks learn if every rank has its copy: if one
+has no memory for it, the save fails on all ranks. At most one save is in flight.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +31,16 @@ from shoal.train.checkpoint.store import Checkpoints
 
 
 class AsyncSaver:
-    """One thread that saves to `checkpoints`, whose group nobody else may use while a save is under
-    way.
+    """Saves to `checkpoints` in one thread.
 
-    Args: alike: ranks in a row that hold the same wholes; 0 for all.
+    Args:
+        checkpoints: nothing else may use their group while a save is in flight.
+        ranks_per_stage: number of consecutive ranks that hold the same full tensors; 0 for all.
     """
 
-    def __init__(self, checkpoints: Checkpoints, alike: int = 0) -> None:
-        self._checkpoints, self._ranks = checkpoints, alike or world_size()
+    def __init__(self, checkpoints: Checkpoints, ranks_per_stage: int = 0) -> None:
+        self._checkpoints = checkpoints
+        self._ranks = ranks_per_stage or world_size()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}
         self._saving: Future[Path] | None = None
@@ -50,101 +53,104 @@ class AsyncSaver:
         private: Mapping[str, Tensor],
         best: bool,
     ) -> None:
-        """Copy and begin to save, as `Checkpoints.save`. All ranks must call it, after `wait`."""
+        """Copy, and begin to save as `Checkpoints.save` does. Collective; call it after `wait`."""
         assert self._saving is None
-        mine = _share(tensors, rank() % self._ranks, self._ranks)
-        own: dict[str, Tensor] = {}
+        share = _share(tensors, rank() % self._ranks, self._ranks)
+        private_copies: dict[str, Tensor] = {}
         problem: Exception | None = None
         try:
-            self._copy({name: tensor for name, tensor in tensors.items() if name in mine})
-            own = {name: tensor.clone() for name, tensor in private.items()}
-        except (
-            MemoryError,
-            RuntimeError,
-        ) as error:  # torch raises a RuntimeError where memory ends
+            self._copy({name: tensor for name, tensor in tensors.items() if name in share})
+            private_copies = {name: tensor.clone() for name, tensor in private.items()}
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
             problem = error
-        vote = partial(_digest_unless, problem, _digest(tensors))
+        check_copy = partial(_digest_unless, problem, _digest(tensors))
         self._saving = self._thread.submit(
-            self._save, vote, step, self._copies, dict(info), own, best
+            self._save, check_copy, step, self._copies, dict(info), private_copies, best
         )
 
-    def _save(self, vote: Callable[[], str], step: int, *what: Any) -> Path:
-        """In the thread: the vote on the copies, then the save. Collective."""
-        digests = self._checkpoints.votes.on_every_rank(
-            f"step {step} was not saved, there is no copy of it", vote
+    def _save(self, check_copy: Callable[[], str], step: int, *state: Any) -> Path:
+        """Run in the thread: check the copies of all ranks, then save. Collective."""
+        digests = self._checkpoints.consensus.on_every_rank(
+            f"step {step} was not saved, there is no copy of it", check_copy
         )
-        if any(
-            len(set(digests[i : i + self._ranks])) > 1 for i in range(0, len(digests), self._ranks)
-        ):
+        stages = [digests[i : i + self._ranks] for i in range(0, len(digests), self._ranks)]
+        if any(len(set(stage)) > 1 for stage in stages):
             raise CheckpointError(
                 f"step {step} was not saved: ranks hold different tensors outside of shards, and "
-                "none would write some "
-                "of them. Use --checkpoint.asynchronous false."
+                "none would write some of them. Use --checkpoint.asynchronous false."
             )
-        return self._checkpoints.save(step, *what)
+        return self._checkpoints.save(step, *state)
 
     def wait(self) -> None:
-        """Until the save that is under way has ended. Raises CheckpointError: on every rank, if
-        it failed on any.
+        """Wait until the save in flight has ended.
+
+        Raises:
+            CheckpointError: on every rank, if it failed on any.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
 
     def close(self) -> BaseException | None:
-        """End the thread, after what it is doing. Returns why that failed, if it did and nobody
-        has waited for it.
-        """
+        """End the thread, after the save in flight. Return its error if `wait` did not raise it."""
         self._thread.shutdown()
         return None if self._saving is None else self._saving.exception()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Into the memory of the last copy where it fits: to allocate it anew takes longer than
-        to fill it.
+        """Copy into the memory of the last copy where it fits.
+
+        To allocate memory takes longer than to fill it.
         """
-        old = self._copies
-        self._copies = {
-            name: old[name]
-            if name in old and _same_layout(old[name], tensor)
-            else _staging_buffers(tensor)
-            for name, tensor in tensors.items()
-        }
+        copies = {}
+        for name, tensor in tensors.items():
+            old = self._copies.get(name)
+            if old is None or not _same_layout(old, tensor):
+                old = _staging_buffer(tensor)
+            copies[name] = old
+        self._copies = copies
         with torch.no_grad():
             for name, tensor in tensors.items():
                 to_local(self._copies[name]).copy_(to_local(tensor))
 
 
 def _digest_unless(problem: Exception | None, digest: str) -> str:
-    """This rank's word in the vote on the copies."""
+    """Raise the problem of this rank's copy, or return the digest."""
     if problem is not None:
         raise problem
     return digest
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of all that `_share` looks at: with another one, a rank shares out something else."""
-    whole = sorted(
+    """Return a digest of names and sizes of full tensors, on which `_share` depends.
+
+    If digests differ, ranks would divide different tensors, and none would write some of them.
+    """
+    sizes = sorted(
         (name, tensor.nbytes) for name, tensor in tensors.items() if not isinstance(tensor, DTensor)
     )
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
-def _share(tensors: Mapping[str, Tensor], number: int, ranks: int) -> set[str]:
-    """Names of what rank `number` copies and writes: its shards, and its part of what is whole
-    on every rank.
+def _share(tensors: Mapping[str, Tensor], index: int, ranks: int) -> set[str]:
+    """Return names of the tensors that rank `index` of a stage copies and writes.
+
+    They are its shards, and some of the tensors that are full on every rank: the largest first,
+    each to the rank with the fewest bytes so far.
     """
-    whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    mine, loads = set(tensors) - set(whole), [0] * ranks
-    for name in sorted(whole, key=lambda name: (-tensors[name].nbytes, name)):
-        least = loads.index(min(loads))
-        loads[least] += tensors[name].nbytes
-        if least == number:
-            mine.add(name)
-    return mine
+    full = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    share = set(tensors) - set(full)
+    loads = [0] * ranks
+    for name in sorted(full, key=lambda name: (-tensors[name].nbytes, name)):
+        writer = loads.index(min(loads))
+        loads[writer] += tensors[name].nbytes
+        if writer == index:
+            share.add(name)
+    return share
 
 
-def _staging_buffers(tensor: Tensor) -> Tensor:
-    """On the CPU; shards stay where they are, for a DTensor lies on its mesh's device."""
+def _staging_buffer(tensor: Tensor) -> Tensor:
+    """Return memory for a copy: on the CPU, or for a DTensor on the device of its mesh."""
     if isinstance(tensor, DTensor):
         return torch.empty_like(tensor.detach())
     return torch.empty(tensor.shape, dtype=tensor.dtype)

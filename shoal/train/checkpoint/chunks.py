@@ -1,11 +1,12 @@
-"""The pieces in which a checkpoint holds its tensors, each read alone, in the memory of that piece.
+"""The chunks in which a checkpoint holds its tensors. Each is read alone, in its own memory.
 
-    a tensor of 6 rows, saved by zero3 on 2 ranks      place    shape
-      rows 0 1 2   piece in __0_0.distcp               (0, 0)   (3, n)
-      rows 3 4 5   piece in __1_0.distcp               (3, 0)   (3, n)
+    a tensor of 6 rows, saved by zero3 on 2 ranks      offsets  shape
+      rows 0 1 2   chunk in __0_0.distcp               (0, 0)   (3, n)
+      rows 3 4 5   chunk in __1_0.distcp               (3, 0)   (3, n)
 
-DCP's own reader needs the whole tensor besides, and holds the piece before while it reads the next
-(torch 2.13)."""
+DCP's own reader needs memory for the full tensor too, and keeps a chunk while it reads the next one
+(torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from shoal.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor: `shape` elements from index `place` on. It lies in `file`, saved by
-    torch.save.
+    """A block of a tensor, of `shape` elements from index `offsets` on.
+
+    torch.save has written it to `size_bytes` of `file`, from byte `start_bytes` on.
     """
 
     offsets: tuple[int, ...]
@@ -41,91 +43,100 @@ class Chunk:
     size_bytes: int
 
     def read(self) -> Tensor:
-        """The block, on the CPU, of the strides that it was saved with. Nothing else is held in
-        memory.
+        """Read the block to the CPU, with the strides that it was saved with.
 
-        Raises: CheckpointError: the file holds something else there.
+        Raises:
+            CheckpointError: the file holds something else there.
         """
         with self.file.open("rb") as stream:
             try:
                 window = cast(IO[bytes], _FileSlice(stream, self.start_bytes, self.size_bytes))
                 block: Tensor = torch.load(window, map_location="cpu", weights_only=True)
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{self._where()} cannot be read: {error}") from error
+                raise CheckpointError(f"{self._source()} cannot be read: {error}") from error
         if (tuple(block.shape), block.dtype) != (self.shape, self.dtype):
             raise CheckpointError(
-                f"{self._where()} is {block.dtype} {tuple(block.shape)}; its index says otherwise"
+                f"{self._source()} is {block.dtype} {tuple(block.shape)}; its index says otherwise"
             )
         return block
 
-    def runs(self, whole: torch.Size) -> Iterator[tuple[int, int]]:
-        """Where the block lies in a contiguous tensor of shape `whole`: (start, length) of every
-        unbroken run, in elements and in the block's own order. One run where only dimension 0 is
-        cut."""
-        cut = max((dim for dim, size in enumerate(whole) if self.shape[dim] != size), default=0)
-        strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-        first = sum(index * stride for index, stride in zip(self.offsets, strides, strict=True))
-        for outer in product(*(range(size) for size in self.shape[:cut])):
-            yield (
-                first + sum(index * strides[dim] for dim, index in enumerate(outer)),
-                math.prod(self.shape[cut:]),
-            )
+    def runs(self, full_shape: torch.Size) -> Iterator[tuple[int, int]]:
+        """Yield (start, length) of each run of the block in the full tensor.
 
-    def _where(self) -> str:
+        Both are in elements, in the order of the block. A block that is cut only in dimension 0 is
+        one run.
+        """
+        cut_dims = [dim for dim, size in enumerate(full_shape) if self.shape[dim] != size]
+        last_cut = max(cut_dims, default=0)
+        strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
+        first = sum(index * stride for index, stride in zip(self.offsets, strides, strict=True))
+        length = math.prod(self.shape[last_cut:])
+        # From the last dimension that is cut on, elements follow each other in both tensors.
+        for outer in product(*(range(size) for size in self.shape[:last_cut])):
+            yield first + sum(index * strides[dim] for dim, index in enumerate(outer)), length
+
+    def _source(self) -> str:
         return f"{self.file} from byte {self.start_bytes} on"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as a checkpoint holds it: shape and dtype of the whole, and pieces that fill it
-    without overlap.
-    """
+    """A full tensor in a checkpoint, and the chunks that fill it without overlap."""
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def stored(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor in a checkpoint, by name. Reads its index alone, a pickle: verify the checkpoint
-    first.
+    """Return every tensor in a checkpoint by name.
 
-    Raises: CheckpointError: the pieces of a tensor do not fill it.
+    Only the index is read. It is a pickle, which may run code: verify the checkpoint first.
+
+    Raises:
+        CheckpointError: the chunks of a tensor do not fill it.
     """
     metadata = FileSystemReader(directory).read_metadata()
     return {
-        name: _stored(directory, name, entry, metadata.storage_data)
+        name: _tensor_entry(directory, name, entry, metadata.storage_data)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
 
-def _stored(directory: Path, name: str, entry: TensorStorageMetadata, index: Any) -> TensorEntry:
+def _tensor_entry(
+    directory: Path, name: str, entry: TensorStorageMetadata, index: Any
+) -> TensorEntry:
     dtype = entry.properties.dtype
-    pieces = []
-    for chunk in entry.chunks:
-        if chunk.sizes.numel() > 0:
-            at = index[MetadataIndex(name, chunk.offsets)]
+    chunks = []
+    for block in entry.chunks:
+        # A rank may hold an empty shard, for which the index has no file.
+        if block.sizes.numel() > 0:
+            at = index[MetadataIndex(name, block.offsets)]
             file = directory / at.relative_path
-            pieces.append(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), dtype, file, at.offset, at.length)
+            chunks.append(
+                Chunk(tuple(block.offsets), tuple(block.sizes), dtype, file, at.offset, at.length)
             )
-    found = sum(math.prod(piece.shape) for piece in pieces)
-    if found != entry.size.numel():
+    count = sum(math.prod(chunk.shape) for chunk in chunks)
+    if count != entry.size.numel():
         raise CheckpointError(
-            f"{directory} has {found} numbers of {name}, and not {entry.size.numel()}"
+            f"{directory} has {count} numbers of {name}, and not {entry.size.numel()}"
         )
-    return TensorEntry(entry.size, dtype, tuple(pieces))
+    return TensorEntry(entry.size, dtype, tuple(chunks))
 
 
 class _FileSlice(io.RawIOBase):
-    """`size_bytes` of a buffered stream as a file of its own. It has `readinto`, so that torch.load
-    reads a tensor straight into its place."""
+    """A range of bytes of a buffered stream, as a file that begins at 0.
+
+    It has `readinto`, so that torch.load reads a tensor straight into its memory.
+    """
 
     def __init__(self, stream: IO[bytes], start_bytes: int, size_bytes: int) -> None:
         super().__init__()
         self.stream: Any = stream
-        self.start_bytes, self.size_bytes, self.position = start_bytes, size_bytes, 0
+        self.start_bytes = start_bytes
+        self.size_bytes = size_bytes
+        self.position = 0
 
     def readable(self) -> bool:
         return True
@@ -134,15 +145,13 @@ class _FileSlice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self.position = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size_bytes}[
-            whence
-        ] + offset
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size_bytes}
+        self.position = origins[whence] + offset
         return self.position
 
     def readinto(self, buffer: Any, /) -> int:
         self.stream.seek(self.start_bytes + self.position)
-        count: int = self.stream.readinto(
-            memoryview(buffer)[: max(self.size_bytes - self.position, 0)]
-        )
+        remaining = max(self.size_bytes - self.position, 0)
+        count: int = self.stream.readinto(memoryview(buffer)[:remaining])
         self.position += count
         return count

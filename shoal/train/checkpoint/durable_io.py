@@ -1,4 +1,4 @@
-"""What it takes for a file to be on the disk, and for a directory to be trusted."""
+"""Files that are on the disk when they are closed, and checks that a path can be trusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.platform.files import atomic_write
 
 
 class DurableFile(io.FileIO):
-    """A new file that is on the disk once it is closed."""
+    """A new file that is fsynced when it is closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb", opener=_open_for_owner)
@@ -29,9 +29,7 @@ class DurableFile(io.FileIO):
 
 
 class HashedFile(DurableFile):
-    """A durable file, written from its beginning to its end, that knows the SHA-256 of what was
-    written to it.
-    """
+    """A durable file with the SHA-256 of its contents, which must be written in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -47,8 +45,9 @@ class HashedFile(DurableFile):
 
 @contextmanager
 def durable_stream(path: Path) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
-    """A buffered stream for writing `path`; flushed, fsynced and closed at the end, and its
-    file with the digest.
+    """Open `path` for writing. Yield the file, which has the digest, and a buffered stream.
+
+    At the end the stream is flushed, fsynced and closed.
     """
     file = HashedFile(path)
     with io.BufferedWriter(file, buffer_size=1 << 20) as stream:
@@ -56,39 +55,36 @@ def durable_stream(path: Path) -> Iterator[tuple[HashedFile, io.BufferedWriter[A
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a whole small file and wait until it is on the disk."""
+    """Write a small file, and wait until it is on the disk."""
     with durable_stream(path) as (_, stream):
         stream.write(text.encode())
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Give `path` a new text at one instant: a reader, or a crash, sees the old one or the new
-    one.
-    """
+    """Replace the text of `path` atomically: a reader sees the old or the new text."""
     with atomic_write(path, survives="rename", mode=0o644) as file:
         file.write(text.encode())
 
 
 def untrusted_reason(path: Path) -> str | None:
-    """Why another user could have put this file or directory here, or None.
+    """Return why another user could have written this path, or None.
 
-    Torch keeps the index of a checkpoint as a pickle, and a pickle can run code. A digest finds
-    accidents only: who can write the file can write the digest too."""
+    torch stores the index of a checkpoint as a pickle, and a pickle can run code. A digest detects
+    only accidents, because a user who can write the file can write the digest too.
+    """
     status = path.lstat()
-    me = os.geteuid()
+    user = os.geteuid()
     if stat.S_ISLNK(status.st_mode):
         return f"{path} is a symbolic link, and those are not followed here"
-    if status.st_uid not in (me, 0):
+    if status.st_uid not in (user, 0):
         return (
-            f"{path} belongs to user {status.st_uid}, and you are user {me}: loading it could run "
-            "that user's code as "
-            f"you. If you trust it, make a copy of your own (cp -r)"
+            f"{path} belongs to user {status.st_uid}, and you are user {user}: loading it could "
+            "run that user's code as you. If you trust it, make a copy of your own (cp -r)"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
             f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):03o}), who "
-            "could make you run "
-            f"their code. If you trust its contents: chmod -R go-w {path}"
+            f"could make you run their code. If you trust its contents: chmod -R go-w {path}"
         )
     return None
 

@@ -1,8 +1,9 @@
-"""JSON whose numbers come back as they went.
+"""JSON that keeps every float exact.
 
-Finite floats are written with `repr`, which is exact. JSON has no word for the others: they are
-written as `{"$float": "nan"}`, `"inf"` or `"-inf"`. Tuples come back as lists; nothing else changes
-its type on the way, because what would is refused."""
+Finite floats are written with `repr`, which is exact. JSON cannot express the others: they are
+written as `{"$float": "nan"}`, `"inf"` or `"-inf"`. Tuples are read as lists. Values whose type
+would change otherwise are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 MARK = "$float"
+"""Key of an object that stands for a float which JSON cannot express."""
 
 
 def problems(value: Any, where: str) -> list[str]:
-    """What in `value` would not come back equal; one line each, beginning with its place."""
+    """Return a line for each part of `value` that would not be read back equal.
+
+    Args:
+        where: the path to `value`, with which each line begins.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return []
     if isinstance(value, list | tuple):
@@ -39,19 +45,17 @@ def problems(value: Any, where: str) -> list[str]:
 
 
 def to_text(value: Any) -> str:
-    """The one text of `value`: equal values with their keys in the same order have equal texts
-    and digests.
-    """
+    """Return the text of `value`. Equal values with keys in the same order have equal texts."""
     return json.dumps(_encoded(value), indent=1, allow_nan=False)
 
 
 def from_text(text: str) -> Any:
-    """The value back.
+    """Return the value of a text that `to_text` has written.
 
     Raises:
         ValueError: the text is not such JSON.
     """
-    return json.loads(text, object_hook=_decoded, parse_constant=_refuse)
+    return json.loads(text, object_hook=_decoded, parse_constant=_raise_for_constant)
 
 
 def _encoded(value: Any) -> Any:
@@ -64,9 +68,9 @@ def _encoded(value: Any) -> Any:
     return value
 
 
-def _decoded(found: dict[str, Any]) -> Any:
-    return float(found[MARK]) if found.keys() == {MARK} else found
+def _decoded(value: dict[str, Any]) -> Any:
+    return float(value[MARK]) if value.keys() == {MARK} else value
 
 
-def _refuse(constant: str) -> Any:
+def _raise_for_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint consists of, and how to tell that all of it is there.
+"""The manifest of a checkpoint: the list of its files, by which it is verified.
 
-`manifest.json` is the last file of a checkpoint to be written. It lists every other file with its
-size and SHA-256, and carries the SHA-256 of its own text. A directory without it is no checkpoint.
+`manifest.json` is written last. It lists every other file with its size and SHA-256, and has the
+SHA-256 of its own contents. A directory without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a checkpoint, as it was when it was written."""
+    """Size and digest of one file of a checkpoint."""
 
     size_bytes: int
     sha256: str
@@ -35,7 +35,12 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """The contents of `manifest.json`.
+
+    Attributes:
+        world: number of ranks that have saved the checkpoint.
+        files: all other files of the checkpoint, by name.
+    """
 
     step: int
     world: int
@@ -43,7 +48,7 @@ class Manifest:
     info: Mapping[str, Any]
 
     def contents(self) -> dict[str, Any]:
-        """What is written, as JSON values."""
+        """Return what is written, as JSON values."""
         files = {name: asdict(stored) for name, stored in self.files.items()}
         return {
             "format": FORMAT,
@@ -54,18 +59,19 @@ class Manifest:
         }
 
     def sha256(self) -> str:
-        """The digest of the contents: equal for equal checkpoints."""
+        """Return the digest of the contents, equal for equal checkpoints."""
         return hashlib.sha256(exact_json.to_text(self.contents()).encode()).hexdigest()
 
 
 def step_of(name: str) -> int | None:
-    """12 of "step-00000012"; None of a name that no checkpoint has."""
-    found = CHECKPOINT_NAME.fullmatch(name)
-    return int(found[1]) if found and name == name_of(int(found[1])) else None
+    """Return 12 for "step-00000012"; None for a name that no checkpoint has."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    # "step-000000012" matches too, but would be a second name of step 12.
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
 
 
 def name_of(step: int) -> str:
-    """ "step-00000012" of 12."""
+    """Return "step-00000012" for 12."""
     return f"step-{step:08d}"
 
 
@@ -76,10 +82,11 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint; nothing else in the directory is opened.
+    """Read the manifest of a checkpoint. No other file in the directory is opened.
 
-    Raises: CheckpointError: it is missing, unreadable, altered, of another format, or of another
-        step than its directory.
+    Raises:
+        CheckpointError: it is missing, unreadable, altered, of another format, or of another step
+            than its directory.
     """
     path = directory / FILE_NAME
     try:
@@ -92,9 +99,7 @@ def read(directory: Path) -> Manifest:
 
 
 def problems(directory: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, one line each; none if it is whole. Reads all
-    of it.
-    """
+    """Return a line for each problem of a checkpoint; none if it is complete. Reads all of it."""
     try:
         if reason := untrusted_reason(directory):
             return [reason]
@@ -107,9 +112,9 @@ def problems(directory: Path) -> list[str]:
 def _parsed(document: Any, path: Path) -> Manifest:
     try:
         contents, sha256 = document["contents"], document["sha256"]
-        if (found := contents["format"]) != FORMAT:
+        if (version := contents["format"]) != FORMAT:
             raise CheckpointError(
-                f"{path} has format {found!r}; this version of Shoal reads format {FORMAT}"
+                f"{path} has format {version!r}; this version of Shoal reads format {FORMAT}"
             )
         files = {name: StoredFile(**entry) for name, entry in contents["files"].items()}
         manifest = Manifest(contents["step"], contents["world"], files, contents["info"])
@@ -141,6 +146,7 @@ def _defects(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
 
 
 def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
+    """Return why one file is not the listed one; None if it is. Cheap checks come first."""
     path = directory / name
     if not LISTED_NAME.fullmatch(name):
         return f"{directory / FILE_NAME} lists {name!r}, which no checkpoint contains"
@@ -156,8 +162,6 @@ def _defect(directory: Path, name: str, stored: StoredFile) -> str | None:
         return f"{path} should have {stored.size_bytes} bytes and has {status.st_size}"
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
-    return (
-        None
-        if actual == stored.sha256
-        else f"{path} was altered: SHA-256 {stored.sha256} expected, {actual} found"
-    )
+    if actual != stored.sha256:
+        return f"{path} was altered: SHA-256 {stored.sha256} expected, {actual} found"
+    return None

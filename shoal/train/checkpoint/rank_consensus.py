@@ -1,7 +1,9 @@
 """Ranks that succeed together or fail together.
 
-Values travel as JSON in uint8 tensors on the CPU: no pickle. Next to NCCL the group needs Gloo as
-well (`cpu:gloo,cuda:nccl`). Without a process group there is one rank, and nothing is sent."""
+Values are sent as JSON in uint8 tensors on the CPU, and nothing is unpickled. So a group with NCCL
+needs Gloo too (`cpu:gloo,cuda:nccl`). Without a process group there is one rank, and nothing is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -12,94 +14,86 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.comm.axis import all_gather_bytes
 from shoal.errors import CheckpointError
 
 T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's number in the default group; 0 without a group."""
+    """Return the rank of this process in the default group; 0 without a group."""
     return dist.get_rank() if _has_group() else 0
 
 
 def world_size() -> int:
-    """Number of ranks in the default group; 1 without a group."""
+    """Return the number of ranks in the default group; 1 without a group."""
     return dist.get_world_size() if _has_group() else 1
 
 
 class RankConsensus:
-    """How the ranks of one group learn of each other's success.
+    """Lets all ranks of a group know if each of them has succeeded.
 
-    Args: group: of all ranks; None for the default group. What votes beside training needs a group
-        of its own, or
-            collectives of two threads would meet each other's.
+    Args:
+        group: of all ranks; None for the default group. A thread beside training needs a group of
+            its own, because collectives of two threads in one group would be mixed up.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks, on every rank. All ranks must call it.
+        """Return every rank's `value`, in the order of ranks. Collective.
 
         Args:
-            value: anything that `json` can write; its type may differ between ranks.
+            value: a JSON value; its type may differ between ranks.
         """
         if not _has_group():
             return [value]
-        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-        dist.all_gather(sizes, torch.tensor([message.numel()]), group=self.group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: message.numel()] = message
-        messages = [torch.zeros_like(padded) for _ in sizes]
-        dist.all_gather(messages, padded, group=self.group)
-        return [
-            json.loads(m[: int(size)].numpy().tobytes())
-            for m, size in zip(messages, sizes, strict=True)
-        ]
+        message = json.dumps(value).encode()
+        messages = all_gather_bytes(message, world_size(), torch.device("cpu"), self.group)
+        return [json.loads(each) for each in messages]
 
-    def on_every_rank(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; its JSON-able results, in the order of ranks. All ranks must
-        call it.
+    def on_every_rank(self, failure: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank, and return its results in the order of ranks. Collective.
 
         Args:
-            what: the sentence that an error begins with, such as "step 7 was not saved".
+            failure: the beginning of the error, such as "step 7 was not saved".
+            action: returns a JSON value.
 
-        Raises: CheckpointError: on every rank, if `action` raised on any; names each such rank and
-            its reason.
+        Raises:
+            CheckpointError: on every rank, if `action` raised on any. It names each such rank and
+                its reason.
         """
         result: T | None = None
         cause: Exception | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  (whatever it is: the other ranks are waiting for this one's word)
+        except Exception as error:  # noqa: BLE001  (of any type: the other ranks wait for the result)
             cause = error
         outcomes = self.all_gather_objects(
-            {"result": result, "problem": cause and _in_words(cause)}
+            {"result": result, "problem": cause and _describe(cause)}
         )
         failures = [
             (r, outcome["problem"]) for r, outcome in enumerate(outcomes) if outcome["problem"]
         ]
         if failures:
-            alone = world_size() == 1
-            reasons = [problem if alone else f"rank {r}: {problem}" for r, problem in failures]
-            raise CheckpointError("\n  ".join([f"{what}:", *reasons])) from cause
+            is_single = world_size() == 1
+            reasons = [problem if is_single else f"rank {r}: {problem}" for r, problem in failures]
+            raise CheckpointError("\n  ".join([f"{failure}:", *reasons])) from cause
         return [outcome["result"] for outcome in outcomes]
 
-    def on_rank_zero(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 alone; its JSON-able result, on every rank. All ranks must call
-        it.
+    def on_rank_zero(self, failure: str, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 only, and return its result on every rank. Collective.
 
         Raises:
             CheckpointError: on every rank, if `action` raised.
         """
-        return self.on_every_rank(what, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
+        return self.on_every_rank(failure, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a directory, and which of them can be loaded."""
+"""The checkpoints of a directory: find the newest that verifies, the best, or one by its step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoal.train.checkpoint.manifest import name_of, step_of
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint that verifies, or None if nothing was ever saved in `directory`. For
-    one process.
+    """Return the newest checkpoint that verifies; None if nothing was saved. For one process.
 
-    Raises: CheckpointError: there are checkpoints and none verifies, or the directory is not to be
-        trusted.
+    Raises:
+        CheckpointError: there are checkpoints and none verifies, or other users can write the
+            directory.
     """
     name, _ = newest_good(directory)
     return directory / name if name else None
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """The `info` that a checkpoint was saved with; reads the manifest and nothing else.
+    """Return the `info` that a checkpoint was saved with. Reads only the manifest.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or altered.
@@ -33,7 +33,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def saved_names(directory: Path) -> list[str]:
-    """Names of checkpoints, whole or not, the newest first."""
+    """Return names of checkpoints, complete or not, the newest first."""
     if not directory.exists():
         return []
     if reason := untrusted_reason(directory.resolve()):
@@ -43,9 +43,7 @@ def saved_names(directory: Path) -> list[str]:
 
 
 def pointed_at(hint: Path) -> str | None:
-    """The name in a hint file (`latest`, `best`); None if it is missing or says nothing
-    sensible.
-    """
+    """Return the name in a hint file (`latest`, `best`); None if it is missing or damaged."""
     try:
         name = hint.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -54,30 +52,25 @@ def pointed_at(hint: Path) -> str | None:
 
 
 def newest_good(directory: Path) -> tuple[str | None, list[str]]:
-    """The newest that verifies, and a sentence for each thing that is not as it should be on
-    the way there.
-    """
+    """Return the newest checkpoint that verifies, and a sentence for each one that was skipped."""
     names = saved_names(directory)
-    sentences = _odd_hint(directory / "latest", names)
+    sentences = _problems_of_hint(directory / "latest", names)
     for name in names:
-        if not (found := manifest.problems(directory / name)):
+        problems = manifest.problems(directory / name)
+        if not problems:
             return name, sentences
-        sentences.append(f"checkpoint {name} is skipped: {'; '.join(found)}")
+        sentences.append(f"checkpoint {name} is skipped: {'; '.join(problems)}")
     if names:
-        raise CheckpointError(
-            "\n  ".join(
-                [
-                    *sentences,
-                    "none is left. Restore one, or move them away if the run shall start afresh",
-                ]
-            )
-        )
+        cure = "none is left. Restore one, or move them away if the run shall start afresh"
+        raise CheckpointError("\n  ".join([*sentences, cure]))
     return None, sentences
 
 
 def checkpoint_at(directory: Path, step: int | None) -> str:
-    """The name of the checkpoint of `step`, or of the one marked best if `step` is None; it was
-    verified.
+    """Return the name of the checkpoint of `step`, or of the best one if `step` is None.
+
+    Raises:
+        CheckpointError: it does not exist or does not verify.
     """
     name = name_of(step) if step is not None else pointed_at(directory / "best")
     names = saved_names(directory)
@@ -85,12 +78,17 @@ def checkpoint_at(directory: Path, step: int | None) -> str:
         raise CheckpointError("no checkpoint is marked as the best one")
     if name not in names:
         raise CheckpointError(f"{name} is not there; there are: {', '.join(names) or 'none'}")
-    if found := manifest.problems(directory / name):
-        raise CheckpointError("\n  ".join([f"{name} is not whole:", *found]))
+    if problems := manifest.problems(directory / name):
+        raise CheckpointError("\n  ".join([f"{name} is not whole:", *problems]))
     return name
 
 
-def _odd_hint(latest: Path, names: list[str]) -> list[str]:
-    if not os.path.lexists(latest) or (name := pointed_at(latest)) in names:
+def _problems_of_hint(latest: Path, names: list[str]) -> list[str]:
+    if not os.path.lexists(latest):
         return []
-    return [f"{latest} " + (f"names {name}, which is not there" if name else "names no checkpoint")]
+    name = pointed_at(latest)
+    if name in names:
+        return []
+    return [
+        f"{latest} names {name}, which is not there" if name else f"{latest} names no checkpoint"
+    ]

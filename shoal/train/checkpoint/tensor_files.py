@@ -1,7 +1,8 @@
-"""Tensors to files and back, through torch.distributed.checkpoint (DCP).
+"""Write tensors to files and read them, through torch.distributed.checkpoint (DCP).
 
-Every entry is a tensor, so DCP pickles nothing of ours. Its index, `.metadata`, is a pickle all the
-same: `read` is called only after the manifest was verified."""
+Every entry is a tensor, so DCP pickles nothing of ours. But its index, `.metadata`, is a pickle. So
+`read` is called only after the manifest was verified.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ LayoutLookup = Callable[[str], Tensor | None]
 
 
 def no_layout(_: str) -> None:
-    """Every tensor is read whole."""
+    """Return None for every name: every tensor is read in full."""
 
 
 class HashingFiles(FileSystem):
-    """DCP's view of the file system, for writing: hashes what passes, and fsyncs each file when it
-    is closed.
+    """A file system for DCP to write to. It hashes each file, and fsyncs it when it is closed.
 
-    DCP's own fsync of `.metadata` comes before the stream's buffer is flushed, so that the end of
-    the file may not be on the disk when the rename is (torch 2.13)."""
+    DCP itself fsyncs `.metadata` before it flushes the stream's buffer. So the end of the file may
+    not be on the disk when the rename is (torch 2.13).
+    """
 
     def __init__(self) -> None:
         self.written: dict[str, StoredFile] = {}
@@ -63,16 +64,18 @@ class HashingFiles(FileSystem):
 def write(
     directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, StoredFile]:
-    """Write this rank's share of `tensors`; what this rank wrote, by file name. All ranks must call
-    it.
+    """Write this rank's share of `tensors`. Collective.
 
-    Args: directory: exists and is empty. tensors: of any shape, dtype, device and strides. A plain
-        tensor that several ranks have under one name is
-            written by one of them.
+    Args:
+        directory: exists and is empty.
+        tensors: of any shape, dtype, device and strides. A plain tensor that several ranks have
+            under one name is written by one of them.
         group: of all ranks; None for the default group.
 
-    Raises: CheckpointError: on those ranks that failed; the others return as if nothing were wrong,
-        so take a vote.
+    Returns: the files that this rank has written, by name.
+    Raises:
+        CheckpointError: on the ranks that failed only. The others return as usual, so ask for a
+            consensus afterwards.
     """
     files = HashingFiles()
     writer = FileSystemWriter(directory, sync_files=False, overwrite=False)
@@ -84,13 +87,13 @@ def write(
 
 
 def read(
-    directory: Path, wanted: Callable[[str], bool], like: LayoutLookup = no_layout
+    directory: Path, is_wanted: Callable[[str], bool], like: LayoutLookup = no_layout
 ) -> dict[str, Tensor]:
-    """The tensors whose names are `wanted`, whole, contiguous, on the CPU. Nothing is sent between
-    ranks.
+    """Read the tensors that `is_wanted` accepts by name, contiguous, on the CPU. Sends nothing.
 
-    Args: like: name -> a tensor of today's layout, or None. Where it is a DTensor, this rank reads
-        its shard alone.
+    Args:
+        like: name -> a tensor in the layout of this run, or None. If it is a DTensor, this rank
+            reads its own shard only. Otherwise it reads the full tensor.
 
     Raises:
         CheckpointError: an entry is no tensor, or DCP cannot read its files.
@@ -99,13 +102,13 @@ def read(
     stored = {
         name: entry
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if wanted(name)
+        if is_wanted(name)
     }
-    strange = sorted(
+    other = sorted(
         name for name, entry in stored.items() if not isinstance(entry, TensorStorageMetadata)
     )
-    if strange:
-        raise CheckpointError(f"{directory} has entries that are no tensors: {', '.join(strange)}")
+    if other:
+        raise CheckpointError(f"{directory} has entries that are no tensors: {', '.join(other)}")
     tensors = {
         name: _allocated(cast(TensorStorageMetadata, entry), like(name))
         for name, entry in stored.items()
@@ -125,21 +128,22 @@ def _allocated(entry: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _dcp_errors(number: int) -> Generator[None, None, None]:
-    """DCP's failures: this rank's own as a CheckpointError, those of others not at all; Ctrl-C
-    stays what it is.
+def _dcp_errors(dcp_rank: int) -> Generator[None, None, None]:
+    """Turn this rank's failure in DCP into a CheckpointError. Ignore failures of other ranks.
+
+    Others raise theirs themselves. Ctrl-C stays a KeyboardInterrupt.
 
     Args:
-        number: this rank in DCP's eyes.
+        dcp_rank: the number that DCP gives to this rank.
     """
-    # For good: what catch_warnings takes back in a thread is the filters of all, with what others
-    # have changed since.
+    # Set once and kept: `catch_warnings` in a thread would restore the filters of all threads, and
+    # lose changes that others have made meanwhile.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
         yield
     except CheckpointException as error:
-        mine = error.failures[number][0] if number in error.failures else None
-        if isinstance(mine, Exception):
-            raise CheckpointError(f"{type(mine).__name__}: {mine}") from error
-        if mine is not None:
-            raise mine from None
+        cause = error.failures[dcp_rank][0] if dcp_rank in error.failures else None
+        if isinstance(cause, Exception):
+            raise CheckpointError(f"{type(cause).__name__}: {cause}") from error
+        if cause is not None:
+            raise cause from None

@@ -1,4 +1,4 @@
-"""Every compression, and gradients sent through it, for the tests beside this file."""
+"""Every compression, and helpers that send a gradient through it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Messages of every compression: their size, their place, what is not finite, what is damaged."""
+"""Messages of every compression: size, alignment, values that are not finite, damage."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_the_same_gradients_give_the_same_bits_with_any_number_of_threads(
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 5, 1999])
 @every_dtype
-def test_what_is_not_finite_arrives_as_not_finite_and_leaves_the_memory_alone(
+def test_a_gradient_that_is_not_finite_stays_so_and_changes_no_memory(
     scheme: Compression, spoiled: float, place: int, dtype: torch.dtype
 ) -> None:
     gradient = normal(2000, dtype)

@@ -1,4 +1,4 @@
-"""Means over ranks in fewer bytes: what arrives, what waits, what is sent."""
+"""Compressed means over ranks: results, residuals and sent bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def made(name: str) -> CompressedReducer:
 
 
 def gradient(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """This rank's."""
+    """Return a gradient of this rank."""
     return torch.randn(
         COUNT, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()), dtype=dtype
     )
@@ -49,9 +49,7 @@ def is_equal_everywhere(tensor: Tensor) -> bool:
 
 
 def arrives_and_waits(name: str) -> tuple[float, bool]:
-    """How far what arrived and what waits are from all gradients, after six steps; whether
-    ranks got equal bits.
-    """
+    """Return the error of results plus residuals after six steps, and whether bits are equal."""
     reduction, equal = made(name), True
     arrived, given = (
         torch.zeros(COUNT, dtype=torch.float64),
@@ -126,7 +124,7 @@ def test_two_bytes_are_rounded_twice_and_the_same_for_all(
 
 
 def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
-    """Whether it arrived so, and whether every memory is as it was."""
+    """Return whether the result is not finite, and whether every memory is unchanged."""
     reduction = made(name)
     reduction.mean(gradient(0), MEMBERS, None)
     reduction.keep(NAMES)
@@ -145,7 +143,7 @@ def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)
-def test_a_step_that_is_not_finite_on_one_rank_leaves_every_memory_as_it_was(name: str) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_changes_no_memory(name: str) -> None:
     assert world.run(3, after_one_that_is_not_finite, name) == [(True, True)] * 3
 
 
@@ -164,7 +162,7 @@ def test_a_parameter_that_nobody_used_keeps_what_waits() -> None:
 
 
 class Counting:
-    """The bytes that this rank sends to others."""
+    """Count the bytes that this rank sends to others."""
 
     def __init__(self) -> None:
         self.sent_bytes, self.send = 0, full_duplex.all_to_all
@@ -175,7 +173,7 @@ class Counting:
 
 
 def counted(names: list[str], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """What was sent, and what was said."""
+    """Return the sent bytes and `sent_bytes`."""
     group, ranks, counting = dist.new_group(backend="gloo"), dist.get_world_size(), Counting()
     full_duplex.all_to_all = counting.all_to_all
     found = {}
@@ -207,7 +205,7 @@ def test_what_is_no_compression_is_refused(text: str) -> None:
 
 def test_a_memory_comes_back_whatever_else_is_there() -> None:
     first, second = PowerSgd(2), PowerSgd(2)
-    first.memory.kept["matrix"], first.guesses.kept["matrix"] = torch.ones(600), torch.ones(20, 2)
+    first.memory.saved["matrix"], first.guesses.saved["matrix"] = torch.ones(600), torch.ones(20, 2)
     second.load({**first.rank_state_dict(), "torch": torch.zeros(3)})
     assert second.rank_state_dict().keys() == first.rank_state_dict().keys()
     other = PowerSgd(3)

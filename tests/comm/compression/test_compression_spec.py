@@ -1,4 +1,4 @@
-"""Compressions by name, and every wrong spelling."""
+"""Compression specs, and the errors for wrong ones."""
 
 import pytest
 

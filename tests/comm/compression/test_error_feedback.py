@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost, and SGD reaches the optimum."""
+"""Error feedback: no gradient is lost, and SGD reaches the optimum."""
 
 import math
 

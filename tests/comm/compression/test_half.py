@@ -1,4 +1,4 @@
-"""Two bytes a number: how bf16 and fp16 round, and over which range."""
+"""Compression to two bytes: rounding and range of bf16 and fp16."""
 
 import pytest
 import torch

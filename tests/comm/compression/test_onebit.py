@@ -1,4 +1,4 @@
-"""One bit a number: two means, and the bits that choose between them."""
+"""Compression to one bit: two means, and the bits that select them."""
 
 import torch
 from compression_cases import arrived, message_of, numbers, repeatable
@@ -36,7 +36,7 @@ def test_the_means_of_half_precision_do_not_overflow() -> None:
         assert torch.equal(arrived(OneBit(), gradient), gradient)
 
 
-def test_a_sum_beyond_float64_arrives_as_infinite_and_leaves_the_memory_alone() -> None:
+def test_a_sum_beyond_float64_is_infinite_and_changes_no_memory() -> None:
     gradient = torch.full((3,), 1e308, dtype=torch.float64)
     memory = torch.zeros_like(gradient)
     assert arrived(OneBit(), gradient, memory).isinf().all()
@@ -45,7 +45,7 @@ def test_a_sum_beyond_float64_arrives_as_infinite_and_leaves_the_memory_alone() 
 
 @repeatable
 @given(numbers)
-def test_what_two_means_leave_is_bounded_as_the_proof_of_error_feedback_asks(
+def test_the_residual_of_two_means_is_within_the_bound_of_the_proof(
     values: list[float],
 ) -> None:
     gradient = torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Top-k: which numbers are sent, and which messages are refused."""
+"""Top-k: the elements that are sent, and the messages that are refused."""
 
 import math
 from fractions import Fraction
@@ -42,7 +42,7 @@ def test_topk_sends_as_many_as_were_asked_for_and_none_that_is_smaller(
 
 
 def misleading(count: int) -> Tensor:
-    """Numbers that look much larger than they are to whoever looks at one in STRIDE only."""
+    """Return values whose sample, one in STRIDE, looks much larger than they are."""
     gradient = normal(count)
     gradient[::STRIDE] *= 1e3
     return gradient

@@ -75,9 +75,7 @@ def test_bytes_a_step_are_said_before_the_first() -> None:
 
 
 def broken_off() -> int:
-    """How many memories there are after a step that ends in the middle with numbers that are
-    none, and the next one.
-    """
+    """Return the number of residuals after a step that ends early with NaNs, and a good one."""
     run, model = shoal.init("ddp,compress=onebit,bucket_mb=0.0001", announce=lambda _: None), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))

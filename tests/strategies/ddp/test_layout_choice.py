@@ -10,8 +10,9 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.strategies import options
-from shoal.strategies.base import LocalModel, single_device
+from shoal.strategies.base import LocalModel, PassTraits
 from shoal.strategies.ddp.layout_choice import LayoutName, choose_layout
+from shoal.strategies.single import single_device
 
 SMALL = nn.Linear(8, 8)
 LARGE = nn.Linear(1100, 1000)  # 4.2 MiB
@@ -66,4 +67,7 @@ def test_sparse_gradients_have_buckets_where_their_sum_has_several_orders(
 
 
 def test_a_stage_of_a_pipeline_has_buckets() -> None:
-    assert layout(replace(single_device(SMALL), many_passes=True)) is LayoutName.BUCKETS
+    assert (
+        layout(replace(single_device(SMALL), pass_traits=PassTraits(complete_after_run=True)))
+        is LayoutName.BUCKETS
+    )

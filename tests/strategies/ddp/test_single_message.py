@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
-from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch, single_device
+from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean
 from shoal.strategies.ddp.single_message import SingleMessage
+from shoal.strategies.single import single_device
 from shoal.testing import world
 from shoal.verification import verify_job
 from shoal.verification.matrix_cases import EXPERIMENTS

@@ -48,7 +48,7 @@ def test_a_parameter_that_stops_being_used_is_named_in_that_very_step() -> None:
 
 
 @pytest.mark.parametrize("strategy", [f"{BUCKETS},unused=true", "ddp"])
-def test_a_parameter_that_stops_being_used_is_fine_where_that_was_announced_or_one_message_says_it(
+def test_a_parameter_may_stop_being_used_with_unused_or_in_one_message(
     strategy: str,
 ) -> None:
     world.run(2, train_fickle, strategy)

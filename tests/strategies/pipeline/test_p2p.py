@@ -1,13 +1,26 @@
-"""What crosses the cuts: who sends what to whom in which order, and how it is described."""
+"""Messages between stages: who sends which to whom, in which order, with which header."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shoal.comm.axis import Axis
 from shoal.errors import UsageError
-from shoal.strategies.pipeline.p2p import message_after, message_before, messages
+from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm
+from shoal.strategies.pipeline.schedule_table import topological_order
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
-from shoal.strategies.pipeline.stage import NameTree, collect
-from shoal.strategies.pipeline.tensor_meta import TensorMeta, decoded, encoded
+from shoal.strategies.pipeline.stage_messages import (
+    Message,
+    acknowledged,
+    message_after,
+    message_before,
+    messages,
+)
+from shoal.strategies.pipeline.stage_module import NameTree, collect
+from shoal.strategies.pipeline.tensor_meta import TensorMeta, decode_metas, encode_metas
+from shoal.testing import world
+from shoal.trace.recorder import Recorder
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -28,23 +41,23 @@ def test_every_message_that_is_needed_is_sent_once(
         assert len(needed) == len(set(needed))
 
 
-def test_a_header_tells_types_shapes_and_who_has_a_gradient() -> None:
-    forms = (
+def test_a_header_has_dtypes_shapes_and_who_has_a_gradient() -> None:
+    metas = (
         TensorMeta(torch.float64, (3, 1, 7), True),
         TensorMeta(torch.bool, (), False),
         TensorMeta(torch.bfloat16, (0, 5), True),
     )
-    assert decoded(encoded(forms, torch.device("cpu"))) == forms
-    assert decoded(encoded((), torch.device("cpu"))) == ()
+    assert decode_metas(encode_metas(metas, torch.device("cpu"))) == metas
+    assert decode_metas(encode_metas((), torch.device("cpu"))) == ()
 
 
 def test_more_tensors_than_a_header_describes_are_refused() -> None:
     with pytest.raises(UsageError, match="100 tensors cross one cut"):
-        encoded((TensorMeta(torch.float32, (1,), True),) * 100, torch.device("cpu"))
+        encode_metas((TensorMeta(torch.float32, (1,), True),) * 100, torch.device("cpu"))
 
 
-class Awkward(torch.nn.Module):
-    """Layers with the names of what a ModuleDict can do."""
+class NamedLikeMethods(torch.nn.Module):
+    """Layers with the names of methods of ModuleDict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +65,73 @@ class Awkward(torch.nn.Module):
         self.keys = torch.nn.Parameter(torch.ones(2))
 
 
-def test_layers_may_be_called_what_a_container_calls_its_methods() -> None:
-    model = Awkward()
+def test_layers_may_have_the_names_of_a_container_s_methods() -> None:
+    model = NamedLikeMethods()
     kept = collect(model, {"values", "items", "keys"})
     assert isinstance(kept, NameTree)
     assert kept.values is model.values  # type: ignore[comparison-overlap]
     assert set(kept.state_dict()) == set(model.state_dict())
     assert dict(kept.named_parameters()).keys() == dict(model.named_parameters()).keys()
+
+
+def test_an_arrival_acknowledges_the_latest_message_that_its_sender_needed() -> None:
+    """1F1B on two ranks: rank 1 sends the gradients of a micro-batch after it has received the
+    activations of that micro-batch, and before it receives the next ones.
+    """
+    made = table("1f1b", 2, 4)
+    for microbatch in range(4):
+        reply = Message("B", 0, microbatch)
+        assert acknowledged(made, reply) == Message("F", 0, microbatch)
+    assert acknowledged(made, Message("F", 0, 0)) is None
+    assert acknowledged(made, Message("F", 0, 1)) is None
+    assert acknowledged(made, Message("F", 0, 2)) == Message("B", 0, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_only_messages_that_were_sent_before_are_acknowledged(name: str, ranks: int) -> None:
+    made = table(name, ranks, 1 if name == "naive" else 8)
+    sent: set[Message] = set()
+    received: set[Message] = set()
+    for _, action in topological_order(made):
+        needed = message_before(made, action)
+        if needed is not None:
+            earlier = acknowledged(made, needed)
+            assert earlier is None or (earlier in sent and earlier in received)
+            received.add(needed)
+        produced = message_after(made, action)
+        if produced is not None:
+            sent.add(produced)
+
+
+def sends_in_flight(schedule: str, num_microbatches: int) -> list[int]:
+    """Run a step of two stages over Gloo; count after each action the tensors held for sends."""
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    axis = Axis(rank, 2, torch.device("cpu"), group=group)
+    link = P2PLink(axis, Recorder())
+    made = table(schedule, 2, num_microbatches)
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def compute(stage: int, microbatch: int, values: tuple[torch.Tensor, ...]) -> StageOutput:
+        if stage == 1:
+            return StageOutput((), (values[0] * weight).sum())
+        return StageOutput((weight * (microbatch + 1),))
+
+    comm = StageComm(link, made, lambda _: "")
+    engine = ScheduleExecutor(made, comm, compute, lambda _: [weight])
+    counts = [link.num_in_flight for _ in engine.run()]
+    # d/dw of the sum over micro-batches of m * w * v, with w = v = 1
+    total = sum(range(1, num_microbatches + 1))
+    torch.testing.assert_close(weight.grad, torch.full((3,), float(total)))
+    assert link.num_in_flight == 0
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_sent_tensors_are_freed_when_a_reply_shows_their_arrival(schedule: str) -> None:
+    """Gloo calls no send complete before somebody has waited for it."""
+    for counts in world.run(2, sends_in_flight, schedule, 16):
+        # Two micro-batches are in flight with two ranks; the next one may have been sent, and the
+        # headers of the first messages count too.
+        assert max(counts) <= 4

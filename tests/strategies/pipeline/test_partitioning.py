@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import StrategyRefused
+from shoal.strategies.full_model import free_other_params
 from shoal.strategies.pipeline.balance import balanced
 from shoal.strategies.pipeline.fx_trace import trace_model
 from shoal.strategies.pipeline.plan import trace_for
-from shoal.strategies.pipeline.stage import collect, free_other_params, stages, unused
+from shoal.strategies.pipeline.stage import stages
+from shoal.strategies.pipeline.stage_module import collect, unused
 from shoal.strategies.pipeline.steps import cut_points, live_across, profile, steps_of
 from shoal.strategies.wrap_units import innermost, units
 from shoal.verification import matrix_cases

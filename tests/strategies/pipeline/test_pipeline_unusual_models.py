@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError, UsageError
 from shoal.run import init_with_place
-from shoal.strategies.pipeline.p2p import Message, StageComm
+from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedules import table
+from shoal.strategies.pipeline.stage_messages import Message
 from shoal.testing import world
 from shoal.verification.matrix_cases import image_loader
 
@@ -164,24 +165,25 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
 
 
 class Unconnected:
-    """As much of a wire as an announcement needs."""
+    """The part of a P2PLink that a header needs."""
 
     def __init__(self) -> None:
         self.axis, self.rank, self.size, self.device = self, 1, 2, torch.device("cpu")
-        self.sent_back: dict[Any, Any] = {}
+        self.sent_masks: dict[Any, Any] = {}
         self.sent: list[Tensor] = []
 
-    def send(self, tensor: Tensor, receiver: int) -> None:
+    def send(self, tensor: Tensor, receiver: int) -> int:
         self.sent.append(tensor)
+        return len(self.sent)
 
 
 def test_a_loss_that_depends_on_other_parts_of_the_output_later_is_refused() -> None:
-    wire = Unconnected()
-    exchange = StageComm(wire, table("1f1b", 2, 3), lambda _: "")  # type: ignore[arg-type]
-    exchange._announce_back(Message("B", 0, 0), (True, False), 0)
-    exchange._announce_back(Message("B", 0, 1), (True, False), 0)
-    assert [tensor.tolist() for tensor in wire.sent] == [[1, 0]]
+    link = Unconnected()
+    comm = StageComm(link, table("1f1b", 2, 3), lambda _: "")  # type: ignore[arg-type]
+    comm._send_mask(Message("B", 0, 0), (True, False), 0)
+    comm._send_mask(Message("B", 0, 1), (True, False), 0)
+    assert [tensor.tolist() for tensor in link.sent] == [[1, 0]]
     with pytest.raises(
         UsageError, match="depended on number 0 before and depends on number 0, number 1 now"
     ):
-        exchange._announce_back(Message("B", 0, 2), (True, True), 0)
+        comm._send_mask(Message("B", 0, 2), (True, True), 0)

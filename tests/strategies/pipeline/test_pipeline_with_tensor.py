@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.balance import balanced
-from shoal.strategies.pipeline.plan import full_model, trace_for
-from shoal.strategies.pipeline.separations import split_counts
+from shoal.strategies.pipeline.plan import full_model, split_counts, trace_for
 from shoal.strategies.pipeline.steps import cut_points, steps_of
 from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
 from shoal.strategies.wrap_units import innermost, units
@@ -36,7 +35,7 @@ def cuts(
     model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False, **options: str
 ) -> dict[str, str]:
     before = uncut(model, sample, *begin_with, fine=fine)
-    return tensor_plan(model, TensorParallel(2, **options), before).is_sharded()
+    return tensor_plan(model, TensorParallel(2, **options), before).parallel_styles()
 
 
 def columns(found: dict[str, str]) -> set[str]:
@@ -51,7 +50,9 @@ def test_no_pair_lies_in_two_stages() -> None:
 
 def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None:
     model = gpt()
-    assert cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).is_sharded()
+    assert (
+        cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).parallel_styles()
+    )
 
 
 def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], FullModel]:
@@ -74,8 +75,8 @@ def test_stages_begin_where_no_pair_is_parted() -> None:
     assert parts == [0, 0, 1, 1, 0, 0, 1, 1, 0]
     assert list(cut.begins) == [4]
     assert (
-        tensor_plan(model, TensorParallel(2), cut).is_sharded()
-        == tensor_plan(model, TensorParallel(2)).is_sharded()
+        tensor_plan(model, TensorParallel(2), cut).parallel_styles()
+        == tensor_plan(model, TensorParallel(2)).parallel_styles()
     )
 
 
@@ -95,7 +96,7 @@ def test_where_not_all_pairs_can_stay_whole_one_is_parted_and_the_other_is_cut()
 def test_the_head_of_a_vocabulary_and_what_follows_it_stay_in_one_stage() -> None:
     parts, cut = wanted(Scaled(), TOKENS, 2)
     assert parts[-2] == 1  # before `after`
-    assert "gpt.head" in tensor_plan(Scaled(), TensorParallel(2), cut).is_sharded()
+    assert "gpt.head" in tensor_plan(Scaled(), TensorParallel(2), cut).parallel_styles()
 
 
 def test_a_block_that_a_stage_calls_is_never_parted() -> None:
@@ -123,7 +124,7 @@ def test_logits_in_slices_cross_no_cut() -> None:
     model = Scaled()
     assert "gpt.head" in cuts(model, TOKENS, "gpt.blocks.1")
     found = tensor_plan(model, TensorParallel(2), uncut(model, TOKENS, "after"))
-    assert not {"gpt.head", "gpt.token_embedding"} & found.is_sharded().keys()
+    assert not {"gpt.head", "gpt.token_embedding"} & found.parallel_styles().keys()
     assert found.replicated["gpt.head"] == "the pipeline is cut behind it"
 
 
@@ -133,7 +134,7 @@ def test_attention_that_the_pipeline_looks_into_stays_whole() -> None:
         model, TensorParallel(2), uncut(model, TOKENS, "blocks.0.attention.output", fine=True)
     )
     assert "does not run as a whole" in found.replicated["blocks.0.attention.query"]
-    assert "blocks.0.mlp.up" in found.is_sharded()  # a pair in the graph of the stage
+    assert "blocks.0.mlp.up" in found.parallel_styles()  # a pair in the graph of the stage
 
 
 class Reads(nn.Module):
@@ -196,7 +197,7 @@ def test_a_model_without_a_pair_in_any_stage_is_refused_with_the_cure() -> None:
 
 
 def test_a_pair_outside_of_stages_is_as_before() -> None:
-    assert columns(tensor_plan(Apart(), TensorParallel(2)).is_sharded()) == {"one"}
+    assert columns(tensor_plan(Apart(), TensorParallel(2)).parallel_styles()) == {"one"}
 
 
 class TwoHeads(nn.Module):
@@ -213,4 +214,6 @@ class TwoHeads(nn.Module):
 
 
 def test_an_embedding_that_is_tied_to_a_whole_head_stays_whole() -> None:
-    assert set(tensor_plan(TwoHeads(), TensorParallel(2, whole="head")).is_sharded()) == {"lm_head"}
+    assert set(tensor_plan(TwoHeads(), TensorParallel(2, whole="head")).parallel_styles()) == {
+        "lm_head"
+    }

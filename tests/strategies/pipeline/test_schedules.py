@@ -59,7 +59,8 @@ def test_activations_in_flight_are_what_the_papers_say() -> None:
 def test_a_docstring_draws_the_table_that_is_run(name: str) -> None:
     made = table(name, 4, 1 if name == "naive" else 4)
     drawn = [
-        line.strip() for line in inspect.cleandoc(SCHEDULES[name].rows.__doc__ or "").splitlines()
+        line.strip()
+        for line in inspect.cleandoc(SCHEDULES[name].make_rows.__doc__ or "").splitlines()
     ]
     assert [line for line in drawn if line.startswith("rank")] == render(made).splitlines()
 

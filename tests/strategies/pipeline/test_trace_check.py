@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies.pipeline.fx_trace import Traced, trace_model
-from shoal.strategies.pipeline.stage import collect
+from shoal.strategies.pipeline.stage_module import collect
 from shoal.strategies.pipeline.steps import steps_of
 
 ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -158,14 +158,14 @@ def test_a_part_in_evaluation_mode_stays_in_it_and_a_change_is_refused() -> None
     assert "body.one" in called(graph)
     dropout = next(node for node in graph.training.nodes if node.target is F.dropout)
     assert False in (*dropout.args, *dropout.kwargs.values())
-    graph.constants.refuse_changes()
+    graph.constants.check_unchanged()
     model.eval()
-    graph.constants.refuse_changes()
+    graph.constants.check_unchanged()
     model.train()
     with pytest.raises(
         UsageError, match=r"body is in training mode, and its stages were made for evaluation mode"
     ):
-        graph.constants.refuse_changes()
+        graph.constants.check_unchanged()
 
 
 def test_attributes_and_hooks_that_come_too_late_are_refused() -> None:
@@ -173,12 +173,12 @@ def test_attributes_and_hooks_that_come_too_late_are_refused() -> None:
     constants = trace_model(model, 1, frozenset(), (ROWS,)).constants
     model.body.scale = 0.5
     with pytest.raises(UsageError, match=r"body\.scale was 1\.0 in run\.prepare and is 0\.5 now"):
-        constants.refuse_changes()
+        constants.check_unchanged()
     model.body.scale = 1.0
-    constants.refuse_changes()
+    constants.check_unchanged()
     model.body.register_forward_hook(lambda *_: None)
     with pytest.raises(UsageError, match="body has hooks now"):
-        constants.refuse_changes()
+        constants.check_unchanged()
 
 
 class Counting(nn.Module):

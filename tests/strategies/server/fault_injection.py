@@ -16,9 +16,9 @@ import shoal
 
 STEPS = 40
 TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
-"""Of each fault; `make test-faults` has 300."""
+"""Trials of each fault; `make test-faults` makes 300."""
 QUICK = 1
-"""As many of them are in `make test`."""
+"""Trials of each fault in `make test`."""
 
 
 def trials(quick: int = QUICK) -> list[Any]:

@@ -1,11 +1,11 @@
-"""A network that can be told to misbehave: TCP proxies in front of every server, which the arbiter
-hands out.
+"""A network with faults on request: TCP proxies in front of every server.
 
-    worker ── proxy ──> server ── proxy ──> backup         A proxy reads frame by frame, so that trouble begins in the
-                ^                   ^                      middle of a frame of the kind that is asked for.
-                └──── arbiter's process ┘
+    worker ── proxy ──> server ── proxy ──> backup       A proxy reads frame by frame, so a fault
+                ^                   ^                    begins in the middle of a frame of the
+                └─ coordinator's process ┘               requested kind.
 
-Nothing of Shoal's is changed but which function runs in the arbiter's process and in a server's.
+The coordinator gives out the proxies' addresses. The only change to Shoal is the function that runs
+in the coordinator's process and in a server's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PHASES = {"push": Op.PUSH, "apply": Op.STEP, "replicate": Op.REPLICATE, "pull": 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What happens once, with the `nth` frame of a kind.
+    """A fault that happens once, at the `nth` frame of a kind.
 
     Args:
         folder: for the pids of servers and for a mark once it has happened.
@@ -162,7 +162,7 @@ class Network(CoordinatorServer):
             sink.sendall(frame)
 
     def _begins(self, op: int, server: int) -> bool:
-        """Whether it is now, and for the first time."""
+        """Return True if it happens now, and for the first time."""
         if (
             op != self.trouble.op or not self._view(server).backups
         ):  # there must be one to survive the loss of another

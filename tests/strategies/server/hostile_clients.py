@@ -1,6 +1,4 @@
-"""Those who should not be at a server's port, and what they send. Each is one connection, and
-is refused.
-"""
+"""Connections that a server must refuse, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -138,7 +136,7 @@ def send(stranger: Stranger, target: Target, chance: Random) -> None:
 
 
 def cut_a_frame_short(target: Target) -> None:
-    """What a worker that dies leaves: not refused, as nobody is there any more to be."""
+    """Leave half a frame, as a worker that dies. Not refused: no peer is there any more."""
     with target.reach() as sock:
         sock.sendall(
             frame(target.shake(sock, NOBODY_EITHER), Header(Op.PUSH, length=1000), bytes(500))

@@ -1,4 +1,4 @@
-"""What compression has left out of gradients belongs to parameters, however they are cut."""
+"""Residuals of compression belong to parameters, whatever the partitions are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.strategies.server.gradient_pusher import GradientPusher
 
 
-def pushing(part_bytes: int) -> GradientPusher:
+def pusher(part_bytes: int) -> GradientPusher:
     kinds = {
         "a": torch.randn(5, 7),
         "b": torch.randn(3),
@@ -30,8 +30,8 @@ def pushing(part_bytes: int) -> GradientPusher:
     return GradientPusher(client, FlatParams(parameters, parts), None)
 
 
-def test_it_goes_on_when_the_model_is_cut_otherwise():
-    before, after = pushing(40), pushing(200)
+def test_residuals_are_kept_when_partitions_change():
+    before, after = pusher(40), pusher(200)
     assert len(before.client.parts) > len(after.client.parts)
     assert before.residuals() == {}
     before.left_out = {part.number: torch.randn(part.length) for part in before.client.parts}
@@ -41,7 +41,7 @@ def test_it_goes_on_when_the_model_is_cut_otherwise():
         part.number: (part.length,) for part in after.client.parts
     }
     assert all(torch.equal(found, said[name]) for name, found in after.residuals().items())
-    before_again = pushing(40)
+    before_again = pusher(40)
     before_again.load(after.residuals())
     assert all(
         torch.equal(before_again.left_out[number], value)
@@ -49,8 +49,8 @@ def test_it_goes_on_when_the_model_is_cut_otherwise():
     )
 
 
-def test_a_run_that_goes_back_to_where_nothing_was_left_out_begins_at_zero():
-    later = pushing(40)
+def test_loading_no_residuals_begins_at_zero():
+    later = pusher(40)
     later.compression = parse("topk=0.5")
     assert later.compression is not None
     later.flat.gradients[0].copy_(torch.randn(later.client.parts[0].length))
@@ -62,7 +62,7 @@ def test_a_run_that_goes_back_to_where_nothing_was_left_out_begins_at_zero():
     assert not later.left_out[0].any()
 
 
-def test_a_run_that_has_left_nothing_out_begins_with_nothing():
-    fresh = pushing(40)
+def test_a_pusher_without_residuals_loads_none():
+    fresh = pusher(40)
     fresh.load({})
     assert fresh.left_out == {}

@@ -239,7 +239,7 @@ def test_servers_end_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "topk=0.2", "onebit"])
-def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact(
+def test_compressed_gradients_keep_workers_equal_and_are_not_exact(
     compress: str,
 ) -> None:
     strategy = f"server=2,compress={compress},part_mb=0.001"
@@ -252,7 +252,7 @@ def test_compressed_gradients_keep_workers_equal_and_say_that_they_are_not_exact
     assert made.deviations == [f"compress={compress}: gradients arrive rounded, or late."]  # type: ignore[attr-defined]
 
 
-def test_several_connections_are_accepted_as_in_old_configurations_and_not_used() -> None:
+def test_several_connections_are_accepted_and_have_no_effect() -> None:
     (made,) = build_strategies(parse_line("server=2,connections=4"))
     assert made.deviations == [  # type: ignore[attr-defined]
         "connections=4: has no effect; one connection to each server is used."
@@ -320,7 +320,7 @@ def with_many_words(
     )
 
 
-def test_of_a_sparse_gradient_only_rows_are_sent_and_the_bits_are_those_of_a_dense_one() -> None:
+def test_only_rows_of_a_sparse_gradient_are_sent_with_the_same_bits() -> None:
     strategy = "server=2,part_mb=0.1,shared_memory=false"
     dense, (dense_received, dense_sent) = world.run(2, with_many_words, strategy, False, 0.0)[0]
     rows, (received, sent) = world.run(2, with_many_words, strategy, True, 0.0)[0]
@@ -357,8 +357,8 @@ def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool
     engine: Any = run._part.remote_optimizer
     return (
         run.weights(),
-        len(engine.staff.pools[0].servers),
-        engine.staff.pools[0].coordinator is not None,
+        len(engine.launcher.pools[0].servers),
+        engine.launcher.pools[0].coordinator is not None,
     )
 
 
@@ -399,7 +399,7 @@ def goes_on_at_once() -> list[Tensor]:
     return found
 
 
-def test_what_is_saved_is_the_same_on_all_workers_when_one_of_them_goes_on_at_once() -> None:
+def test_all_workers_save_the_same_state_when_one_continues_at_once() -> None:
     first, *others = world.run(3, goes_on_at_once)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -62,11 +62,11 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     return (
         run.weights(),
         moved,
-        [] if remote is None else [len(fleet.servers) for fleet in remote.staff.pools],
+        [] if remote is None else [len(fleet.servers) for fleet in remote.launcher.pools],
     )
 
 
-def test_relays_give_the_numbers_of_one_device_and_halve_the_bytes_between_machines() -> None:
+def test_aggregation_is_exact_and_halves_the_bytes_between_machines() -> None:
     expected = world.run(1, on_machines_of_two, "single")[0][0]
     relayed = world.run(4, on_machines_of_two, "server=2,part_mb=0.04,shared_memory=false")
     alone = world.run(

@@ -26,9 +26,14 @@ def undisturbed() -> dict[str, Tensor]:
 
 
 SIGNALS = [
-    "SIGKILL primary", "SIGKILL backup", "SIGKILL arbiter", "SIGSTOP primary", "SIGSTOP backup", "SIGSTOP arbiter",
+    "SIGKILL primary",
+    "SIGKILL backup",
+    "SIGKILL arbiter",
+    "SIGSTOP primary",
+    "SIGSTOP backup",
+    "SIGSTOP arbiter",
     "SIGSTOP worker",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("seed", trials())
@@ -65,7 +70,7 @@ def loses_all(_: str) -> None:
     part: Any = run._part
     for step in range(1000):
         if step == 3 and run.rank == 0:
-            fleet = part.remote_optimizer.staff.pools[0]
+            fleet = part.remote_optimizer.launcher.pools[0]
             os.kill(next(iter(fleet.servers)), signal.SIGKILL)
         run.forward_backward(F.cross_entropy, net, torch.ones(2, 20).double(), torch.tensor([1, 2]))
         optimizer.step()

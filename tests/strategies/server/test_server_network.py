@@ -38,7 +38,7 @@ def test_a_bad_network_changes_no_bit(
 
 
 def trained_in_trouble(what: str, op: Op, seed: int, folder: Path) -> Any:
-    """What two workers end with."""
+    """Return the weights of two workers at the end of a run."""
     chance = Random(f"{what} {seed}")
     late_s = chance.choice([0.3, 1.5])  # shorter and longer than a lease
     trouble = Trouble(folder, what, op, chance.randint(1, 60), late_s)

@@ -32,7 +32,8 @@ def ends(folder: Path, signal_name: str, seed: int) -> tuple[int, int]:
     chance = Random(f"worker {seed}")
     phase = list(PHASES)[seed % len(PHASES)]
     trouble = Trouble(folder, f"{signal_name} worker", PHASES[phase], chance.randint(1, 60))
-    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={str(chance.random() < 0.5).lower()}"
+    shared_memory = str(chance.random() < 0.5).lower()
+    strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={shared_memory}"
     code = local.run(noted, (strategy, trouble), 2)
     assert trouble.mark.exists(), f"nothing happened in {phase}"
     assert len(list(folder.glob("*.pid"))) >= 7  # two ranks, four servers, their arbiter

@@ -30,7 +30,7 @@ def nothing(*_: object) -> None:
 
 
 def cuts(model: nn.Module, **options: str) -> dict[str, str]:
-    return tensor_plan(model, TensorParallel(2, **options)).is_sharded()
+    return tensor_plan(model, TensorParallel(2, **options)).parallel_styles()
 
 
 class Act(nn.Module):
@@ -92,7 +92,7 @@ def test_attention_stays_whole_where_hooks_lie_inside() -> None:
     model = bert()
     model.get_submodule("h.0.attention.self").register_forward_hook(nothing)
     made = tensor_plan(model, TensorParallel(2))
-    assert "h.0.attention.self.query" not in made.is_sharded()
+    assert "h.0.attention.self.query" not in made.parallel_styles()
     assert (
         made.replicated["h.0.attention.self.query"]
         == "hooks of its self would see a slice of what goes by"
@@ -109,7 +109,7 @@ def test_what_has_hooks_on_a_parameter_or_on_words_stays_whole() -> None:
         == "its weight has hooks, which would not know of a slice"
     )
     assert {"blocks.0.mlp.down", "head"} <= set(made.replicated)
-    assert "blocks.1.mlp.up" in made.is_sharded()
+    assert "blocks.1.mlp.up" in made.parallel_styles()
 
 
 class Spread(nn.Module):
@@ -127,7 +127,7 @@ class Spread(nn.Module):
 
 def test_a_gate_that_is_spread_over_the_units_leaves_its_pair_whole() -> None:
     made = tensor_plan(Spread(), TensorParallel(2))
-    assert set(made.is_sharded()) == {"after.1", "after.2"}
+    assert set(made.parallel_styles()) == {"after.1", "after.2"}
     assert made.replicated["gate"] == "its 1 outputs meet 12 of another layer"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shoal
 from shoal.errors import StrategyRefused
-from shoal.strategies.tensor.column_input import reduce_scatter_sequence
+from shoal.strategies.tensor.region import reduce_scatter_sequence
 from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
 from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
 from shoal.testing import world

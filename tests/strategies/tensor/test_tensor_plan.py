@@ -57,7 +57,7 @@ def test_slices_go_with_data_parallelism(
 
 
 def cuts(model: nn.Module, **options: str) -> dict[str, str]:
-    return tensor_plan(model, TensorParallel(2, **options)).is_sharded()
+    return tensor_plan(model, TensorParallel(2, **options)).parallel_styles()
 
 
 def test_only_layers_with_nothing_unknown_between_them_are_cut() -> None:
@@ -86,7 +86,7 @@ class Normed(nn.Module):
 def test_attention_with_parameters_of_its_own_stays_whole() -> None:
     model = nn.Sequential(Normed(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     made = tensor_plan(model, TensorParallel(2))
-    assert set(made.is_sharded()) == {"1", "3"}
+    assert set(made.parallel_styles()) == {"1", "3"}
     assert "has parameters of its own, norm.weight" in made.replicated["0.query"]
 
 

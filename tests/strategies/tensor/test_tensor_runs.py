@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shoal.strategies.tensor.logits import VocabParallelLogits
 from tensor_parallel_models import CUT, gpt, mlp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
-from shoal.strategies.tensor.logits import VocabParallelLogits
 from shoal.testing import world
 from shoal.verification.matrix_cases import images, tokens
 
@@ -124,7 +124,7 @@ def test_a_rank_holds_half_and_sends_no_logits() -> None:
     for own, largest, kinds in world.run(2, held_and_sent, "tensor=2"):
         assert own == left + (whole - left) // 2
         assert largest == stream
-        assert kinds == {"Logits"}
+        assert kinds == {"VocabParallelLogits"}
 
 
 def copied() -> bool:

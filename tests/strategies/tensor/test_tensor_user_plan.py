@@ -29,7 +29,7 @@ def test_weights_that_lie_the_other_way_round_go_with_shards() -> None:
 
 
 def cuts(model: nn.Module) -> dict[str, str]:
-    found = tensor_plan(model, TensorParallel(2)).is_sharded()
+    found = tensor_plan(model, TensorParallel(2)).parallel_styles()
     return {
         name.removeprefix("h.0."): how for name, how in found.items() if name.startswith("h.0.")
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 import shoal
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.strategies.tensor.logits import VocabParallelLogits
+from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
 
 WORDS = 8

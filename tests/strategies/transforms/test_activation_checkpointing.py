@@ -13,7 +13,7 @@ from shoal.errors import StrategyRefused
 
 
 class Block(nn.Sequential):
-    """What repeats."""
+    """A block that the model repeats."""
 
 
 class Model(nn.Module):

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from shoal.errors import TrainingDiverged
-from shoal.strategies.base import single_device
+from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import GROWTH_INTERVAL, LossScale, unscale
 
 
-def test_the_scale_doubles_after_enough_good_steps_and_halves_after_an_overflow() -> None:
+def test_the_scale_doubles_after_good_steps_and_halves_after_overflow() -> None:
     scale = LossScale(8.0)
     for _ in range(GROWTH_INTERVAL):
         scale.update(finite=True)

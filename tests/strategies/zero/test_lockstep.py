@@ -194,7 +194,8 @@ def one_step(strategy: str, make: Callable[[], nn.Module]) -> None:
         (True, r"runs without gradients on some ranks only"),
         (
             False,
-            r"routers\.0\.experts\.\d is computed again together with other units, and ranks use different ones",
+            r"routers\.0\.experts\.\d is computed again together with other units, "
+            r"and ranks use different ones",
         ),
     ],
 )
@@ -229,28 +230,29 @@ def test_a_unit_inside_another_is_refused() -> None:
         assert "blocks.1 runs inside blocks.0, and is no part of it. Name the class" in said
 
 
-def served(ranks: int, passes: list[list[list[int]]]) -> list[list[list[int]]]:
-    """For each rank and forward pass, the runs in which it took part, in order; `passes` are
-    what each rank wants.
+def runs_of_ranks(ranks: int, passes: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Return for each rank and forward pass the runs in which it took part, in order.
+
+    Args: passes: for each forward pass and rank, the runs that the rank needs.
     """
-    wants: list[int] = [0] * ranks
+    requests: list[int] = [0] * ranks
     barrier = threading.Barrier(ranks, timeout=10)
     found: list[list[list[int]]] = [[] for _ in range(ranks)]
 
-    def least(rank: int, wanted: int) -> int:
-        wants[rank] = wanted
+    def min_over_ranks(rank: int, requested: int) -> int:
+        requests[rank] = requested
         barrier.wait()
-        number = min(wants)
+        number = min(requests)
         barrier.wait()
         return number
 
     def rank_of(rank: int) -> None:
-        plan = UnitOrder(partial(least, rank))
-        for wanted in passes:
-            plan.begin()
+        unit_order = UnitOrder(partial(min_over_ranks, rank))
+        for needed in passes:
+            unit_order.begin()
             order: list[int] = []
-            for run in [*wanted[rank], END_OF_STEP]:
-                order += plan.units_before(run)
+            for run in [*needed[rank], END_OF_STEP]:
+                order += unit_order.units_before(run)
                 order += [run] if run != END_OF_STEP else []
             found[rank].append(order)
 
@@ -263,22 +265,22 @@ def served(ranks: int, passes: list[list[list[int]]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_ranks_want_all_take_part_in_the_same_runs(seed: int) -> None:
+def test_all_ranks_take_part_in_the_same_runs_whichever_they_need(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.choice([2, 3, 5])
     passes = [
         [[draw.randrange(6) for _ in range(draw.randrange(5))] for _ in range(ranks)]
         for _ in range(4)
     ]
-    orders = served(ranks, passes)
+    orders = runs_of_ranks(ranks, passes)
     assert all(order == orders[0] for order in orders)
 
 
-def test_a_plan_once_known_is_followed_without_a_word() -> None:
-    assert served(2, [[[0, 2], [0, 4]], [[0], [2, 4]], [[4], [0]]]) == [[[0, 2, 4]] * 3] * 2
+def test_a_known_order_is_followed_without_a_message() -> None:
+    assert runs_of_ranks(2, [[[0, 2], [0, 4]], [[0], [2, 4]], [[4], [0]]]) == [[[0, 2, 4]] * 3] * 2
     asked: list[int] = []
-    plan = UnitOrder(lambda wanted: asked.append(wanted) or wanted)
+    order = UnitOrder(lambda requested: asked.append(requested) or requested)
     for _ in range(3):
-        plan.begin()
-        assert [run for wanted in (0, 2, END_OF_STEP) for run in plan.units_before(wanted)] == []
+        order.begin()
+        assert [run for needed in (0, 2, END_OF_STEP) for run in order.units_before(needed)] == []
     assert asked == [0, 2, END_OF_STEP, END_OF_STEP, END_OF_STEP]

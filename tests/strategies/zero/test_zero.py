@@ -104,7 +104,7 @@ def evaluated(
 
 
 @pytest.mark.parametrize("samples", [31, 12, 2])
-def test_an_evaluation_is_exact_where_some_ranks_have_fewer_batches_and_ends_in_shards(
+def test_an_evaluation_with_fewer_batches_on_a_rank_is_exact(
     samples: int,
 ) -> None:
     expected, _ = evaluated("single", samples)
@@ -146,8 +146,9 @@ def test_a_bare_backward_is_refused() -> None:
 
 
 class WritesIntoViews(nn.Module):
-    """What comes out of a unit is written into: where that is a view, gathering in the backward
-    pass was at stake.
+    """A model that writes into the outputs of a unit.
+
+    If an output is a view, that could drop the node which gathers in the backward pass.
     """
 
     def __init__(self) -> None:

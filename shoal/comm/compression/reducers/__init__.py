@@ -1,12 +1,11 @@
-"""Means over ranks of gradients that are sent in fewer bytes: what `ddp,compress=...` reduces its
-buckets by.
+"""Means over ranks of compressed gradients: the reduce functions of `ddp,compress=...`.
 
-    bf16, fp16      every rank adds up one part of the numbers, rounded on the way there and back     halves.py
-    topk, onebit    every rank gets every rank's message, and adds them up                            gathered.py
-    powersgd=R      matrices as products of two thin ones, whose means are two small all-reduces      powersgd.py
+    bf16, fp16      each rank averages one chunk; values are rounded on both ways       halves.py
+    topk, onebit    each rank gets the messages of all ranks, and averages them         gathered.py
+    powersgd=R      a matrix is a product of two thin ones; their means are all-reduced powersgd.py
 
-Messages are those of `shoal.comm.compression`, which the parameter server has too. None of this
-gives the numbers of one device, so none is ever on unless it was asked for."""
+Messages are those of `shoal.comm.compression`, which the parameter server uses too. No compression
+gives the numbers of one device, so all are off by default."""
 
 from __future__ import annotations
 
@@ -29,10 +28,11 @@ __all__ = [
 
 
 def parse(text: str) -> CompressedReducer | None:
-    """The reduction that `text` names: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK.
-    None stands for none.
+    """Make the reducer for `text`: none, bf16, fp16, topk=FRACTION, onebit or powersgd=RANK.
 
-    Raises: ConfigError: another word, or a value that it does not take.
+    Returns: None for "none".
+
+    Raises: ConfigError: an unknown name, or a wrong value.
     """
     name, number = read(text, powersgd=True)
     if name == "powersgd":

@@ -1,4 +1,4 @@
-"""What every reduction offers, and the memory of what was left out."""
+"""The contract of compressed reducers, and the error feedback that several of them have."""
 
 from __future__ import annotations
 
@@ -24,70 +24,77 @@ class BucketEntry:
 
 
 class CompressedReducer(Protocol):
-    """Means over ranks, roughly. One object holds what one rank keeps from step to step.
+    """Approximate means over ranks. One object holds the state of one rank.
 
-    In every step `mean` is called for each bucket, in the same order on all ranks, then `keep`
-    once."""
+    In every step `mean` is called for each bucket, in the same order on all ranks, and then `keep`
+    is called once."""
 
     @property
     def has_error_feedback(self) -> bool:
-        """Whether anything is kept from step to step."""
+        """True if the reducer has state from step to step."""
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
     ) -> None:
-        """Put the mean over ranks in the place of `flat`, the same bits on every rank. Collective.
+        """Average `flat` over ranks in place, with the same bits on every rank. Collective.
 
-        Args: flat: the gradients of `members` one after the other, (sum of counts,).
+        Args:
+            flat: the gradients of `members` one after the other, of shape (sum of counts,).
+            members: the parameters of the bucket.
+            group: None for the default group.
         """
 
     def keep(self, names: Collection[str]) -> None:
-        """The step is through: of these parameters what was left out waits from now on for the next
-        one.
+        """End a step: save the residuals of these parameters for the next step.
 
-        Of others nothing arrived anywhere, so nothing has changed. Where any mean of the step was
-        not finite, the step is worth nothing, and no parameter's memory changes."""
+        The other parameters were used on no rank, so their residuals stay as they were. If any mean
+        of the step is not finite, the step is skipped, and no residual changes."""
 
     def rank_state_dict(self) -> dict[str, Tensor]:
-        """What this rank keeps, for a checkpoint."""
+        """Return the state of this rank for a checkpoint."""
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        """The inverse of `private`; `found` may hold other things as well, and nothing of ours."""
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load a `rank_state_dict`. Entries of other owners are ignored, and ours may be absent."""
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        """What one rank sends for a bucket in one step."""
+        """Return the bytes that one rank sends for a bucket in one step."""
 
 
 class ErrorFeedback:
-    """One tensor a parameter, drafted in the middle of a step and kept at its end.
+    """One residual for each parameter: a draft during a step, and saved at its end.
 
-    Args: prefix: of its names in a checkpoint.
+    Args: prefix: of the names in a checkpoint.
+
+    Attributes:
+        saved: the tensors of the last step, by parameter name.
+        drafts: those of this step, which a skipped step drops.
     """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.kept: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
         self.drafts: dict[str, Tensor] = {}
 
     def keep(self, names: Collection[str]) -> None:
-        """Drafts of these become what is kept; all others are dropped."""
-        self.kept |= {name: draft for name, draft in self.drafts.items() if name in names}
+        """Save the drafts of these parameters, and drop all others."""
+        self.saved |= {name: draft for name, draft in self.drafts.items() if name in names}
         self.drafts.clear()
 
     def rank_state_dict(self) -> dict[str, Tensor]:
-        return {self.prefix + name: value for name, value in self.kept.items()}
+        return {self.prefix + name: value for name, value in self.saved.items()}
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         self.drafts.clear()
-        self.kept = {
-            n.removeprefix(self.prefix): v.clone()
-            for n, v in found.items()
-            if n.startswith(self.prefix)
+        self.saved = {
+            name.removeprefix(self.prefix): value.clone()
+            for name, value in state.items()
+            if name.startswith(self.prefix)
         }
 
 
 def uncompressed_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:
-    """What one rank sends for the mean of `count` numbers, as they are: by `ordered_mean`, or a
-    ring.
+    """Return the bytes that one rank sends for an uncompressed mean of `count` elements.
+
+    `rank_order_mean` and a ring send the same.
     """
     return 2 * (ranks - 1) * -(-count // ranks) * dtype.itemsize

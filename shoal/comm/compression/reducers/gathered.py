@@ -1,11 +1,11 @@
-"""Every rank gets every rank's message: for messages that nobody can add up without reading them.
+"""Means of messages that must be decoded before they can be added: all-gather, then decode.
 
-      gradient ──(+)──> encode ──> message ──> all-gather ──> decode n messages ──> mean, in the order of ranks
-                ^          │
-                └─ memory <┘        what this rank's message left out waits here for its next one
+      gradient ──(+)──> encode ──> message ──> all-gather ──> decode n messages ──> mean
+                ^          │                                                 in the order of ranks
+                └─ memory <┘        the residual of this message, added to the next gradient
 
-A rank sends its message n - 1 times: with ever more ranks, ever more. An all-reduce that adds up on
-the way would have to leave something out again at every hop."""
+A rank sends its message n - 1 times, so its bytes grow with the number of ranks. An all-reduce that
+adds on the way would have to compress again at every hop, with a new error."""
 
 from __future__ import annotations
 
@@ -22,32 +22,36 @@ from shoal.platform.tensors import accumulation_dtype
 
 
 class AllGatherReducer:
-    """Means of messages with error feedback, a message for each parameter.
+    """Averages messages with error feedback, one message for each parameter.
 
-    By parameter, for numbers of one layer are of one scale, and what waits does not depend on how
-    parameters are put together in buckets."""
+    Gradients of one layer have one scale, so each parameter is compressed alone. Residuals then do
+    not depend on the layout of the buckets."""
 
     has_error_feedback = True
 
     def __init__(self, compression: Compression) -> None:
-        self.compression, self.memory, self.finite = compression, ErrorFeedback("left_out."), True
+        self.compression = compression
+        self.memory = ErrorFeedback("left_out.")
+        self.finite = True  # all means of this step
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
     ) -> None:
-        ranks, counts = dist.get_world_size(group), [member.count for member in members]
+        ranks = dist.get_world_size(group)
+        counts = [member.count for member in members]
         sizes_bytes = self._sizes_bytes(members, flat.dtype)
         message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=flat.device)
         for member, gradient, out in zip(
             members, flat.split(counts), message.split(sizes_bytes), strict=True
         ):
-            self.compression.encode(gradient, self._with_residual(member.name, gradient), out)
+            self.compression.encode(gradient, self._draft_residual(member.name, gradient), out)
         arrived = torch.empty(ranks * len(message), dtype=torch.uint8, device=flat.device)
         all_gather(arrived, message, group)
         total = torch.zeros(len(flat), dtype=accumulation_dtype(flat.dtype), device=flat.device)
-        for one in arrived.view(ranks, -1):
-            for part, piece in zip(total.split(counts), one.split(sizes_bytes), strict=True):
-                part += self.compression.decode(piece, len(part), flat.dtype)
+        for rank_message in arrived.view(ranks, -1):
+            pieces = rank_message.split(sizes_bytes)
+            for sums, piece in zip(total.split(counts), pieces, strict=True):
+                sums += self.compression.decode(piece, len(sums), flat.dtype)
         flat.copy_(total / ranks)
         self.finite = self.finite and bool(flat.isfinite().all())
 
@@ -58,8 +62,8 @@ class AllGatherReducer:
     def rank_state_dict(self) -> dict[str, Tensor]:
         return self.memory.rank_state_dict()
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        self.memory.load(found)
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.memory.load(state)
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
         return (ranks - 1) * sum(self._sizes_bytes(members, dtype))
@@ -67,12 +71,11 @@ class AllGatherReducer:
     def _sizes_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype) -> list[int]:
         return [self.compression.size_bytes(member.count, dtype) for member in members]
 
-    def _with_residual(self, name: str, gradient: Tensor) -> Tensor:
-        """A copy of what waits: the step may come to nothing."""
-        known = self.memory.kept.get(name)
-        if known is None:
-            known = torch.zeros(
-                len(gradient), dtype=accumulation_dtype(gradient.dtype), device=gradient.device
-            )
-        self.memory.drafts[name] = known.to(gradient.device, copy=True)
+    def _draft_residual(self, name: str, gradient: Tensor) -> Tensor:
+        """Return a copy of the saved residual, because the step may be skipped; zeros at first."""
+        residual = self.memory.saved.get(name)
+        if residual is None:
+            dtype = accumulation_dtype(gradient.dtype)
+            residual = torch.zeros(len(gradient), dtype=dtype, device=gradient.device)
+        self.memory.drafts[name] = residual.to(gradient.device, copy=True)
         return self.memory.drafts[name]

@@ -1,13 +1,12 @@
-"""Two bytes a number: rounded on the way to whoever adds up, and on the way back.
+"""Means of gradients that are rounded to two bytes for each message.
 
-      rank 0   a0 b0 c0        [1] all-to-all        a0 a1 a2        [2] mean    A        [3] all-gather   A B C
-      rank 1   a1 b1 c1            ───────────>      b0 b1 b2        ──────>     B        ───────────>     A B C
-      rank 2   a2 b2 c2            in 2 bytes        c0 c1 c2        in float32  C            in 2 bytes   A B C
+      rank 0   a0 b0 c0   [1] all-to-all   a0 a1 a2   [2] mean   A   [3] all-gather   A B C
+      rank 1   a1 b1 c1       ─────────>   b0 b1 b2   ──────>    B       ─────────>   A B C
+      rank 2   a2 b2 c2       in 2 bytes   c0 c1 c2  in float32  C       in 2 bytes   A B C
 
-A rank sends 2(n-1)/n of the numbers, as a ring does, in half of float32's bytes. Each number is
-rounded twice, whatever
-the number of ranks: a ring that adds up in two bytes rounds at every hop, and an all-gather of all
-messages sends n/2 times as much."""
+A rank sends 2(n-1)/n of the elements, as in a ring, in half of float32's bytes. Each value is
+rounded twice, for any number of ranks: a ring that adds in two bytes rounds at every hop, and an
+all-gather of all messages sends n/2 times as much."""
 
 from __future__ import annotations
 
@@ -25,10 +24,9 @@ from shoal.platform.tensors import accumulation_dtype
 
 
 class HalfPrecisionReducer:
-    """Means of gradients that travel as bfloat16 or float16. Nothing is kept: what rounding takes
-    is gone.
+    """Averages gradients that travel as bfloat16 or float16. Rounding errors are dropped.
 
-    Args: compression: Bf16 or Fp16; Fp16 has one power of two for each rank's part of a bucket.
+    Args: compression: Bf16 or Fp16; Fp16 has one power of two for each rank's chunk of a bucket.
     """
 
     has_error_feedback = False
@@ -39,15 +37,16 @@ class HalfPrecisionReducer:
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
     ) -> None:
-        ranks, dtype = dist.get_world_size(group), flat.dtype
-        parts = F.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)
-        count = parts.shape[1]
+        ranks = dist.get_world_size(group)
+        dtype = flat.dtype
+        chunks = F.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)
+        count = chunks.shape[1]
         size_bytes = self.compression.size_bytes(count, dtype)
-        leaving = torch.empty(ranks, size_bytes, dtype=torch.uint8, device=flat.device)
-        for part, out in zip(parts, leaving, strict=True):
-            self.compression.encode(part, None, out)
-        arrived = torch.empty_like(leaving)
-        all_to_all(arrived, leaving, group)  # [1]
+        messages = torch.empty(ranks, size_bytes, dtype=torch.uint8, device=flat.device)
+        for chunk, out in zip(chunks, messages, strict=True):
+            self.compression.encode(chunk, None, out)
+        arrived = torch.empty_like(messages)
+        all_to_all(arrived, messages, group)  # [1]
         total = torch.zeros(count, dtype=accumulation_dtype(dtype), device=flat.device)
         for message in arrived:  # [2]
             total += self.compression.decode(message, count, dtype)
@@ -59,13 +58,13 @@ class HalfPrecisionReducer:
         flat.copy_(torch.cat(decoded)[: len(flat)])
 
     def keep(self, names: Collection[str]) -> None:
-        """Nothing is."""
+        """Save nothing: there is no state."""
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        """Nothing is."""
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load nothing: there is no state."""
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
         count = -(-sum(member.count for member in members) // ranks)

@@ -1,4 +1,4 @@
-"""PowerSGD: the mean of the ranks' matrices as a product of two thin ones, found by a step of power
+"""PowerSGD: the mean of a gradient matrix as a product of two thin matrices, by one step of power
 iteration.
 
               m                r              m
@@ -7,14 +7,14 @@ iteration.
          │         │         │  │        └─────────┘
          └─────────┘         └──┘
 
-      [1] M = gradient + memory       P = M Q          mean of P over ranks      Q: of the step before
-      [2] P's columns orthonormal     Q = M^T P        mean of Q over ranks
-      [3] P Q^T arrives               memory = M - P Q^T
+      [1] M = gradient + memory       P = M Q          mean of P over ranks
+      [2] P's columns orthonormal     Q = M^T P        mean of Q over ranks, for the next step too
+      [3] the result is P Q^T         memory = M - P Q^T
 
-The mean is linear in M, so the two means of thin matrices are those of one machine that has the
-mean of all M. From step to step Q turns towards the largest singular vectors. What is no matrix, or
-would not get smaller, is sent as it is, beside P. The memory of one rank holds what it differs from
-the others by as well; only the mean of all memories is what has not arrived.
+P and Q are linear in M, so their means over ranks are those of one machine that has the mean of all
+M. From step to step, Q turns towards the largest singular vectors. Vectors, and matrices that would
+not get smaller, are sent uncompressed in the message of P. The memory of one rank also holds its
+difference from the other ranks; only the mean of all memories is the error of the result.
 
 Source: Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization, NeurIPS 2019, algorithms 1 and 2. Convolutions are n = output channels by
@@ -38,17 +38,17 @@ from shoal.platform.tensors import accumulation_dtype
 
 @dataclass
 class _LowRank:
-    """A matrix in the middle of a step."""
+    """A matrix during a step."""
 
     name: str
-    arrives: Tensor  # (n, m), a view of the bucket
-    whole: Tensor  # M, (n, m)
+    gradient: Tensor  # (n, m), a view of the bucket; the result is written here
+    m: Tensor  # M, (n, m)
     p: Tensor  # (n, r)
     q: Tensor  # (m, r)
 
 
 class PowerSgd:
-    """Means of matrices of a given rank, with error feedback and a warm start.
+    """Averages gradients as matrices of a given rank, with error feedback and a warm start.
 
     Args: rank: r, at least 1.
     """
@@ -56,51 +56,57 @@ class PowerSgd:
     has_error_feedback = True
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.finite = rank, True
-        self.memory, self.guesses = ErrorFeedback("left_out."), ErrorFeedback("guess.")
+        self.rank = rank
+        self.finite = True  # all means of this step
+        self.memory = ErrorFeedback("left_out.")
+        self.guesses = ErrorFeedback("guess.")  # Q of the last step
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
     ) -> None:
         pieces = flat.split([member.count for member in members])
-        both = list(zip(members, pieces, strict=True))
-        plain = [piece for member, piece in both if not self._gets_smaller(member.shape)]
-        thin = [
-            self._begin(member, piece) for member, piece in both if self._gets_smaller(member.shape)
-        ]
+        matrices: list[_LowRank] = []
+        plain: list[Tensor] = []
+        for member, piece in zip(members, pieces, strict=True):
+            if self._gets_smaller(member.shape):
+                matrices.append(self._compute_p(member, piece))
+            else:
+                plain.append(piece)
         dtype = accumulation_dtype(flat.dtype)
-        sent = [*(matrix.p for matrix in thin), *(piece.to(dtype) for piece in plain)]
+        sent = [*(matrix.p for matrix in matrices), *(piece.to(dtype) for piece in plain)]
         means = _means(sent, group)  # [1]
-        for matrix, p in zip(thin, means[: len(thin)], strict=True):
-            matrix.p = (
-                torch.linalg.qr(p).Q if bool(p.isfinite().all()) else p
-            )  # LAPACK takes no NaN
-        for piece, mean in zip(plain, means[len(thin) :], strict=True):
+        for piece, mean in zip(plain, means[len(matrices) :], strict=True):
             piece.copy_(mean)
-        for matrix, q in zip(
-            thin, _means([matrix.whole.T @ matrix.p for matrix in thin], group), strict=True
-        ):  # [2]
+        for matrix, p in zip(matrices, means[: len(matrices)], strict=True):
+            # LAPACK refuses NaN. The result is not finite then, and the step is skipped.
+            matrix.p = torch.linalg.qr(p).Q if bool(p.isfinite().all()) else p
+        q_means = _means([matrix.m.T @ matrix.p for matrix in matrices], group)  # [2]
+        for matrix, q in zip(matrices, q_means, strict=True):
             matrix.q = q
-            self._end(matrix)  # [3]
+            self._write_result(matrix)  # [3]
         self.finite = self.finite and bool(flat.isfinite().all())
 
-    def _begin(self, member: BucketEntry, piece: Tensor) -> _LowRank:
-        arrives, dtype = piece.view(member.shape[0], -1), accumulation_dtype(piece.dtype)
-        waits, guess = self.memory.kept.get(member.name), self.guesses.kept.get(member.name)
-        whole = arrives.to(dtype, copy=True)
-        if waits is not None:
-            whole += waits.to(whole.device).view_as(whole)
+    def _compute_p(self, member: BucketEntry, piece: Tensor) -> _LowRank:
+        """Start the step of one matrix, with P = M Q."""
+        gradient = piece.view(member.shape[0], -1)
+        dtype = accumulation_dtype(piece.dtype)
+        m = gradient.to(dtype, copy=True)
+        residual = self.memory.saved.get(member.name)
+        if residual is not None:
+            m += residual.to(m.device).view_as(m)
+        guess = self.guesses.saved.get(member.name)
         if guess is None:
-            # From the name, so that it is the same on all ranks and in every run.
-            draws = torch.Generator().manual_seed(zlib.crc32(member.name.encode()))
-            guess = torch.randn(whole.shape[1], self.rank, generator=draws, dtype=torch.float64)
-        q = guess.to(whole.device, dtype)
-        return _LowRank(member.name, arrives, whole, whole @ q, q)
+            # The seed is the name, so that Q is the same on all ranks and in every run.
+            generator = torch.Generator().manual_seed(zlib.crc32(member.name.encode()))
+            guess = torch.randn(m.shape[1], self.rank, generator=generator, dtype=torch.float64)
+        q = guess.to(m.device, dtype)
+        return _LowRank(member.name, gradient, m, m @ q, q)
 
-    def _end(self, matrix: _LowRank) -> None:
-        found = matrix.p @ matrix.q.T
-        matrix.arrives.copy_(found)
-        self.memory.drafts[matrix.name] = (matrix.whole - matrix.arrives).flatten()
+    def _write_result(self, matrix: _LowRank) -> None:
+        """Write P Q^T into the bucket, and draft the residual."""
+        matrix.gradient.copy_(matrix.p @ matrix.q.T)
+        # The bucket may have a narrower dtype; the residual includes that rounding.
+        self.memory.drafts[matrix.name] = (matrix.m - matrix.gradient).flatten()
         self.guesses.drafts[matrix.name] = matrix.q
 
     def keep(self, names: Collection[str]) -> None:
@@ -111,21 +117,23 @@ class PowerSgd:
     def rank_state_dict(self) -> dict[str, Tensor]:
         return self.memory.rank_state_dict() | self.guesses.rank_state_dict()
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        self.memory.load(found)
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.memory.load(state)
+        # A guess of another rank does not fit: the run may resume with another `powersgd=R`.
         self.guesses.load(
-            {n: q for n, q in found.items() if q.dim() == 2 and q.shape[1] == self.rank}
+            {n: q for n, q in state.items() if q.dim() == 2 and q.shape[1] == self.rank}
         )
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        thin = [member for member in members if self._gets_smaller(member.shape)]
-        rows = sum(member.shape[0] for member in thin)
-        columns = sum(member.count // member.shape[0] for member in thin)
-        plain = sum(member.count for member in members) - sum(member.count for member in thin)
+        matrices = [member for member in members if self._gets_smaller(member.shape)]
+        rows = sum(member.shape[0] for member in matrices)
+        columns = sum(member.count // member.shape[0] for member in matrices)
+        plain = sum(member.count for member in members) - sum(member.count for member in matrices)
         counts = (self.rank * rows + plain, self.rank * columns)
         return sum(uncompressed_bytes(count, accumulation_dtype(dtype), ranks) for count in counts)
 
     def _gets_smaller(self, shape: torch.Size) -> bool:
+        """Return True if P and Q have fewer elements than a parameter of this shape."""
         if len(shape) < 2 or shape.numel() == 0:
             return False
         rows, columns = shape[0], shape.numel() // shape[0]
@@ -133,7 +141,7 @@ class PowerSgd:
 
 
 def _means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Means over ranks, sent as one. Collective, unless there are none."""
+    """Average tensors over ranks in one message. Collective, unless there are no tensors."""
     if not tensors:
         return []
     return apply_flattened(lambda flat: rank_order_mean(flat, group), tensors)

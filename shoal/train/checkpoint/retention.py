@@ -1,0 +1,100 @@
+"""Hints and pruning after a save: `latest`, `best`, and the checkpoints that stay.
+
+newest first    step-9   step-8   step-7   step-6   step-5
+keep=2          stays    corrupt  stays    pruned   stays: the best one
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shoal.platform.files import fsync_directory
+from shoal.train.checkpoint import manifest
+from shoal.train.checkpoint.durable_io import replace_durably
+from shoal.train.checkpoint.search import pointed_at, saved_names
+
+LEFTOVER_NAME = re.compile(r"(step-\d{8,}|latest|best)\.tmp")
+
+
+class Retention:
+    """Decides which checkpoints of a directory stay. Used by rank 0 only.
+
+    Args:
+        keep: number of the newest checkpoints that verify which stay; the best one stays too.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._known_problems: dict[str, list[str]] = {}
+        # The best checkpoint, while the hint file `best` does not name it yet.
+        self._unmarked_best: str | None = None
+
+    def clean_up(self, name: str, best: str | None) -> None:
+        """Do [7] and [8]. If the hint `best` cannot be written, the next call writes it."""
+        self._unmarked_best = best or self._unmarked_best
+        replace_durably(self._directory / "latest", name + "\n")
+        if self._unmarked_best in saved_names(self._directory):
+            replace_durably(self._directory / "best", f"{self._unmarked_best}\n")
+        self._unmarked_best = None
+        for name in self._expired():
+            remove(self._directory / f"{name}.tmp")
+            # First a rename: a kill while it is removed leaves a leftover by its name, and not a
+            # corrupt checkpoint.
+            os.rename(self._directory / name, self._directory / f"{name}.tmp")
+        fsync_directory(self._directory)
+        for entry in os.listdir(self._directory):
+            if LEFTOVER_NAME.fullmatch(entry):
+                remove(self._directory / entry)
+
+    def is_clean(self, name: str, best: str | None) -> bool:
+        """Return True if nothing of [7] and [8] remains to be done. Opens no checkpoint."""
+        marked = pointed_at(self._directory / "best")
+        best_is_right = marked == best or best not in saved_names(self._directory)
+        hints_are_right = (
+            pointed_at(self._directory / "latest") == name
+            and best_is_right
+            and self._unmarked_best is None
+        )
+        leftovers = [
+            entry for entry in os.listdir(self._directory) if LEFTOVER_NAME.fullmatch(entry)
+        ]
+        return (
+            hints_are_right
+            and not leftovers
+            and set(saved_names(self._directory)[self._keep :]) <= {marked}
+        )
+
+    def _expired(self) -> list[str]:
+        """Return names older than the newest `keep` checkpoints that verify, without the best."""
+        best = pointed_at(self._directory / "best")
+        good = 0
+        old = []
+        for name in saved_names(self._directory):
+            if good == self._keep:
+                old.append(name)
+            elif not self.problems(name):
+                good += 1
+        return [name for name in old if name != best]
+
+    def problems(self, name: str) -> list[str]:
+        """Return `manifest.problems`, for which each checkpoint is read only once."""
+        if name not in self._known_problems:
+            self.verify(name)
+        return self._known_problems[name]
+
+    def verify(self, name: str) -> list[str]:
+        """Read a checkpoint, also one that was read before, and return its problems."""
+        self._known_problems[name] = manifest.problems(self._directory / name)
+        return self._known_problems[name]
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a directory with its contents, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

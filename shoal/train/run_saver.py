@@ -1,0 +1,140 @@
+"""Checkpoints of one run as its loop sees them: saved at once or beside training, and the best one.
+
+save ──> written at once                      ──┐
+     └─> copied, then written by a thread ──> wait ──> saved_step, best; or a note
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.config.job import Job
+from shoal.errors import CheckpointError, CleanupFailed
+from shoal.train.checkpoint import AsyncSaver, Checkpoints
+
+State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
+"""(tensors, info, private), as `Run.state` returns them."""
+Report = Mapping[str, Any]
+
+
+class RunSaver:
+    """Saves a run, and turns a save that failed into a note, so that training goes on.
+
+    Args:
+        async_saver: writes beside training; None to write at once.
+        pause: context for time that is not training, by the name of what is done.
+        note: prints a sentence on rank 0.
+
+    Attributes:
+        in_flight: step of the save that goes on beside training; -1 if there is none.
+        saved_step: step of the last save that succeeded; -1 before.
+        best: report of the best evaluation so far. If the save of its checkpoint fails, it is the
+            one before again, because the best one must be one that can be loaded.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        async_saver: AsyncSaver | None,
+        pause: Callable[[str], AbstractContextManager[None]],
+        note: Callable[[str], None],
+    ) -> None:
+        self.in_flight = -1
+        self.saved_step = -1
+        self.best: Report | None = None
+        self._best_saved: Report | None = None
+        self.checkpoints = checkpoints
+        self._async_saver = async_saver
+        self._pause = pause
+        self._note = note
+
+    def resume(self, step: int, best: Report | None) -> None:
+        """Go on from a checkpoint, and finish a cleanup that a kill has prevented. Collective.
+
+        Raises:
+            CleanupFailed: on every rank; training may go on.
+        """
+        self.best = best
+        self._best_saved = best
+        self.checkpoints.complete(step, None if best is None else best["step"])
+
+    def save(self, step: int, state: State, is_best: bool, must_succeed: bool) -> None:
+        """Save the state of `step`. Collective; call it after `wait`.
+
+        Args:
+            must_succeed: save at once, and raise if it fails.
+
+        Raises:
+            CheckpointError: on every rank, if `must_succeed`.
+        """
+        tensors, info, private = state
+        if self._async_saver is not None and not must_succeed:
+            with self._pause("saving"):
+                self._async_saver.start(step, tensors, info, private, is_best)
+            self.in_flight = step
+            return
+        self._complete(
+            step,
+            lambda: self.checkpoints.save(step, tensors, info, private, is_best),
+            must_succeed,
+        )
+
+    def wait(self) -> None:
+        """Wait for the save that goes on beside training, and note how it ended. Collective."""
+        if self._async_saver is None or self.in_flight < 0:
+            return
+        step = self.in_flight
+        self.in_flight = -1
+        self._complete(step, self._async_saver.wait, must_succeed=False)
+
+    def _complete(self, step: int, action: Callable[[], object], must_succeed: bool) -> None:
+        """Run `action`, which ends a save.
+
+        `best` is still the one of the time when the save began: it changes only after `wait`.
+        """
+        try:
+            with self._pause("saving"):
+                action()
+        except CleanupFailed as error:
+            self._note(f"{error}; the next save, or the same command again, makes up for it")
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            self._note(f"{error}; training goes on")
+            self.best = self._best_saved
+            return
+        self.saved_step = step
+        self._best_saved = self.best
+
+    def close(self) -> None:
+        """End the thread. If training ends by an error, note how the save in flight has ended."""
+        error = None if self._async_saver is None else self._async_saver.close()
+        if isinstance(error, CheckpointError):
+            self._note(str(error))
+        elif error is not None:  # for example because another rank is gone
+            self._note(
+                f"the save of step {self.in_flight} did not end: {type(error).__name__}: {error}"
+            )
+
+
+def open_saver(
+    job: Job,
+    mesh: Mesh,
+    pause: Callable[[str], AbstractContextManager[None]],
+    note: Callable[[str], None],
+) -> RunSaver:
+    """Return the saver of a job's run directory. Collective."""
+    # A thread that saves needs a group of its own: its messages must not mix with training.
+    group = mesh.new_group() if job.checkpoint.asynchronous else None
+    checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
+    if not job.checkpoint.asynchronous:
+        return RunSaver(checkpoints, None, pause, note)
+    # All ranks of one stage hold the same full tensors, and each writes some of them.
+    ranks_per_stage = mesh.size // mesh.pipeline.size
+    return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note)
