@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "shoal").rglob("*.py"))
 SOURCES = sorted(
@@ -24,7 +22,7 @@ RIDDLES = re.compile(r"(What|Whether|Of|Who|Until)\b")
 LONGEST_LINE = 100
 
 
-def documented(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line number and text of every docstring, those below fields included."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -68,17 +66,21 @@ def test_only_the_public_face_and_the_errors_lie_at_the_root_of_the_package() ->
     ]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_line_is_longer_than_a_hundred_characters(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert [number for number, line in enumerate(lines, 1) if len(line) > LONGEST_LINE] == []
+def test_no_line_is_longer_than_a_hundred_characters() -> None:
+    too_long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > LONGEST_LINE
+    ]
+    assert too_long == []
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     riddles = [
-        line
-        for line, text in documented(ast.parse(path.read_text()))
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in PACKAGE
+        for line, text in docstrings(ast.parse(path.read_text()))
         if RIDDLES.match(text.strip())
     ]
     assert riddles == []

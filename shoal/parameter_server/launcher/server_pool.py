@@ -110,6 +110,7 @@ class ServerPool:
 
     Attributes:
         servers: pid -> settings of each server that is alive.
+        watcher: subscription to the coordinator, whose views say which servers to start.
     """
 
     def __init__(
@@ -134,14 +135,14 @@ class ServerPool:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._answers = 0
-        self._watcher = ClusterWatcher(
+        self.watcher = ClusterWatcher(
             FIRST_HOST_ID + secrets.randbelow(2**20),
             coordinator_address,
             job.transport,
             changed=self._start_missing,
             answered=self._on_answer,
         )
-        self._watcher.begin()
+        self.watcher.begin()
         threading.Thread(target=self._run, name="fleet", daemon=True).start()
         if coordinator is not None:
             probing = threading.Thread(
@@ -167,9 +168,9 @@ class ServerPool:
 
         The processes themselves end with the spawner.
         """
-        self._watcher.over.wait(limit_s)
+        self.watcher.over.wait(limit_s)
         self._closing.set()
-        self._watcher.close()
+        self.watcher.close()
         with self.spawner.changed:
             self.spawner.changed.notify_all()
         if self.coordinator is not None:
@@ -188,7 +189,7 @@ class ServerPool:
                 self.spawner.changed.wait_for(self._has_work)
                 dead = set(self.servers) - self.spawner.alive
             if self.coordinator is not None and self.coordinator.is_done:
-                self._watcher.over.set()
+                self.watcher.over.set()
             if self._is_over():
                 return
             if self.coordinator is not None and self._coordinator_exited():
@@ -196,7 +197,7 @@ class ServerPool:
             with self._lock:
                 for pid in dead:
                     self.servers.pop(pid, None)
-            for view in self._watcher.known():
+            for view in self.watcher.known():
                 self._start_missing(view)
 
     def _has_work(self) -> bool:
@@ -207,7 +208,7 @@ class ServerPool:
         )
 
     def _is_over(self) -> bool:
-        return self._closing.is_set() or self._watcher.over.is_set()
+        return self._closing.is_set() or self.watcher.over.is_set()
 
     def _coordinator_exited(self) -> bool:
         return self.coordinator is not None and self.coordinator.pid not in self.spawner.alive
@@ -229,7 +230,7 @@ class ServerPool:
             pid = coordinator.pid
             answers = self._answers
             silent_probes = silent_probes + 1 if is_silent else 0
-            self._watcher.post(Op.HEARTBEAT)
+            self.watcher.post(Op.HEARTBEAT)
             if silent_probes > _MAX_SILENT_PROBES and pid in self.spawner.alive:
                 os.kill(pid, signal.SIGKILL)
 

@@ -51,7 +51,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
 def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     """Connect each hostile client to every server, and those without a key to the coordinator."""
     views = [
-        fleet.views.wait_for_view(shard, 5, lambda view: view.primary is not None)
+        fleet.watcher.wait_for_view(shard, 5, lambda view: view.primary is not None)
         for shard in range(2)
     ]
     key, job = fleet.job.transport.key.secret, fleet.job.transport.job

@@ -28,7 +28,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
         count += 1
         if run.rank == 0 and count in LOSSES_AFTER:
             fleet = part.remote_optimizer.launcher.pools[0]
-            view = fleet.views.wait_for_view(
+            view = fleet.watcher.wait_for_view(
                 1, 20, lambda view: bool(view.backups) and view.primary not in killed
             )
             assert view is not None, f"shard 1 has no replica again after {killed}"
