@@ -94,13 +94,8 @@ def grow(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
 
 
 def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
-<<<<<<< HEAD
     """Report as a worker that one server's link is three times as fast as the other's."""
-    fleet.views.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
-=======
-    """As a worker does that has found one server's link three times as fast as the other's."""
     fleet.watcher.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
->>>>>>> w-e4
     with closing(AdminClient(directory)) as control:
         time.sleep(0.1)
         control._wait_for_migrations(lambda _: True)
