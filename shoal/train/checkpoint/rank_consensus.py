@@ -33,8 +33,8 @@ class RankConsensus:
     """Lets all ranks of a group know if each of them has succeeded.
 
     Args:
-        group: of all ranks; None for the default group. A thread beside training needs a group of
-            its own, because collectives of two threads in one group would be mixed up.
+        group: of all ranks; None for the default group. A thread in the background needs a
+            group of its own, because collectives of two threads in one group would be mixed up.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
