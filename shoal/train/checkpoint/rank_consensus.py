@@ -76,7 +76,7 @@ class RankConsensus:
         cause: Exception | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  (of any type: the other ranks wait for the result)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
             cause = error
         outcomes = self.all_gather_objects(
             {"result": result, "problem": cause and _describe(cause)}
@@ -96,7 +96,8 @@ class RankConsensus:
         Raises:
             CheckpointError: on every rank, if `action` raised.
         """
-        return self.on_every_rank(failure, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
+        results = self.on_every_rank(failure, lambda: action() if rank() == 0 else None)
+        return results[0]  # type: ignore[return-value]
 
 
 def _has_group() -> bool:
