@@ -120,8 +120,8 @@ def test_info_comes_back_with_its_keys_in_order(tmp_path: Path) -> None:
 
 def test_all_misuse_is_named_at_once(tmp_path: Path) -> None:
     info = {"lr": torch.tensor(0.1), "milestones": {30: "a"}, "$float": 1}
+    checkpoints = Checkpoints(tmp_path / "c")
     with pytest.raises(UsageError) as caught:
-        checkpoints = Checkpoints(tmp_path / "c")
         checkpoints.save(-1, {"rank0/x": torch.ones(1), "y": 3}, info)  # type: ignore[dict-item]
     for part in (
         "-1",
