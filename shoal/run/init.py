@@ -98,6 +98,7 @@ def init_with_place(
     `shoal train` and `shoal verify` use it: their settings are complete, and nothing may override
     them.
     """
+    # Settings are checked before ranks connect, so that a mistake ends all of them at once.
     if accumulate < 1:
         raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
     if step_in_backward:

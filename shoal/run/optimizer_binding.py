@@ -151,12 +151,14 @@ def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> N
 
 
 def _is_sharded(parameter: Tensor) -> bool:
+    """Return True if this rank holds only a part of a parameter."""
     return isinstance(parameter, DTensor) and not all(
         isinstance(axis, Replicate) for axis in parameter.placements
     )
 
 
 def _is_tensor_parallel(parameter: Tensor) -> bool:
+    """Return True if a parameter lies on a mesh with an axis `tensor`."""
     return isinstance(parameter, DTensor) and "tensor" in (
         parameter.device_mesh.mesh_dim_names or ()
     )
@@ -219,6 +221,7 @@ def load_optimizer_state(
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {_listed(unknown)}, which the model lacks."
         )
+    # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
     state = optimizer.state_dict()
     index = {
         id(p): i
@@ -246,6 +249,7 @@ def split_state_key(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, 
 def _join_parts(
     optimizer: Optimizer, parameter: Tensor | None, key: str, parts: dict[str, Tensor]
 ) -> Tensor:
+    # A plain tensor has one part, whose name is empty.
     if isinstance(optimizer, QuantizedOptimizer) and parameter is not None:
         return optimizer.unshard_state(parameter, key, parts)
     if "" not in parts:

@@ -223,7 +223,7 @@ def _merge_spans(
 
 
 def _gather_spans(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:
-    """Return the spans of all ranks on rank 0, and the rank's own elsewhere. Collective.
+    """Return the spans of all ranks on rank 0, and the rank's own on the others. Collective.
 
     They travel as compressed JSON: nothing is unpickled.
     """

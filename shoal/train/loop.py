@@ -113,8 +113,7 @@ class Training:
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
-        self.unlogged_samples = 0
-        self.logged_s = self.watch.seconds
+        self.unlogged_samples, self.logged_s = 0, self.watch.seconds
 
     def _state_layout(self) -> Callable[[str], Tensor | None]:
         """Return a function from a name in a checkpoint to this rank's tensor like it, or None."""
@@ -158,6 +157,7 @@ class Training:
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
+        # A stop saves here: the evaluation belongs to this step, and is not made again.
         if ended or stopping or best or due:
             self._save(best, must_succeed=ended)
         if stopping and not ended:
@@ -176,7 +176,7 @@ class Training:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
         if self.ema is not None:
-            self.run.wait()
+            self.run.wait()  # the average reads the new weights
             self.ema.update()
         self.step += 1
         assert self.run.totals is not None
@@ -314,8 +314,8 @@ class Training:
             # The save after the evaluation may have failed: then this is the second try.
             self._save(self._is_best(), must_succeed=True)
         self.run.end_trace()
-        text = f"stopped at step {self.step}, and saved; the same command goes on from there"
-        self.log.note(text)
+        note = f"stopped at step {self.step}, and saved; the same command goes on from there"
+        self.log.note(note)
         raise SystemExit(EXIT_RESTART)
 
     @contextmanager

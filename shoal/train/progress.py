@@ -70,7 +70,7 @@ class Progress:
             self._redraw()
 
     def show(self, record: Record) -> None:
-        """Show the newest results of training, beside the bar or as a line.
+        """Show the newest results of training, next to the bar or as a line.
 
         Lines are printed at most once a second. In a longer run the interval is 1 % of the time so
         far, and at most a minute.
@@ -127,7 +127,7 @@ class Progress:
                 self._live.update(self._bar(self._live.console.width), refresh=True)
 
     def _bar(self, width: int) -> RenderableType:
-        """Return the epoch as a bar, with as many words beside it as fit into `width` columns."""
+        """Return the epoch as a bar, with as many words next to it as fit into `width` columns."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

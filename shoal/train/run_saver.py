@@ -1,4 +1,4 @@
-"""Checkpoints of one run as its loop sees them: saved at once or beside training, and the best one.
+"""Checkpoints of one run for its loop: saved at once or in the background, and the best one.
 
 save ──> written at once                      ──┐
      └─> copied, then written by a thread ──> wait ──> saved_step, best; or a note
@@ -27,12 +27,12 @@ class RunSaver:
     """Saves a run, and turns a save that failed into a note, so that training goes on.
 
     Args:
-        async_saver: writes beside training; None to write at once.
+        async_saver: writes in the background; None to write at once.
         pause: context for time that is not training, by the name of what is done.
         note: prints a sentence on rank 0.
 
     Attributes:
-        in_flight: step of the save that goes on beside training; -1 if there is none.
+        in_flight: step of the save in the background; -1 if there is none.
         saved_step: step of the last save that succeeded; -1 before.
         best: report of the best evaluation so far. If the save of its checkpoint fails, it is the
             one before again, because the best one must be one that can be loaded.
@@ -86,7 +86,7 @@ class RunSaver:
         )
 
     def wait(self) -> None:
-        """Wait for the save that goes on beside training, and note how it ended. Collective."""
+        """Wait for the save in the background, and note how it ended. Collective."""
         if self._async_saver is None or self.in_flight < 0:
             return
         step = self.in_flight

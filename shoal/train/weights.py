@@ -40,7 +40,8 @@ def _load_safetensors(model: nn.Module, path: Path, name: str) -> list[str]:
     state = model.state_dict()
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in names}
             _check_match(state, shapes, path, name)
             # The file is mapped: `get_tensor` reads nothing yet.
             dtypes = {key: file.get_tensor(key).dtype for key in shapes}

@@ -51,7 +51,8 @@ def die_at(point: int) -> Callable[[], int]:
     def half(file: Any, data: Any) -> int:
         return io.FileIO.write(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
 
-    durable_io.HashedFile.write = deadly(durable_io.HashedFile.write, first=half)  # type: ignore[method-assign]
+    write = deadly(durable_io.HashedFile.write, first=half)
+    durable_io.HashedFile.write = write  # type: ignore[method-assign]
     return lambda: calls
 
 

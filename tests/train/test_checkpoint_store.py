@@ -120,8 +120,9 @@ def test_info_comes_back_with_its_keys_in_order(tmp_path: Path) -> None:
 
 def test_all_misuse_is_named_at_once(tmp_path: Path) -> None:
     info = {"lr": torch.tensor(0.1), "milestones": {30: "a"}, "$float": 1}
+    checkpoints = Checkpoints(tmp_path / "c")
     with pytest.raises(UsageError) as caught:
-        Checkpoints(tmp_path / "c").save(-1, {"rank0/x": torch.ones(1), "y": 3}, info)  # type: ignore[dict-item]
+        checkpoints.save(-1, {"rank0/x": torch.ones(1), "y": 3}, info)  # type: ignore[dict-item]
     for part in (
         "-1",
         "info['lr']: a Tensor",

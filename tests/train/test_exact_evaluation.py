@@ -46,7 +46,8 @@ def evaluates_images() -> list[Report]:
     count.
     """
     run, model, task = shoal.init(announce=str), cnn(), Task("classification", 10)
-    model.stages[0][0].norm1.running_mean.fill_(0.01 * (run.rank + 1))  # type: ignore[index, union-attr]
+    norm = model.stages[0][0].norm1  # type: ignore[index, union-attr]
+    norm.running_mean.fill_(0.01 * (run.rank + 1))
     loaders = [DataLoader(images(samples), batch_size=200) for samples in SAMPLES]
     return [task.report(run.evaluate(task.measures, model, loader)) for loader in loaders]
 

@@ -34,8 +34,8 @@ class RankConsensus:
     """Lets all ranks of a group know if each of them has succeeded.
 
     Args:
-        group: of all ranks; None for the default group. A thread beside training needs a group of
-            its own, because collectives of two threads in one group would be mixed up.
+        group: of all ranks; None for the default group. A thread in the background needs a
+            group of its own, because collectives of two threads in one group would be mixed up.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -68,7 +68,7 @@ class RankConsensus:
         cause: Exception | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  (of any type: the other ranks wait for the result)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
             cause = error
         outcomes = self.all_gather_objects(
             {"result": result, "problem": cause and _describe(cause)}
@@ -88,7 +88,8 @@ class RankConsensus:
         Raises:
             CheckpointError: on every rank, if `action` raised.
         """
-        return self.on_every_rank(failure, lambda: action() if rank() == 0 else None)[0]  # type: ignore[return-value]
+        results = self.on_every_rank(failure, lambda: action() if rank() == 0 else None)
+        return results[0]  # type: ignore[return-value]
 
 
 def _has_group() -> bool:

@@ -131,7 +131,7 @@ def _allocated(entry: TensorStorageMetadata, like: Tensor | None) -> Tensor:
 def _dcp_errors(dcp_rank: int) -> Generator[None, None, None]:
     """Turn this rank's failure in DCP into a CheckpointError. Ignore failures of other ranks.
 
-    Others raise theirs themselves. Ctrl-C stays a KeyboardInterrupt.
+    Other ranks raise their own failures. Ctrl-C stays a KeyboardInterrupt.
 
     Args:
         dcp_rank: the number that DCP gives to this rank.
