@@ -21,7 +21,7 @@ Value = tuple[float, float, float]
 UNREACHED: Value = (float("inf"), float("inf"), float("inf"))
 
 
-class _Problem(NamedTuple):
+class _BalanceProblem(NamedTuple):
     """The input of the dynamic programming.
 
     Attributes:
@@ -64,7 +64,9 @@ def balanced(
     for cost in costs:
         prefix.append(prefix[-1] + cost)
     boundaries = [0, *places, len(costs)]
-    problem = _Problem(prefix, crossing, separations or [0] * len(crossing), boundaries, num_stages)
+    problem = _BalanceProblem(
+        prefix, crossing, separations or [0] * len(crossing), boundaries, num_stages
+    )
     unsent = problem._replace(crossing=[0.0] * len(crossing))
     shortest = _partition(unsent, float("inf"), minimize_longest=True)
     longest = max(
@@ -74,7 +76,7 @@ def balanced(
     return _partition(problem, longest * SLACK + 1e-30, minimize_longest=False)
 
 
-def _partition(problem: _Problem, limit: float, minimize_longest: bool) -> list[int]:
+def _partition(problem: _BalanceProblem, limit: float, minimize_longest: bool) -> list[int]:
     """Return the first steps of stages 1, 2, ... of the best partition.
 
     Minimise, in this order: (1) separations; (2) the cost of the longest stage, or else the amount
@@ -100,7 +102,7 @@ def _partition(problem: _Problem, limit: float, minimize_longest: bool) -> list[
 
 
 def _best_last_stage(
-    problem: _Problem,
+    problem: _BalanceProblem,
     before: Sequence[Value],
     stage: int,
     right: int,

@@ -59,7 +59,7 @@ fifth of the time.
 """
 
 
-class _Partition(NamedTuple):
+class _StagedModel(NamedTuple):
     """A model divided into stages, the same on all ranks.
 
     Attributes: stages: all stages, of all ranks.
@@ -123,7 +123,7 @@ class Pipeline(PipelineOptions, Strategy):
                 "positional inputs are called."
             )
 
-    def _partition(self, model: LocalModel, mesh: Mesh) -> _Partition:
+    def _partition(self, model: LocalModel, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""
         assert model.example_inputs is not None
         module = model.module
@@ -141,7 +141,7 @@ class Pipeline(PipelineOptions, Strategy):
         request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
         stage_plan = plan(mesh, module, graph, request, sample)
         full = full_model(module, graph, stage_plan.stage_starts)
-        return _Partition(
+        return _StagedModel(
             schedule, graph, stage_plan, full, stages(module, *full.graphs, full.begins)
         )
 
@@ -153,7 +153,7 @@ class Pipeline(PipelineOptions, Strategy):
 
 
 def _keep_local_stages(
-    model: LocalModel, mesh: Mesh, partition: _Partition, summary: Iterable[str]
+    model: LocalModel, mesh: Mesh, partition: _StagedModel, summary: Iterable[str]
 ) -> LocalModel:
     """Return the stages of this rank as its local model; free the tensors of all other stages."""
     module = model.module
@@ -202,7 +202,7 @@ def _keep_local_stages(
 
 
 def _collect_local(
-    module: nn.Module, partition: _Partition, local_stages: Mapping[int, Stage], rank: int
+    module: nn.Module, partition: _StagedModel, local_stages: Mapping[int, Stage], rank: int
 ) -> StageModule:
     """Return what the stages of this rank use. The rank of stage 0 also holds what no stage uses,
     so that checkpoints are complete.
@@ -233,7 +233,7 @@ def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
 
 
 def _tied_params(
-    trainable: Mapping[str, nn.Parameter], partition: _Partition
+    trainable: Mapping[str, nn.Parameter], partition: _StagedModel
 ) -> dict[str, list[int]]:
     """Return the trainable parameters that stages of several ranks use, with these ranks."""
     rank_of = partition.rank_of()
@@ -247,7 +247,7 @@ def _tied_params(
     return {name: ranks for name, ranks in ranks_by_name.items() if len(ranks) > 1}
 
 
-def _check_mutated_buffers(module: nn.Module, partition: _Partition) -> None:
+def _check_mutated_buffers(module: nn.Module, partition: _StagedModel) -> None:
     """Raise StrategyRefused if several ranks call a module that writes into its buffers.
 
     A buffer that nobody writes into, such as a mask or a table of sines, may have copies.

@@ -32,8 +32,8 @@ PERIOD = 1024
 longer than the sample itself.
 """
 TOLERANCE = 1e-3
-"""Of a gradient's norm, or of the largest output: inference may use other kernels. Another path
-through the code gives quite other numbers."""
+"""Relative to a gradient's norm, or to the largest output: inference may use other
+kernels. Another path through the code gives quite other numbers."""
 GradientSums = dict[str, tuple[float, float]]
 """Parameter name -> norm of its gradient, product with the fixed vector."""
 
