@@ -1,10 +1,9 @@
-"""Which share a batch came with, so that a loop may fetch the next batches before it computes on
-this one.
+"""Find the shard that a batch came with, though a loop may have fetched later batches already.
 
-      loader   yields batch 1 (share 1), batch 2 (share 2), ...     each share by the tensors of its batch
-      loop     computes on batch 1                                  share 1, though share 2 was yielded last
+    loader   yields batch 1 (shard 1), batch 2 (shard 2), ...     key: the tensors of a batch
+    loop     computes on batch 1                                  shard 1, though 2 was yielded last
 
-A tensor is known as itself, as a view of itself, and after `Run.move`; never by its values.
+A tensor is found by identity, as the base of a view, and after `Run.move`; never by its values.
 """
 
 from __future__ import annotations

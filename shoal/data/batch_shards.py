@@ -1,8 +1,8 @@
-"""Which samples of a global batch are mine.
+"""Divide each global batch among the ranks.
 
-      order of epoch 3   17 4 90 2 | 55 8 13 71 | 6 29           10 samples, global batches of 4
-      rank 0 of 2        17 4      | 55 8       | 6              contiguous, nearly equal; the first ranks take
-      rank 1 of 2             90 2 |      13 71 |   29           what does not divide
+      order of epoch 3   17 4 90 2 | 55 8 13 71 | 6 29       10 samples, global batches of 4
+      rank 0 of 2        17 4      | 55 8       | 6          contiguous and nearly equal; the first
+      rank 1 of 2             90 2 |      13 71 |   29       ranks take the remainder
 
 The order is a function of (seed, epoch) alone, so the samples of step t are the same for every
 number of ranks."""
