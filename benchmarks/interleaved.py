@@ -1,11 +1,10 @@
-"""Candidates that live in the same processes and take turns, in an order that is drawn anew in
-every round.
+"""Candidates that live in the same processes and run in turn, in a new random order each round.
 
     round 1   ours │ by hand        ratio of these two
-    round 2   by hand │ ours        ratio of these two          the median of the ratios is the finding
+    round 2   by hand │ ours        ratio of these two      the result is the median of the ratios
 
-What the machine does besides changes from minute to minute; within a round it is nearly the same
-for all."""
+The load of the machine changes from minute to minute. Within a round it is nearly the same for all
+candidates."""
 
 from __future__ import annotations
 
@@ -56,5 +55,5 @@ def compared(ours: Sequence[float], yardstick: Sequence[float]) -> list[str]:
 
 
 def head(what: str, yardstick: str, rounds: int) -> list[str]:
-    """What stands over these cells, and over a first one that says what was compared."""
+    """Return the column headings; the first is for the name of the comparison."""
     return [what, f"{yardstick} by hand", "Shoal", f"ratio: median of {rounds} rounds (quartiles)"]

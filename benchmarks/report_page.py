@@ -18,11 +18,12 @@ OURS, YARDSTICK, OTHERS = "#d1495b", "#3d405b", "#a3a9b5"
 
 
 def circumstances(packages: Sequence[str]) -> dict[str, str]:
-    """Where and with what a measurement is about to be made."""
+    """Return date, machine, load and versions, taken just before a measurement."""
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    kernel = f"{platform.system()} {platform.release()}"
     return {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()} {platform.release()}",
+        "machine": f"{os.cpu_count()} cores of {_processor()}, {kernel}",
         "load": f"{os.getloadavg()[0]:.1f}",
         "versions": f"Python {platform.python_version()}, {versions}",
     }
@@ -30,11 +31,14 @@ def circumstances(packages: Sequence[str]) -> dict[str, str]:
 
 def told(facts: Mapping[str, str]) -> str:
     """The circumstances as a sentence for the page."""
-    return f"{facts['date']}, {facts['machine']}, load average {facts['load']} beforehand; {facts['versions']}."
+    return (
+        f"{facts['date']}, {facts['machine']}, load average {facts['load']} beforehand; "
+        f"{facts['versions']}."
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

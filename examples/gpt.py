@@ -1,15 +1,15 @@
-"""A small GPT on the source text of Python's standard library: one script, cut in any way, the same
-losses.
+"""A small GPT on the source text of Python's standard library: one script, divided in any way, with
+the same losses.
 
-    python examples/gpt.py                                                       one process
-    shoal launch -n 2 --strategy ddp examples/gpt.py                             the batch is shared out
-    shoal launch -n 2 --strategy zero3 examples/gpt.py                           and all that is stepped
-    shoal launch -n 2 --strategy tensor=2 examples/gpt.py                        layers are cut in slices
-    shoal launch -n 2 --strategy pipeline=2 examples/gpt.py                      the model is cut in stages
-    shoal launch -n 8 --strategy tensor=2,pipeline=2,zero1 examples/gpt.py       all of it at once
+    python examples/gpt.py                                               one process
+    shoal launch -n 2 --strategy ddp examples/gpt.py                     batch over ranks
+    shoal launch -n 2 --strategy zero3 examples/gpt.py                   and parameters, too
+    shoal launch -n 2 --strategy tensor=2 examples/gpt.py                each layer over ranks
+    shoal launch -n 2 --strategy pipeline=2 examples/gpt.py              layers in stages
+    shoal launch -n 8 --strategy tensor=2,pipeline=2,zero1 examples/gpt.py   all at once
 
-What the model is cut into, the head of each run says. In float64 the losses agree in every digit
-that is shown."""
+The first lines of each run show how the model is divided. In float64 the losses agree in every
+printed digit."""
 
 import torch
 import torch.nn.functional as F

@@ -9,12 +9,12 @@
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── TrainingDiverged     numbers that are no longer finite, and that further steps do not mend
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
-    │   └── TidyingFailed    one that was saved; `latest`, `best` or what is superfluous is not as it should be
-    ├── RecordError          a record that cannot be replayed: it has a gap, or was made by another program
+    │   └── TidyingFailed    saved, but `latest`, `best` or the removal of old ones failed
+    ├── RecordError          a record that cannot be replayed: a gap, or another program
     ├── ServerLost           a parameter server is gone, and nobody holds what it held
     ├── CollectiveFailed     ranks that do not make the same calls, or one that did not come in time
     │   └── PeerLost         a rank that has died or given up while others wait for it
-    └── WireError            a peer on a socket that is not to be believed: wrong key, damaged or repeated frame
+    └── WireError            an untrusted peer: wrong key, damaged or repeated frame
         └── ConnectionLost   a peer on a socket that has gone
 
 A message states the fact, the values and the cure. `assert` is kept for our own bugs.

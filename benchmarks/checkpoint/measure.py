@@ -1,7 +1,7 @@
-"""How long training stands still for a save, in one interleaved run on 2 ranks; then `memory`, what
-an export needs. Run it by `make bench-checkpoint`.
+"""Measure how long a save stops training, in one interleaved run on 2 ranks; then the memory of an
+export, by `memory`. Run it by `make bench-checkpoint`.
 
-    round    torch.save │ Shoal, waiting │ Shoal, beside training: copy ─ steps while the thread writes ─ wait
+    round    torch.save │ Shoal, waiting │ Shoal, overlapped: copy ─ steps, a thread writes ─ wait
 
 Each saves the same state, a GPT and its AdamW moments under ddp, to a fresh directory on the same
 disk, and fsyncs it."""

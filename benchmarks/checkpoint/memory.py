@@ -1,7 +1,7 @@
-"""What `shoal export` and `model.weights` need in memory, each in a fresh process; `measure` calls
-it.
+"""Measure the memory of `shoal export` and of `model.weights`, each in a fresh process. `measure`
+calls this module.
 
-    shoal train (2 ranks, 1 step) ─> shoal.train.weight_export.export ─> shoal.train.weights.load_weights
+    shoal train (2 ranks, 1 step) ─> train.weight_export.export ─> train.weights.load_weights
 
 The peak is VmHWM of /proc/self/status, less what the process held before the call.
 """
@@ -53,7 +53,7 @@ def _of_run(run: Path, strategy: str) -> dict[str, int]:
 
 
 def _python(*words: str) -> str:
-    """What a fresh process prints."""
+    """Return the text that a fresh process prints."""
     return subprocess.run(
         [sys.executable, "-m", *words], check=True, stdout=subprocess.PIPE, text=True
     ).stdout

@@ -67,7 +67,8 @@ def _memory(found: Mapping[str, Mapping[str, int]]) -> str:
         ]
     )
     rows.append(["the same, with the pages of the file that it maps", *_tensors(of, "load")])
-    sizes = f"largest tensor {of['largest tensor'] / 2**20:.0f} MiB, model {of['model'] / 2**20:.0f} MiB"
+    largest_mib = of["largest tensor"] / 2**20
+    sizes = f"largest tensor {largest_mib:.0f} MiB, model {of['model'] / 2**20:.0f} MiB"
     return table(
         [f"peak above what the process held before; {sizes}", "MiB", "largest tensors"], rows
     )

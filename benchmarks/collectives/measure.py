@@ -1,8 +1,8 @@
 """Measures all candidates in turns, in the same processes, and writes result.json. Run it by `make
 bench-collectives`.
 
-    64 KB, round 1   Gloo  shoal  memcpy  Open MPI  by hand        so many calls each, a barrier before each;
-    64 KB, round 2   shoal  by hand  Gloo  memcpy  Open MPI        the order is drawn anew in every round
+    64 KB, round 1   Gloo  shoal  memcpy  Open MPI  by hand     equal numbers of calls, a barrier
+    64 KB, round 2   shoal  by hand  Gloo  memcpy  Open MPI     before each; a new order each round
 
 Called without arguments it starts itself under mpirun, or as plain processes where there is none,
 for every number of

@@ -31,5 +31,6 @@ def shoal(arguments: list[str], environment: dict[str, str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LaunchError(
-            f"`shoal {' '.join(arguments)}` ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            f"`shoal {' '.join(arguments)}` ended with {done.returncode}:\n"
+            f"{done.stdout}{done.stderr}"
         )

@@ -43,9 +43,9 @@ from shoal.parameter_server.worker.client import connect_to_servers
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
 
-from .cast import answer, await_end
 from .closed_form import FORWARD
-from .network import address
+from .namespaces import address
+from .worker_pool import answer, await_end
 
 LIMIT = timedelta(seconds=120)
 RENDEZVOUS_PORT = 29500

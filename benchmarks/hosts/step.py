@@ -11,8 +11,8 @@ from pathlib import Path
 from shoal.parameter_server.transport.key import new_key_file
 
 from . import exchange
-from .cast import Cast
 from .exchange import Work
+from .worker_pool import WorkerPool
 
 LIMIT_S = 240.0
 
@@ -22,35 +22,35 @@ def by_servers(work: Work, workers: int, servers: int, first_host: int) -> dict[
 
     Args: first_host: of the servers; workers are on hosts 1 to `workers`.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, WorkerPool() as pool:
         job = exchange.new_job(work, new_key_file(Path(folder)), workers, servers)
-        arbiter = cast.hear(cast.start(1, exchange.judge, job, 1), LIMIT_S)
+        arbiter = pool.receive(pool.start(1, exchange.judge, job, 1), LIMIT_S)
         for shard in range(servers):
             host = first_host + shard
-            cast.start(host, exchange.server, job, shard, arbiter, host)
-        actors = [
-            cast.start(rank + 1, exchange.worker, work, job, arbiter, rank)
+            pool.start(host, exchange.server, job, shard, arbiter, host)
+        processes = [
+            pool.start(rank + 1, exchange.worker, work, job, arbiter, rank)
             for rank in range(workers)
         ]
-        return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
+        return _slowest([pool.receive(process, LIMIT_S) for process in processes])
 
 
 def by_all_reduce(work: Work, by: str, workers: int, ranks_per_host: int = 1) -> dict[str, float]:
     """The same without servers. Args: by: what reduces; see `exchange.reduced`."""
-    with Cast() as cast:
+    with WorkerPool() as pool:
         hosts = [rank // ranks_per_host + 1 for rank in range(workers)]
-        actors = [
-            cast.start(host, exchange.reduced, work, workers, rank, by)
+        processes = [
+            pool.start(host, exchange.reduced, work, workers, rank, by)
             for rank, host in enumerate(hosts)
         ]
-        return _slowest([cast.hear(actor, LIMIT_S) for actor in actors])
+        return _slowest([pool.receive(process, LIMIT_S) for process in processes])
 
 
 def link(size_bytes: int) -> float:
     """Bytes a second that one link carries, between hosts 1 and 2."""
-    with Cast() as cast:
-        actors = [cast.start(rank + 1, exchange.link, size_bytes, rank) for rank in (0, 1)]
-        answers = [cast.hear(actor, LIMIT_S) for actor in actors]
+    with WorkerPool() as pool:
+        processes = [pool.start(rank + 1, exchange.link, size_bytes, rank) for rank in (0, 1)]
+        answers = [pool.receive(process, LIMIT_S) for process in processes]
     return float(answers[0]["bytes_per_s"])
 
 

@@ -1,11 +1,11 @@
 """Seconds from the command to the first all-reduce and to the first step on all ranks. Run it by
 `make bench-launch`.
 
-    round 1   1 rank: mpirun  shoal  torchrun  accelerate    2 ranks: torchrun  mpirun ...    the order is drawn anew
-    round 2   ...             each once with reduce.py, once with step.py
+    round 1   1 rank: mpirun  shoal  torchrun  accelerate    2 ranks: torchrun  mpirun ...
+    round 2   ...             each once with reduce.py, once with step.py, in a new order
 
-One command runs at a time. The first round is not counted: it brings files into memory, for all
-alike."""
+One command runs at a time. The first round is not counted: it loads files into the page cache, for
+all launchers alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """About how many bytes a step holds beside the states: a rough formula, from the shapes of the GPT
 alone.
 
-    block       64 for each number of the stream, in float32: 34 in 16 bits (Korthikanti et al., 2022), without its two
-                masks of dropout; attention keeps no matrix of scores
+    block       64 for each value of the stream, in float32: 34 in 16 bits (Korthikanti et al.,
+                2022), without its two masks of dropout; attention keeps no matrix of scores
     recomputed  4, its input; and all of one block at a time
     end         the last norm's input and output, the logits and their logarithms
     zero1, 2    the whole model gathered, and one unit's gradients

@@ -3,8 +3,8 @@ bench-memory`.
 
 A GPT takes four steps in float32 on Gloo; counted in the last, for the rank that holds most:
 
-    states   parameters, gradients and optimizer states; gradients after the backward pass or, where it frees them, the
-             most that there were at once
+    states   parameters, gradients and optimizer states; gradients after the backward pass or,
+             where it frees them, the most that there were at once
     beside   the most at once of all else: activations, gathered units, what operations need
     peak     the most at once of everything; of what is offloaded, on the device
 """

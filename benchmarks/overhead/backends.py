@@ -2,10 +2,10 @@
 turns. Writes backends.json. Run it by `make bench-overhead`.
 
       world over Gloo     by hand over Gloo │ Shoal over Gloo
-      world over shoal    by hand over Gloo │ Shoal over shoal │ by hand over shoal       ratios are formed in a round
+      world over shoal    by hand over Gloo │ Shoal over shoal │ by hand over shoal
 
-A process has one world, so these are two runs; each has the hand-written step over Gloo among its
-candidates."""
+Ratios are formed within a round. A process has one world, so these are two runs; each has the
+hand-written step over Gloo among its candidates."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measures all candidates in turns, in the same two processes, and writes result.json. Run it by
 `make bench-overhead`.
 
-    round 1   Shoal  Fabric  hand-written  Accelerate  Trainer         one epoch each; a barrier before each; the order
-    round 2   hand-written  Accelerate  Shoal  Fabric  Trainer  ...    is drawn anew in every round
+    round 1   Shoal  Fabric  hand-written  Accelerate  Trainer         one epoch each, a barrier
+    round 2   hand-written  Accelerate  Shoal  Fabric  Trainer  ...    before each; a new order
 
 Whatever slows the machine down for longer than a round slows all of them down, so it is the ratios
 within a round that are believed. Lightning's Trainer owns its loop: the others run between two of

@@ -17,7 +17,8 @@ BY_HAND = "by hand over Gloo"
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     tasks = {name: spreads(task) for name, task in result["tasks"].items()}
-    text = f"{_rows(result['tasks'], tasks)}\n\n{_same_work(result)}\n\n{told(result['circumstances'])}"
+    rows = _rows(result["tasks"], tasks)
+    text = f"{rows}\n\n{_same_work(result)}\n\n{told(result['circumstances'])}"
     if (backends := HERE / "backends.json").exists():
         text += f"\n\n{over_backends(json.loads(backends.read_text()))}"
     fill(HERE / "README.md", text)

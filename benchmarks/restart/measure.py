@@ -1,7 +1,7 @@
 """Seconds from a SIGKILL, and from `shoal scale`, to the next step that is done. Run it by `make
 bench-restart`.
 
-    shoal train digits -n 4      a rank is killed  ── goes on ──  scale 3 ── goes on ── scale 4 ── ...
+    shoal train digits -n 4      a rank is killed  ── steps ──  scale 3 ── steps ── scale 4 ── ...
 
 Which rank is killed, and when, follows from a seed. A step is done when its line is in
 metrics.jsonl."""

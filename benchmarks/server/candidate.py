@@ -1,7 +1,8 @@
-"""What the driver asks of a candidate, and the work that all of them do.
+"""The interface of a candidate to the driver, and the work that all candidates do.
 
+    one round:
     gradients[0] --push--> ┌ server 0: first share  ┐ --pull--> worker 0 holds the sum
-    gradients[1] --push--> └ server 1: second share ┘ --pull--> worker 1 holds the sum       one round
+    gradients[1] --push--> └ server 1: second share ┘ --pull--> worker 1 holds the sum
 
 An echo bounds what a server can do: it sends each worker its own gradient back, sums nothing and
 waits for nobody."""
@@ -44,7 +45,7 @@ class Candidate(Protocol):
         """
 
     def prepare(self, gradients: Sequence[Tensor]) -> None:
-        """From now on worker i pushes gradients[i] (float32, one dimension, in shared memory).
+        """Let worker i push gradients[i] (float32, one dimension, in shared memory) from now on.
         Not timed.
         """
 
@@ -56,9 +57,9 @@ class Candidate(Protocol):
             WrongResult: some number is another one.
         """
 
-    def turn(self, rounds: int) -> float:
-        """Do that many rounds without a pause; seconds from the first worker's start to the
-        last worker's end.
+    def run_rounds(self, rounds: int) -> float:
+        """Do that many rounds without a pause. Return the seconds from the first worker's start
+        to the last worker's end.
         """
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ class Candidate(Protocol):
 
 
 def gradient(worker: int, floats: int) -> Tensor:
-    """What a worker pushes: small whole numbers, so that every order of summing gives the same sum.
+    """Return a worker's gradient: small integers, so every order of summing gives the same sum.
 
     Returns:
         (worker + 1) * (0, 1, ... 999, 0, 1, ...), float32, in shared memory.

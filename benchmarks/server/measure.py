@@ -1,8 +1,8 @@
 """Measures all candidates in turns, on one machine, and writes result.json. Run it by `make
 bench-server`.
 
-    (2 workers, 1 server), 16 MiB     round 1   TCP echo  Ray  Gloo  ...     a turn each, of one or more rounds of
-                                      round 2   Gloo  TCP echo  Ray  ...     push and pull; the order is drawn anew
+    (2 workers, 1 server), 16 MiB     round 1   TCP echo  Ray  Gloo  ...     one or more pushes and
+                                      round 2   Gloo  TCP echo  Ray  ...     pulls each; a new order
                                       ...
 
 Every candidate's processes are there all the time and wait for their turn. Whatever slows the
@@ -113,14 +113,14 @@ def measure(
     for candidate in running.values():
         candidate.prepare(gradients)
         candidate.check()
-        candidate.turn(rounds)  # does not count
+        candidate.run_rounds(rounds)  # does not count
     ready_s = time.monotonic()
     times_s: dict[str, list[float]] = {name: [] for name in running}
     for turns in range(MOST):
         if turns >= FEWEST and time.monotonic() - ready_s > cell_s:
             break
         for name in chance.sample(list(running), len(running)):
-            times_s[name].append(running[name].turn(rounds) / rounds)
+            times_s[name].append(running[name].run_rounds(rounds) / rounds)
     print(
         f"{workers} workers, {mib} MiB: {ready_s - begun_s:.1f} s to get ready, "
         f"{time.monotonic() - ready_s:.1f} s"

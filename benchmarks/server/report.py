@@ -96,10 +96,10 @@ def absent(missing: dict[str, dict[str, str]]) -> str:
     for crew, names in missing.items():
         for name, why in names.items():
             reasons.setdefault((name, why), []).append(told_crew(crew))
-    lines = [
-        f"- {name} is missing {'everywhere' if len(crews) == len(missing) else 'with ' + '; '.join(crews)}: {why}."
-        for (name, why), crews in reasons.items()
-    ]
+    lines = []
+    for (name, why), crews in reasons.items():
+        extent = "everywhere" if len(crews) == len(missing) else f"with {'; '.join(crews)}"
+        lines.append(f"- {name} is missing {extent}: {why}.")
     return "\n".join(lines)
 
 
@@ -117,7 +117,7 @@ def _rate(cell: Cell, name: str) -> str:
 
 
 def _ratio(times_s: dict[str, list[float]], slower: str, faster: str) -> str:
-    """How many times longer `slower` took than `faster` did in the same round."""
+    """Return the ratio of the times of `slower` and `faster`, round by round."""
     if slower not in times_s or faster not in times_s:
         return "-"
     low, middle, high = _spread(

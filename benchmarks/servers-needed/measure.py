@@ -2,7 +2,7 @@
 same links. Needs Linux and root. Run it by `make bench-servers-needed`.
 
     round    a link by itself │ every cell once, in an order that chance makes
-    cell     hosts' processes start ── one step ── barrier ── steps, timed ── weights checked ── they end
+    cell     start processes ── one step ── barrier ── timed steps ── check weights ── end them
 """
 
 from __future__ import annotations

@@ -108,8 +108,10 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
         "greatest",
     ]
     busiest = max(plain, key=lambda point: point.busy)
+    median_busy = median(point.busy for point in plain)
     return (
-        f"{table(head, rows)}\n\nThe cores were busy for {100 * median(p.busy for p in plain):.0f} % of the time in "
+        f"{table(head, rows)}\n\n"
+        f"The cores were busy for {100 * median_busy:.0f} % of the time in "
         f"the median cell, for {100 * busiest.busy:.0f} % in the busiest ({busiest.workers} "
         f"workers, {busiest.servers} "
         f"servers); † marks more than {100 * BUSY:.0f} %."

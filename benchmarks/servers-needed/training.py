@@ -1,7 +1,9 @@
 """A whole training on three hosts, started as a cluster's operator does it, and the same on one
 host.
 
-host 1   rank 0, arbiter, server of shard 0     host 2   rank 1, server of shard 1     host 3   rank 2
+host 1   rank 0, coordinator, server of shard 0
+host 2   rank 1, server of shard 1
+host 3   rank 2
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.hosts.command import environment, shoal
-from benchmarks.hosts.worker_pool import Cast
+from benchmarks.hosts.worker_pool import WorkerPool
 
 RANKS, PORT, LIMIT_S = 3, 29600, 200.0
 # Hosts are networks of one machine, so they could share memory; real ones cannot.
@@ -39,10 +41,10 @@ def compared() -> dict[str, Any]:
         for where, run in runs.items():
             ranks = range(RANKS) if where == "three hosts" else [None]
             started_s = time.perf_counter()
-            with Cast() as cast:
-                actors = [cast.start(1 + (rank or 0), train, run, rank) for rank in ranks]
-                for actor in actors:
-                    cast.hear(actor, LIMIT_S)
+            with WorkerPool() as pool:
+                processes = [pool.start(1 + (rank or 0), train, run, rank) for rank in ranks]
+                for process in processes:
+                    pool.receive(process, LIMIT_S)
             found[where] = {"seconds": time.perf_counter() - started_s}
         ours, theirs = (_weights(run) for run in runs.values())
     found["same bits"] = all(torch.equal(ours[name], theirs[name]) for name in theirs)

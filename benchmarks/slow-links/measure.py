@@ -2,7 +2,7 @@
 Needs Linux and root. Run it by `make bench-slow-links`.
 
     round    every way once, in an order that chance makes; the seed is the round's number
-    way      a rank on each host ── an evaluation after each epoch, whose time does not count ── bytes of the link
+    way      a rank on each host ── an evaluation after each epoch (not timed) ── bytes of the link
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.hosts import namespaces
 from benchmarks.hosts.command import environment, shoal
 from benchmarks.hosts.program import as_a_program
-from benchmarks.hosts.worker_pool import Cast
+from benchmarks.hosts.worker_pool import WorkerPool
 from benchmarks.report_page import circumstances
 
-from .ways import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
+from .cases import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
 
 RESULT = Path(__file__).with_name("result.json")
 PORT, LIMIT_S = 29700, 600.0
@@ -36,11 +36,11 @@ def rank(pipe: Connection, number: int, flags: list[str]) -> int:
 
 def trained(way: str, seed: int) -> dict[str, Any]:
     """One run: (step, seconds, top1) of every evaluation, and the bytes that a host sent."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, Cast() as cast:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, WorkerPool() as pool:
         out = Path(folder) / "run"
         flags = ["--strategy", way, "--seed", str(seed), "--out", str(out)]
-        actors = [cast.start(1 + number, rank, number, flags) for number in range(HOSTS)]
-        sent = [cast.hear(actor, LIMIT_S) for actor in actors]
+        processes = [pool.start(1 + number, rank, number, flags) for number in range(HOSTS)]
+        sent = [pool.receive(process, LIMIT_S) for process in processes]
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = [(r["step"], r["time_s"], r["top1"]) for r in records if r["kind"] == "validation"]
     return {"evaluations": found, "sent_bytes": max(sent)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.report_page import fill, table, told
 
-from .ways import WAYS, YARDSTICK
+from .cases import WAYS, YARDSTICK
 
 HERE = Path(__file__).parent
 Run = dict[str, Any]

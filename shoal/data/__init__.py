@@ -15,8 +15,7 @@ Loader = Callable[[DataConfig, int], Source]
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Source:
-    # Imported here because it brings torchvision, which takes seconds that the others need not wait
-    # for.
+    # Imported here: it imports torchvision, which takes seconds that other sources do not need.
     from shoal.data import imagefolder
 
     return imagefolder.load(config, seed)
@@ -33,12 +32,15 @@ SOURCES: dict[str, Loader] = {
 
 
 def load(config: DataConfig, seed: int, extra: Mapping[str, Loader] | None = None) -> Source:
-    """The data set that `config.name` names.
+    """Return the data set named `config.name`.
 
-    Args: seed: the job's; only `dummy` reads it, the other sources hold the same samples in every
-        run. extra: sources of the user's own, which come before those above.
+    Args:
+        seed: of the job. Only `dummy` reads it; other sources have the same samples in every run.
+        extra: sources of the user, which are searched before `SOURCES`.
 
-    Raises: ConfigError: no such name. DataError: its files are missing or not what they should be.
+    Raises:
+        ConfigError: no such name.
+        DataError: its files are missing or damaged.
     """
     sources = {**SOURCES, **(extra or {})}
     if config.name not in sources:

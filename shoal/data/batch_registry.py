@@ -1,10 +1,9 @@
-"""Which share a batch came with, so that a loop may fetch the next batches before it computes on
-this one.
+"""Find the shard that a batch came with, though a loop may have fetched later batches already.
 
-      loader   yields batch 1 (share 1), batch 2 (share 2), ...     each share by the tensors of its batch
-      loop     computes on batch 1                                  share 1, though share 2 was yielded last
+    loader   yields batch 1 (shard 1), batch 2 (shard 2), ...     key: the tensors of a batch
+    loop     computes on batch 1                                  shard 1, though 2 was yielded last
 
-A tensor is known as itself, as a view of itself, and after `Run.move`; never by its values.
+A tensor is found by identity, as the base of a view, and after `Run.move`; never by its values.
 """
 
 from __future__ import annotations
@@ -21,49 +20,52 @@ from shoal.platform.torch_private.tensor_state import base
 
 
 class BatchRegistry:
-    """Remembers shares for as long as the tensors of their batches live.
+    """Remember shards for as long as the tensors of their batches live.
 
     Attributes:
-        sizes: (rows, global rows) of every share so far.
+        sizes: (rows, global rows) of every shard so far.
     """
 
     def __init__(self) -> None:
         self.sizes: set[tuple[int, int]] = set()
-        self._shares: dict[int, BatchShard | None] = {}  # by the id of a tensor that lives
+        # Key: the id of a live tensor. None: a tensor of batches of different sizes.
+        self._shards: dict[int, BatchShard | None] = {}
 
-    def remember(self, batch: Any, share: BatchShard) -> None:
-        """`batch` was yielded with `share`."""
-        self.sizes.add(_size(share))
+    def remember(self, batch: Any, shard: BatchShard) -> None:
+        """Record that `batch` was yielded with `shard`."""
+        self.sizes.add(_size(shard))
         for tensor in tensors_in(batch):
-            before = self._shares.get(id(tensor), share)
-            # A tensor that comes with every batch tells nothing.
-            self._keep(
-                tensor, share if before is not None and _size(before) == _size(share) else None
-            )
+            # A tensor that comes with batches of different sizes identifies none of them.
+            previous = self._shards.get(id(tensor), shard)
+            same_size = previous is not None and _size(previous) == _size(shard)
+            self._save(tensor, shard if same_size else None)
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
-        """`moved` is `tensor` on another device."""
-        share = self._share_of(tensor)
-        if share is not None and moved is not tensor:
-            self._keep(moved, share)
+        """Record that `moved` is `tensor` on another device."""
+        shard = self._shard_of(tensor)
+        if shard is not None and moved is not tensor:
+            self._save(moved, shard)
 
     def shard_sizes_of(self, tensors: Iterable[Tensor]) -> list[BatchShard]:
-        """Shares of different size that these tensors came with: one for a batch, none for what
-        is not known.
+        """Return the shards of these tensors, one for each size: one for a batch, none for unknown
+        tensors.
         """
-        found = [share for share in map(self._share_of, tensors) if share is not None]
-        return list({_size(share): share for share in found}.values())
+        shards = [shard for shard in map(self._shard_of, tensors) if shard is not None]
+        return list({_size(shard): shard for shard in shards}.values())
 
-    def _keep(self, tensor: Tensor, share: BatchShard | None) -> None:
-        if id(tensor) not in self._shares:
-            weakref.finalize(tensor, self._shares.pop, id(tensor)).atexit = False
-        self._shares[id(tensor)] = share
+    def _save(self, tensor: Tensor, shard: BatchShard | None) -> None:
+        if id(tensor) not in self._shards:
+            # An id may be used again after the tensor has died, so its entry must go with it.
+            weakref.finalize(tensor, self._shards.pop, id(tensor)).atexit = False
+        self._shards[id(tensor)] = shard
 
-    def _share_of(self, tensor: Tensor) -> BatchShard | None:
-        share = self._shares.get(id(tensor))
-        whole = base(tensor)
-        return self._shares.get(id(whole)) if share is None and whole is not None else share
+    def _shard_of(self, tensor: Tensor) -> BatchShard | None:
+        shard = self._shards.get(id(tensor))
+        if shard is not None:
+            return shard
+        view_base = base(tensor)
+        return None if view_base is None else self._shards.get(id(view_base))
 
 
-def _size(share: BatchShard) -> tuple[int, int]:
-    return share.rows, share.global_rows
+def _size(shard: BatchShard) -> tuple[int, int]:
+    return shard.rows, shard.global_rows

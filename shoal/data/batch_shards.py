@@ -1,8 +1,8 @@
-"""Which samples of a global batch are mine.
+"""Divide each global batch among the ranks.
 
-      order of epoch 3   17 4 90 2 | 55 8 13 71 | 6 29           10 samples, global batches of 4
-      rank 0 of 2        17 4      | 55 8       | 6              contiguous, nearly equal; the first ranks take
-      rank 1 of 2             90 2 |      13 71 |   29           what does not divide
+      order of epoch 3   17 4 90 2 | 55 8 13 71 | 6 29       10 samples, global batches of 4
+      rank 0 of 2        17 4      | 55 8       | 6          contiguous and nearly equal; the first
+      rank 1 of 2             90 2 |      13 71 |   29       ranks take the remainder
 
 The order is a function of (seed, epoch) alone, so the samples of step t are the same for every
 number of ranks."""
@@ -19,8 +19,8 @@ class BatchShard:
 
     epoch: int
     stop: int  # position in the epoch's order after this global batch: a global sample index
-    indices: tuple[int, ...]  # never empty: a rank without rows gets a stand-in
-    rows: int  # samples that count; 0 for a stand-in
+    indices: tuple[int, ...]  # never empty: a rank without rows gets a placeholder sample
+    rows: int  # samples that count; 0 for a placeholder
     global_rows: int
 
 
@@ -33,8 +33,9 @@ def shard_batch(
     rank: int,
     ranks: int,
 ) -> Iterator[BatchShard]:
-    """This rank's share of every global batch from position `start` on. Same arguments, same
-    shares, on any rank.
+    """Yield this rank's shard of every global batch from position `start` on.
+
+    A pure function: every rank can compute the shards of every other rank.
     """
     for first in range(start, len(order), batch_size):
         batch = order[first : first + batch_size]
@@ -43,6 +44,6 @@ def shard_batch(
         base, extra = divmod(len(batch), ranks)
         begin = rank * base + min(rank, extra)
         rows = base + (rank < extra)
-        # Collectives need every rank: one without rows computes on a stand-in that weighs nothing.
+        # Collectives need every rank: a rank without rows computes on a sample of weight zero.
         indices = tuple(batch[begin : begin + rows]) or (batch[0],)
         yield BatchShard(epoch, first + len(batch), indices, rows, len(batch))

@@ -1,8 +1,8 @@
 """`cifar10` and `cifar100`: 60,000 photographs of 32 x 32 pixels in 10 or 100 classes, from the
 archives on disk.
 
-Either version of an archive will do, packed or unpacked. A packed one is read as it is: nothing is
-written to disk, so no path in it can lead anywhere.
+Either version of an archive will do, packed or unpacked. A packed archive is read in memory.
+Nothing is written to disk, so a malicious path in it does no harm.
 
 Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -29,17 +29,20 @@ from shoal.errors import DataError
 # uint8 pixels (samples, PIXELS), uint8 labels (samples,)
 Arrays = tuple[np.ndarray, np.ndarray]
 PIXELS = 3 * 32 * 32
-# Of CIFAR-10's training images, for red, green and blue from 0 to 1; those of CIFAR-100 differ by
-# less than 0.03.
+# CIFAR-10's training images, for red, green and blue from 0 to 1. CIFAR-100 differs by less than
+# 0.03.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def from_pickle(content: bytes, label_key: str) -> Arrays:
-    """What a file of the python version holds. Raises: ValueError, TypeError: it is damaged."""
-    found = restricted_unpickler.read(content)
-    if not isinstance(found, dict):
+    """Parse a file of the python version. Raises: ValueError, TypeError: it is damaged."""
+    unpickled = restricted_unpickler.read(content)
+    if not isinstance(unpickled, dict):
         raise ValueError("it holds no dict")
-    batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
+    # Python 2 wrote the keys, so they may be bytes.
+    batch = {
+        key.decode() if isinstance(key, bytes) else key: value for key, value in unpickled.items()
+    }
     data, labels = batch.get("data"), batch.get(label_key)
     if not isinstance(data, restricted_unpickler.ByteArray) or not isinstance(labels, list):
         raise ValueError(f"it has no array 'data' and list '{label_key}'")
@@ -49,8 +52,8 @@ def from_pickle(content: bytes, label_key: str) -> Arrays:
 
 
 def from_records(content: bytes, label_bytes: int) -> Arrays:
-    """What a file of the binary version holds: a record an image, its labels (the finest last),
-    then its pixels.
+    """Parse a file of the binary version: one record for each image, with its labels (the finest
+    last) and then its pixels.
 
     Raises: ValueError: it is damaged.
     """
@@ -65,7 +68,7 @@ def from_records(content: bytes, label_bytes: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Version:
-    """One of the forms in which a data set is distributed."""
+    """One form in which a data set is distributed."""
 
     archive: str
     size: str
@@ -79,7 +82,7 @@ class Version:
         return [*self.train, self.validation]
 
 
-BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+BATCHES = [f"data_batch_{index}" for index in range(1, 6)]
 VERSIONS: dict[str, Sequence[Version]] = {
     "cifar10": [
         Version(
@@ -122,7 +125,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100}
 
 
 def load(config: DataConfig, seed: int) -> Source:
-    """CIFAR-10 or CIFAR-100, as `config.name` says: float32 (3, 32, 32). `seed` changes nothing.
+    """Return CIFAR-10 or CIFAR-100, by `config.name`: float32 (3, 32, 32). `seed` is not used.
 
     Raises: DataError: no version of it is in `config.path`, or a file is missing or damaged.
     """
@@ -149,7 +152,7 @@ def load(config: DataConfig, seed: int) -> Source:
 
 
 def _find(root: Path, name: str) -> tuple[Version, Path, Mapping[str, bytes]]:
-    """The first version that is there, where it is, and its files' contents."""
+    """Return the first version on disk, its path, and the contents of its files."""
     for version in VERSIONS[name]:
         for folder in (root / version.folder, root):
             paths = [folder / name for name in version.names if (folder / name).is_file()]
@@ -157,7 +160,7 @@ def _find(root: Path, name: str) -> tuple[Version, Path, Mapping[str, bytes]]:
                 return version, folder, {path.name: path.read_bytes() for path in paths}
         archive = root / version.archive
         if archive.is_file():
-            return version, archive, _unpacked(archive, version)
+            return version, archive, _unpack(archive, version)
     choices = "\n".join(
         f"  {root / version.archive} ({version.size}), or its content, {root / version.folder}/"
         for version in VERSIONS[name]
@@ -169,19 +172,17 @@ def _find(root: Path, name: str) -> tuple[Version, Path, Mapping[str, bytes]]:
     )
 
 
-def _unpacked(archive: Path, version: Version) -> Mapping[str, bytes]:
-    """The contents of those files in the archive that are wanted; everything else in it is left
-    alone.
-    """
-    wanted = {PurePosixPath(version.folder, name): name for name in version.names}
+def _unpack(archive: Path, version: Version) -> Mapping[str, bytes]:
+    """Return the contents of the version's files in the archive; ignore all other members."""
+    name_by_path = {PurePosixPath(version.folder, name): name for name in version.names}
     contents = {}
     try:
         with gzip.open(archive) as file, tarfile.open(fileobj=file, mode="r|") as tar:
             for member in tar:
                 reader = tar.extractfile(member) if member.isfile() else None
-                if reader is not None and PurePosixPath(member.name) in wanted:
-                    contents[wanted[PurePosixPath(member.name)]] = reader.read()
-            # gzip compares its checksum at the very end, which tarfile has no reason to read.
+                if reader is not None and PurePosixPath(member.name) in name_by_path:
+                    contents[name_by_path[PurePosixPath(member.name)]] = reader.read()
+            # gzip compares its checksum at the very end, which tarfile does not read.
             while file.read(1 << 20):
                 pass
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
@@ -207,8 +208,8 @@ def _parse(version: Version, where: str, content: bytes, classes: int) -> Arrays
     return pixels, labels
 
 
-def _images(parts: Sequence[Arrays]) -> Images:
-    pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+def _images(batches: Sequence[Arrays]) -> Images:
+    pixels, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     mean, std = ([255 * value for value in values] for values in (MEAN, STD))
     return Images(
         torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.from_numpy(labels).long(), mean, std

@@ -1,5 +1,5 @@
-"""`dummy`: random tensors of any shape, for timing and for trying things out; made on the fly,
-nothing is held.
+"""`dummy`: random tensors of any shape, for timing and experiments. Samples are made when they are
+read and need no memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shoal.data.source import Source
 
 @dataclass(frozen=True)
 class Noise(Dataset):
-    """Sample i is a function of (seed, split, i) alone: float32 `shape` from N(0, 1), and a label
-    at random.
+    """Random samples and labels. Sample i is a function of (seed, split, i) alone: float32 `shape`
+    from N(0, 1), and a uniform label.
 
-    Nothing can be learned from it: a model that does better than chance on the validation set has a
-    bug."""
+    Nothing can be learned from these samples: a model that is better than chance on the validation
+    set has a bug."""
 
     seed: int
     split: str
@@ -40,14 +40,13 @@ class Noise(Dataset):
         return torch.randn(self.shape, generator=generator), label
 
     def _seed_of(self, index: int) -> int:
-        # Hashed, because neighbouring seeds would otherwise give one split the samples of another
-        # seed.
+        # A sum instead of a hash would give one split the samples of a neighbouring seed.
         name = f"{self.seed} {self.split} {index}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest())
 
 
 def load(config: DataConfig, seed: int) -> Source:
-    """`config.samples` samples of `config.shape` for training, and as many others for
+    """Return `config.samples` samples of `config.shape` for training, and as many others for
     validation.
     """
     train, validation = (

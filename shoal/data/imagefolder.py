@@ -1,14 +1,13 @@
-"""`imagefolder`: one directory a class, as ImageNet has it.
+"""`imagefolder`: one directory for each class, as in ImageNet.
 
     PATH/train/CLASS/*.JPEG
     PATH/val/CLASS/*.JPEG
 
-Classes are numbered in the order of their names. Images are decoded by Pillow. The recipe is the
-usual one for
-ImageNet: a random part of the image, scaled to a square, flipped every other time, for training;
-the middle of the image for validation.
+Classes are numbered in the order of their names. Pillow decodes the images. The recipe is the usual
+one for ImageNet. Training takes a random crop, scaled to a square and flipped with probability one
+half. Validation takes the centre crop.
 
-Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015, section 6, for the random part.
+Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015, section 6, for the random crop.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shoal.data.source import Source
 from shoal.errors import ConfigError, DataError
 from shoal.platform.torchvision_import import torchvision
 
-# Of ImageNet's training images, for red, green and blue from 0 to 1.
+# ImageNet's training images, for red, green and blue from 0 to 1.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_LISTED = 5
 
@@ -38,12 +37,12 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 class ImageFiles(Dataset):
-    """Images that are decoded when they are asked for: float32 (3, side, side) and an int.
+    """Images that are decoded when they are read: float32 (3, side, side) and an int.
 
     Args:
         samples: path and class of each image.
 
-    Raises, on reading: DataError: an image that cannot be decoded, by its name.
+    Raises, on reading: DataError: an image cannot be decoded; the message names its file.
     """
 
     def __init__(self, samples: list[tuple[str, int]], transform: Transform) -> None:
@@ -61,11 +60,11 @@ class ImageFiles(Dataset):
 
 
 def decode(path: str) -> Image.Image:
-    """The image as RGB. Raises: DataError: it cannot be read or decoded."""
+    """Return the image as RGB. Raises: DataError: it cannot be read or decoded."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    # What Pillow's decoders are known to raise on files that are damaged.
+    # Pillow's decoders raise any of these on damaged files.
     except (
         OSError,
         SyntaxError,
@@ -80,10 +79,10 @@ def decode(path: str) -> Image.Image:
 
 
 def load(config: DataConfig, seed: int) -> Source:
-    """The images below `config.path`, `config.image_size` pixels square. `seed` changes nothing.
+    """Return the images below `config.path`, `config.image_size` pixels square; `seed` is not used.
 
     Raises: DataError: a directory is missing, a class has no image, or the two splits differ in
-        their classes. ConfigError: the centre crop is larger than what it is cropped from.
+        their classes. ConfigError: the centre crop is larger than the image after resizing.
     """
     if config.resize < config.image_size:
         raise ConfigError(
@@ -97,7 +96,7 @@ def load(config: DataConfig, seed: int) -> Source:
     directories = [root / config.train_split, root / config.validation_split]
     classes = _classes(directories)
     train, validation = (_samples(directory, classes) for directory in directories)
-    _require_images({directories[0]: train, directories[1]: validation}, classes)
+    _check_images({directories[0]: train, directories[1]: validation}, classes)
     plain = _evaluation(config)
     return Source(
         ImageFiles(train, _augmentation(config) if config.augment else plain),
@@ -109,7 +108,7 @@ def load(config: DataConfig, seed: int) -> Source:
 
 
 def _classes(directories: list[Path]) -> list[str]:
-    """The classes, sorted, which must be the same in both directories."""
+    """Return the sorted classes. Raises DataError: they differ between the directories."""
     missing = [str(directory) for directory in directories if not directory.is_dir()]
     if missing:
         raise DataError(
@@ -125,8 +124,8 @@ def _classes(directories: list[Path]) -> list[str]:
     if train != validation or not train:
         raise DataError(
             f"imagefolder: the classes, one directory each, must be the same in both splits.\n"
-            f"  {directories[0]} has {len(train)}; only there: {_some(train - validation)}\n"
-            f"  {directories[1]} has {len(validation)}; only there: {_some(validation - train)}\n"
+            f"  {directories[0]} has {len(train)}; only there: {_shortened(train - validation)}\n"
+    """Return images below `config.path`, `config.image_size` pixels square. `seed` is unused.
             "(ImageNet's validation images come without such directories and have to be sorted "
             "into them first.)"
         )
@@ -134,23 +133,23 @@ def _classes(directories: list[Path]) -> list[str]:
 
 
 def _samples(directory: Path, classes: list[str]) -> list[tuple[str, int]]:
-    """Every image's path and class, in the order of class and path."""
+    """Return path and class of every image, in the order of class and path."""
     folder = torchvision.datasets.folder
-    numbers = {name: number for number, name in enumerate(classes)}
+    label_by_name = {name: label for label, name in enumerate(classes)}
     samples: list[tuple[str, int]] = folder.make_dataset(
-        str(directory), numbers, extensions=folder.IMG_EXTENSIONS, allow_empty=True
+        str(directory), label_by_name, extensions=folder.IMG_EXTENSIONS, allow_empty=True
     )
     return samples
 
 
-def _require_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str]) -> None:
+def _check_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str]) -> None:
     empty = {
         directory: set(classes) - {classes[label] for _, label in samples}
         for directory, samples in splits.items()
     }
     if any(empty.values()):
         lines = [
-            f"  {directory}: {len(names)} of {len(classes)}: {_some(names)}"
+            f"  {directory}: {len(names)} of {len(classes)}: {_shortened(names)}"
             for directory, names in empty.items()
             if names
         ]
@@ -166,8 +165,8 @@ def _require_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str
         )
 
 
-def _some(names: set[str]) -> str:
-    """A few of the names, and how many more there are."""
+def _shortened(names: set[str]) -> str:
+    """Return at most MAX_LISTED names and the number of the others, as text."""
     shown = ", ".join(sorted(names)[:MAX_LISTED]) or "none"
     return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
 
@@ -184,6 +183,6 @@ def _evaluation(config: DataConfig) -> Transform:
 
 def _to_tensor(*steps: Any) -> Transform:
     v2 = torchvision.transforms.v2
-    numbers = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    whole: Transform = v2.Compose([*steps, *numbers])
-    return whole
+    normalise = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    transform: Transform = v2.Compose([*steps, *normalise])
+    return transform

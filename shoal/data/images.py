@@ -1,6 +1,4 @@
-"""Small images that are held in memory as they came, one byte a pixel, and normalised when they
-are read.
-"""
+"""Small images in memory, one byte for each pixel and channel, normalised when they are read."""
 
 from __future__ import annotations
 
@@ -41,13 +39,12 @@ class Images(Batched):
         return self.normalise(self.pixels[indices]), self.labels[indices]
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (..., channels, height, width) to float32 of mean 0 and standard deviation 1."""
+        """Convert uint8 (..., channels, height, width) to float32 of mean 0 and deviation 1."""
         return (pixels.float() - self.mean) / self.std
 
 
 class Augmented(Dataset):
-    """The same images, each cropped out of itself with a black border, and flipped every other
-    time.
+    """The same images at random offsets inside a black border, flipped with probability one half.
 
     Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
     """
@@ -62,9 +59,11 @@ class Augmented(Dataset):
         pixels = self.images.pixels[index]
         height, width = pixels.shape[-2:]
         # One draw for all three numbers: at 32 x 32 the calls cost more than the work.
-        places = 2 * self.border + 1
-        place = int(torch.randint(2 * places * places, ()))
-        flip, top, left = place % 2, place // 2 % places, place // 2 // places
+        offsets = 2 * self.border + 1
+        draw = int(torch.randint(2 * offsets * offsets, ()))
+        flip = draw % 2
+        top = draw // 2 % offsets
+        left = draw // 2 // offsets
         crop = F.pad(pixels, (self.border,) * 4)[:, top : top + height, left : left + width]
         return self.images.normalise(crop.flip(-1) if flip else crop), int(
             self.images.labels[index]

@@ -1,10 +1,9 @@
-"""The user's DataLoader, seen from one rank: the same data set, this rank's share of every global
-batch.
+"""Load this rank's shard of every global batch, with the data set and options of a DataLoader.
 
-`DataLoader(batch_size=256)` keeps its meaning: 256 samples make one optimizer step, whatever the
-number of ranks. The order of an epoch comes from the user's own sampler, drawn under a seed of
-(seed, epoch); every sample is fetched under a seed of (seed, epoch, index), so neither ranks nor
-worker processes change what anybody sees."""
+`DataLoader(batch_size=256)` keeps its meaning: 256 samples make one optimizer step on any number of
+ranks. The user's own sampler gives the order of an epoch, under a seed of (seed, epoch). Every
+sample is fetched under a seed of (seed, epoch, index). So the samples depend neither on the number
+of ranks nor on the number of worker processes."""
 
 from __future__ import annotations
 
@@ -33,87 +32,89 @@ from shoal.trace.span import DATA
 
 
 class DistributedBatchLoader:
-    """Iterates over this rank's shares, one epoch for each `iter()`; knows and restores its
-    position.
+    """Iterate over this rank's shards, one epoch for each `iter()`; save and restore the position.
 
     Args:
         loader: a map-style DataLoader whose `batch_size` is the global batch.
-        rank, ranks: whose share.
+        rank, ranks: this rank and the number of ranks.
         seed: of the run.
-        recorder: is told how long batches take to come, where a trace is asked for.
+        recorder: records the waiting time for each batch; None without a trace.
 
     Attributes:
-        share: the share that was yielded last.
-        epoch: of the batches that come next; counted from 0.
-        position: samples of this epoch that were yielded, over all ranks: a global sample index.
-        yielded: which batch came with which share.
+        share: the shard that was yielded last.
+        epoch: of the next batches; counted from 0.
+        position: samples of this epoch yielded so far, over all ranks: a global sample index.
+        yielded: finds the shard of a batch.
     """
 
     def __init__(
         self, loader: DataLoader, rank: int, ranks: int, seed: int, recorder: Recorder | None = None
     ) -> None:
-        _refuse_what_cannot_be_shared(loader)
+        _check_loader(loader)
         assert loader.batch_size is not None
-        self.dataset, self.batch_size, self.drop_last = (
-            loader.dataset,
-            loader.batch_size,
-            loader.drop_last,
-        )
-        self.rank, self.ranks, self.seed, self.sampler = rank, ranks, seed, loader.sampler
-        self.epoch, self.position, self._recorder = 0, 0, recorder
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
+        self.sampler = loader.sampler
+        self.rank = rank
+        self.ranks = ranks
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._recorder = recorder
         self.share: BatchShard | None = None
         self.yielded = BatchRegistry()
         self._fetch = _BatchFetcher(loader.dataset, loader.collate_fn, seed)
-        # One for all epochs, so that persistent workers persist.
+        # One loader for all epochs, so that persistent workers persist.
         self._fetched = _worker_loader(self._fetch, _ResumedSampler(self), loader)
         self._orders: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        """Global batches in this epoch."""
+        """Return the number of global batches in this epoch."""
         return self.batches_in(self.epoch)
 
     def batches_in(self, epoch: int) -> int:
-        """Global batches in an epoch; epochs differ where the sampler has a `set_epoch` that
-        makes them.
+        """Return the number of global batches in an epoch. A sampler with `set_epoch` may change
+        it from epoch to epoch.
         """
         samples = self._samples(epoch)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def first(self, samples: int) -> Any:
-        """The first samples of the data set, collated; the loader stays where it is."""
+        """Return the first samples of the data set, collated, without moving the position."""
         indices = tuple(range(min(samples, len(self.dataset))))  # type: ignore[arg-type]
         return self._fetch[BatchShard(0, len(indices), indices, len(indices), len(indices))]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the data stands, in numbers that hold for any number of ranks."""
+        """Return the position in the data; it is valid for any number of ranks."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken: each remaining sample of its epoch comes exactly once."""
+        """Continue from `state`: each remaining sample of its epoch comes exactly once."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         if self.position >= self._end():
             self.epoch, self.position = self.epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
-        coming = list(self._remaining())
+        shards = list(self._remaining())
         try:
             batches = (
-                map(self._fetch.__getitem__, coming) if self._fetched is None else self._fetched
+                map(self._fetch.__getitem__, shards) if self._fetched is None else self._fetched
             )
             timed = batches if self._recorder is None else _timed(batches, self._recorder)
-            for self.share, batch in zip(coming, timed, strict=True):
+            for self.share, batch in zip(shards, timed, strict=True):
                 self.position = self.share.stop
                 self.yielded.remember(batch, self.share)
                 yield batch
         finally:
-            # A loop that is left early has ended its epoch too, as with any DataLoader.
+            # A loop that stops early ends its epoch, too, as with any DataLoader.
             self.epoch, self.position = self.epoch + 1, 0
 
     def close(self) -> None:
         """End the worker processes.
 
-        They must not be left to the garbage collector: in a cycle, it finishes their queues before
-        torch tells them by these to end, and then each is waited for 5 s."""
+        The garbage collector must not do it: in a reference cycle it closes the queues before torch
+        has sent the workers their end through them. Torch then waits 5 s for each worker."""
         self._fetched = None
 
     def _remaining(self) -> Iterator[BatchShard]:
@@ -123,7 +124,7 @@ class DistributedBatchLoader:
         )
 
     def _end(self) -> int:
-        """Position at which this epoch is over."""
+        """Return the position at which this epoch ends."""
         return len(self) * self.batch_size if self.drop_last else self._samples(self.epoch)
 
     def _samples(self, epoch: int) -> int:
@@ -132,8 +133,8 @@ class DistributedBatchLoader:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def _order(self, epoch: int) -> list[int]:
-        """The sampler's indices for an epoch: a function of (seed, epoch). Only the newest
-        epoch's are kept.
+        """Return the sampler's indices for an epoch: a function of (seed, epoch). Only the newest
+        epoch is cached.
         """
         if epoch not in self._orders:
             with preserve_rng_state():
@@ -148,18 +149,19 @@ class DistributedBatchLoader:
 
 
 def _timed(batches: Iterable[Any], recorder: Recorder) -> Iterator[Any]:
-    """The same batches."""
-    coming, end = iter(batches), object()
+    """Yield the same batches and record the waiting time for each."""
+    iterator = iter(batches)
+    end = object()
     while True:
         with recorder.during(DATA, "data"):
-            batch = next(coming, end)
+            batch = next(iterator, end)
         if batch is end:
             return
         yield batch
 
 
 class _ResumedSampler(Sampler):
-    """The shares still to come of the loader's present epoch."""
+    """The remaining shards of the loader's current epoch."""
 
     def __init__(self, loader: DistributedBatchLoader) -> None:
         self.loader = loader
@@ -169,7 +171,9 @@ class _ResumedSampler(Sampler):
 
 
 class _BatchFetcher(Dataset):
-    """A share's samples, collated; each made under its own seed."""
+    """A data set indexed by shards: fetch the samples, each under its own seed, and collate
+    them.
+    """
 
     def __init__(self, dataset: Dataset, collate_fn: Any, seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
@@ -178,8 +182,8 @@ class _BatchFetcher(Dataset):
         self.batch = dataset.batch if plain and isinstance(dataset, Batched) else None
 
     def __getitem__(self, share: BatchShard) -> Any:
-        # Nothing random and nothing to collate: one indexing operation gives the same tensors, many
-        # times faster.
+        # Nothing is random here and nothing needs collation: one indexing operation gives the same
+        # tensors many times faster.
         if self.tensors is not None:
             rows = torch.tensor(share.indices)
             return [tensor[rows] for tensor in self.tensors]
@@ -193,25 +197,26 @@ class _BatchFetcher(Dataset):
         return self.collate_fn(samples)
 
 
-def fetched(loader: DataLoader, coming: list[BatchShard]) -> Iterable[Any]:
-    """The collated batch of each share, made in `loader`'s workers where it has some."""
+def fetched(loader: DataLoader, shards: list[BatchShard]) -> Iterable[Any]:
+    """Return the collated batch of each shard, made in `loader`'s workers where it has some."""
     fetch = _BatchFetcher(loader.dataset, loader.collate_fn, seed=0)
-    workers = _worker_loader(fetch, coming, loader)
-    return map(fetch.__getitem__, coming) if workers is None else workers
+    workers = _worker_loader(fetch, shards, loader)
+    return map(fetch.__getitem__, shards) if workers is None else workers
 
 
 def _worker_loader(
-    fetch: _BatchFetcher, coming: Iterable[BatchShard], loader: DataLoader
+    fetch: _BatchFetcher, shards: Iterable[BatchShard], loader: DataLoader
 ) -> DataLoader | None:
-    """A DataLoader with the user's worker settings that fetches whole shares; none where it
-    would add nothing.
+    """Return a DataLoader with the user's worker settings that fetches one shard at a time.
+
+    None without workers and pinned memory: then the fetcher is called directly.
     """
     pin_memory = loader.pin_memory and torch.cuda.is_available()
     if loader.num_workers == 0 and not pin_memory:
         return None
     arguments: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": pin_memory}
-    # Each new iterator draws a seed; drawn from the default generator, it would change the dropout
-    # masks that follow.
+    # Each new iterator draws a seed. From the default generator, the draw would change all dropout
+    # masks after it.
     arguments["generator"] = torch.Generator()
     if loader.num_workers:
         for name in (
@@ -223,16 +228,16 @@ def _worker_loader(
         ):
             arguments[name] = getattr(loader, name)
     return DataLoader(
-        fetch, batch_size=None, sampler=coming, collate_fn=_identity_collate, **arguments
+        fetch, batch_size=None, sampler=shards, collate_fn=_identity_collate, **arguments
     )
 
 
 def _identity_collate(batch: Any) -> Any:
-    """A share arrives collated."""
+    """Return the batch: the fetcher has collated it."""
     return batch
 
 
-def _refuse_what_cannot_be_shared(loader: DataLoader) -> None:
+def _check_loader(loader: DataLoader) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             f"{type(loader.dataset).__name__} is an IterableDataset: nobody can tell which of its "

@@ -1,10 +1,10 @@
-"""Mixup and cutmix, sample by sample, so that a mixed sample does not depend on who else is in the
+"""Mixup and cutmix, sample by sample, so that a mixed sample does not depend on the rest of its
 batch.
 
-The usual way mixes a batch with itself, shuffled; then the partners, and with them the numbers,
-depend on how many ranks share the batch. Here each sample draws its own partner from the whole data
-set. It costs a second sample read and decoded for each one that is trained on; where the loader
-cannot keep up, give it more workers.
+The usual way mixes a batch with itself, shuffled. Then the partners, and with them the losses,
+depend on the number of ranks. Here each sample draws its own partner from the full data set. The
+cost: two samples are read and decoded for each training sample. If the loader becomes the
+bottleneck, give it more workers.
 
 Sources: mixup: Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018, equation 1.
 cutmix: Yun et al., CutMix, ICCV 2019, equations 1 and 2."""
@@ -24,31 +24,35 @@ from shoal.errors import DataError
 def mix_dataset(
     dataset: Dataset, num_classes: int, mixup_alpha: float, cutmix_alpha: float
 ) -> Dataset:
-    """The data set with every sample mixed with another one.
+    """Return the data set with every sample mixed with another sample.
 
-    Args: dataset: map-style and sized; gives (float tensor, int label). num_classes: length of the
-        targets. mixup_alpha, cutmix_alpha: the share of the first sample is drawn from Beta(alpha,
-        alpha); 0 is off. With both
-            on, each sample takes one of the two with equal chance. With both off the data set comes
-            back as it is.
+    Args:
+        dataset: map-style and sized; its items are (float tensor, int label).
+        num_classes: length of the targets.
+        mixup_alpha, cutmix_alpha: the share of the first sample is drawn from Beta(alpha, alpha);
+            0 is off. With both on, each sample takes one of the two with equal chance. With both
+            off, the result is `dataset` itself.
 
-    Returns: a data set of (tensor of the same shape, float32 (num_classes,) of probabilities). Its
-    randomness, that of `dataset` included, is drawn from torch's default generator."""
+    Returns:
+        A data set of (tensor of the same shape, float32 (num_classes,) of probabilities). All its
+        randomness, that of `dataset` included, comes from torch's default generator.
+    """
     if mixup_alpha == 0 and cutmix_alpha == 0:
         return dataset
     return Mixed(dataset, num_classes, mixup_alpha, cutmix_alpha)
 
 
 class Mixed(Dataset):
-    """What `mixed` gives; at least one alpha is greater than 0."""
+    """The data set that `mix_dataset` returns; at least one alpha is greater than 0."""
 
     def __init__(
         self, dataset: Any, num_classes: int, mixup_alpha: float, cutmix_alpha: float
     ) -> None:
-        self.dataset, self.num_classes = dataset, num_classes
-        # The chance of cutmix is 0, 1 or, where both are on, one half.
+        self.dataset = dataset
+        self.num_classes = num_classes
+        # 0, 1 or, with both on, one half.
         self.cutmix_chance = (cutmix_alpha > 0) / ((mixup_alpha > 0) + (cutmix_alpha > 0))
-        # Validating the distribution costs more than drawing from it, and the alphas were checked.
+        # To validate the distribution costs more than a draw, and the config checked the alphas.
         self.mixup_share, self.cutmix_share = (
             Beta(torch.tensor(alpha).double(), torch.tensor(alpha).double(), validate_args=False)
             for alpha in (mixup_alpha or 1.0, cutmix_alpha or 1.0)
@@ -59,10 +63,10 @@ class Mixed(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         partner = int(torch.randint(len(self), ()))
-        cut = bool(torch.rand(()) < self.cutmix_chance)
-        share = float((self.cutmix_share if cut else self.mixup_share).sample())
+        use_cutmix = bool(torch.rand(()) < self.cutmix_chance)
+        share = float((self.cutmix_share if use_cutmix else self.mixup_share).sample())
         (first, label), (second, other_label) = self.dataset[index], self.dataset[partner]
-        if cut:
+        if use_cutmix:
             sample, share = cutmix(first, second, share)
         else:
             sample = first * share + second * (1 - share)
@@ -73,13 +77,15 @@ class Mixed(Dataset):
 
 
 def cutmix(first: Tensor, second: Tensor, share: float) -> tuple[Tensor, float]:
-    """`first` with a rectangle of `second` in it.
+    """Paste a rectangle of `second` into a copy of `first`.
 
-    Args: first, second: (..., height, width). share: of `first`. The rectangle has the image's
-        proportions and a centre drawn uniformly; what of it lies
-            outside of the image is cut off.
+    Args:
+        first, second: (..., height, width).
+        share: the share of `first` before clipping. The rectangle has the image's proportions and a
+            uniform centre, and is clipped to the image.
 
-    Returns: the new image, and the share of its area that is really of `first`.
+    Returns:
+        The new image, and the share of its area that comes from `first` after clipping.
     """
     if first.dim() < 3:
         raise DataError(
@@ -89,8 +95,10 @@ def cutmix(first: Tensor, second: Tensor, share: float) -> tuple[Tensor, float]:
         )
     height, width = first.shape[-2:]
     side = (1 - share) ** 0.5
-    middle_y, middle_x = int(torch.randint(height, ())), int(torch.randint(width, ()))
-    half_y, half_x = int(height * side) // 2, int(width * side) // 2
+    middle_y = int(torch.randint(height, ()))
+    middle_x = int(torch.randint(width, ()))
+    half_y = int(height * side) // 2
+    half_x = int(width * side) // 2
     rows = slice(max(0, middle_y - half_y), min(height, middle_y + half_y))
     columns = slice(max(0, middle_x - half_x), min(width, middle_x + half_x))
     image = first.clone()

@@ -1,11 +1,9 @@
-"""Reads the pickles in which CIFAR is distributed, without running anything that a pickle could ask
-for.
+"""Read the pickles in which CIFAR is distributed, without running any code that a pickle names.
 
-A pickle is a program: it may import and call whatever it names. The names that CIFAR's files need
-are those by which
-numpy rebuilds an array, and each stands here for a few lines of ours instead: no other name is
-looked up, and not even numpy's own code is called. What can come out is numbers, text, lists, dicts
-and arrays of bytes.
+A pickle is a program: it may import and call any function by name. CIFAR's files need only the
+names by which numpy rebuilds an array. This module replaces each of these names by a few lines of
+its own. No other name is looked up, and not even numpy's own code is called. The result can contain
+only numbers, text, lists, dicts and arrays of bytes.
 
 Source: the Python documentation, pickle, "Restricting Globals".
 """
@@ -20,9 +18,9 @@ import numpy as np
 
 
 def read(content: bytes) -> Any:
-    """What was pickled. Text that Python 2 wrote comes as bytes; arrays come as `ByteArray`.
+    """Unpickle. Text that Python 2 wrote becomes bytes; arrays become `ByteArray`.
 
-    Raises: ValueError: the pickle is damaged, or names anything that it has no need for.
+    Raises: ValueError: the pickle is damaged, or names a function outside `STAND_INS`.
     """
     try:
         return _Reader(io.BytesIO(content), encoding="bytes").load()
@@ -40,33 +38,35 @@ def read(content: bytes) -> Any:
 
 
 class ByteArray:
-    """A numpy array of bytes, as a pickle describes it."""
+    """A numpy array of bytes, in the form in which a pickle describes it."""
 
     def __init__(
         self, content: bytes = b"", shape: tuple[int, ...] = (0,), order: str = "C"
     ) -> None:
-        self.content, self.shape, self.order = content, shape, order
+        self.content = content
+        self.shape = shape
+        self.order = order
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _version, self.shape, kind, is_fortran, self.content = state
         self.order = "F" if is_fortran else "C"
-        _require_bytes(kind)
+        _check_bytes(kind)
 
     def numpy(self) -> np.ndarray:
-        """uint8 array of `shape`. Raises: ValueError: shape and content do not agree."""
+        """Return a uint8 array of `shape`. Raises: ValueError: shape and content do not agree."""
         return np.frombuffer(self.content, np.uint8).reshape(
             self.shape, order="F" if self.order == "F" else "C"
         )
 
 
 class _DtypeStandIn:
-    """Stands for numpy.dtype."""
+    """Replace numpy.dtype."""
 
     def __init__(self, name: str | bytes, *_: Any) -> None:
         self.name = name
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment; a byte has neither."""
+        """Ignore byte order and alignment; a byte has neither."""
 
 
 def _reconstruct(*_: Any) -> ByteArray:
@@ -76,17 +76,17 @@ def _reconstruct(*_: Any) -> ByteArray:
 def _from_buffer(
     content: bytes, kind: _DtypeStandIn, shape: tuple[int, ...], order: str
 ) -> ByteArray:
-    _require_bytes(kind)
+    _check_bytes(kind)
     return ByteArray(content, shape, order)
 
 
-def _require_bytes(kind: _DtypeStandIn) -> None:
+def _check_bytes(kind: _DtypeStandIn) -> None:
     if kind.name not in ("u1", b"u1"):
         raise pickle.UnpicklingError(f"an array of {kind.name!r}; only bytes, 'u1', belong here")
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """Replace `_codecs.encode`, with which Python 3 pickles bytes for Python 2."""
     return text.encode("latin-1")
 
 

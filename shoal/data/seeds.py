@@ -1,5 +1,5 @@
-"""Random streams that depend on nothing but their names: (seed, epoch, index), never on who
-draws.
+"""Random streams that depend only on their key, (seed, epoch, index), never on the rank or process
+that draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that is a function of `parts` alone; neighbours are unrelated.
+    """Return a 63-bit seed, a function of `parts` alone. Similar parts give unrelated seeds.
 
     Source: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), applied once for each
     part."""
@@ -30,8 +30,8 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's CPU generator, Python's and NumPy's; CUDA is left alone, samples are made on
-    the CPU.
+    """Seed the CPU generators of torch, Python and NumPy. Samples are made on the CPU, so CUDA is
+    not seeded.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -40,7 +40,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the CPU generators back afterwards as they were."""
+    """Restore the state of the CPU generators after the block."""
     saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -51,9 +51,10 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's generators as tensors."""
+    """Return the state of this rank's generators as tensors, for a checkpoint."""
     version, python, gauss = random.getstate()
     assert version == 3
+    # Tensors can hold only numbers, so the named tuple of NumPy is taken apart.
     legacy: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, cached = legacy
     state = {
@@ -67,7 +68,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def load_random_state(state: Mapping[str, Tensor]) -> None:
-    """The inverse of `random_state`."""
+    """Restore the generators from the result of `random_state`."""
     torch.set_rng_state(state["torch"])
     gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))

@@ -1,4 +1,4 @@
-"""What every data set hands over, and what samples look like."""
+"""The interface of every data set, and the form of its samples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch.utils.data import Dataset
 
 
 class Batched(Dataset):
-    """A data set without randomness that gives a whole batch at once, collated: many times
-    faster than one by one.
+    """A data set without randomness that returns a collated batch at once: many times faster than
+    sample by sample.
     """
 
     @abstractmethod
     def batch(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """What `default_collate([self[i] for i in indices])` would give."""
+        """Return the same as `default_collate([self[i] for i in indices])`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, split in two.
+    """A training and a validation data set, both map-style and sized.
 
-    Both datasets are map-style and sized. `dataset[i]` gives `(input, target)`: for classification
-    a float32 tensor of `input_shape` and an int (or a float32 vector of `num_classes` probabilities
-    where samples are mixed); for language two int64 tensors of `input_shape`, the target being the
-    input shifted by one. Randomness is drawn from torch's default generator only; the loader seeds
-    it for each sample, so that a sample is a function of (seed, epoch, index) alone."""
+    `dataset[i]` is `(input, target)`. For classification: a float32 tensor of `input_shape` and an
+    int, or a float32 vector of `num_classes` probabilities where samples are mixed. For language:
+    two int64 tensors of `input_shape`; the target is the input shifted by one. All randomness comes
+    from torch's default generator. The loader seeds it for each sample, so a sample is a function
+    of (seed, epoch, index) alone.
+    """
 
     train: Dataset
     validation: Dataset

@@ -1,12 +1,12 @@
-"""`stdlib`: the source text of Python's own standard library, byte by byte; a text that every
+"""`stdlib`: the source text of Python's own standard library, byte by byte: a text that every
 machine has.
 
-Which files: every `*.py` below the standard library's directory, in the order of their paths,
-without what was installed there later (site-packages), without tests, and without what is generated
-or differs from machine to machine (pydoc_data, _sysconfigdata, sitecustomize). A file belongs to
-the validation set if a hash of its path says so, as it does for one in twenty; that holds for every
-version of Python. The text itself does not: a run that is to be repeated elsewhere needs the same
-version there. Python 3.11 has 10.9 million bytes for training and 0.5 million for validation."""
+The files are every `*.py` below the standard library's directory, in the order of their paths.
+Excluded are packages installed later (site-packages), tests, and files that are generated or differ
+from machine to machine (pydoc_data, _sysconfigdata, sitecustomize). A hash of its path puts one
+file in twenty into the validation set, in every version of Python. The text changes with the
+version, so an exact repetition on another machine needs the same version. Python 3.11 has 10.9
+million bytes for training and 0.5 million for validation."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ VALIDATION_SHARE = 0.05
 
 
 class Windows(Batched):
-    """A text cut into windows that do not overlap; the next byte is to be predicted at every place.
+    """A text in windows that do not overlap; the task is to predict the next byte.
 
     Args:
         text: uint8 (bytes,).
         length: bytes in a window.
 
-    `windows[i]` is two int64 tensors (length,), the second being the first one byte later;
-    `batch(indices)` is the same, stacked. What is left at the end of the text and fills no window
-    is not used."""
+    `windows[i]` is two int64 tensors (length,); the second is the text one byte later.
+    `batch(indices)` is the same, stacked. A remainder at the end of the text is not used.
+    """
 
     def __init__(self, text: Tensor, length: int) -> None:
-        self.text, self.length = text, length
+        self.text = text
+        self.length = length
 
     def __len__(self) -> int:
-        # One byte is needed after the last window, as the target of its last place.
+        # One byte is needed after the last window, as the target of its last position.
         return max(0, len(self.text) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -59,13 +60,13 @@ class Windows(Batched):
 
     def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         starts = torch.tensor(indices).unsqueeze(1) * self.length
-        places = starts + torch.arange(self.length + 1)
-        windows = self.text[places].long()
+        positions = starts + torch.arange(self.length + 1)
+        windows = self.text[positions].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def load(config: DataConfig, seed: int) -> Source:
-    """Windows of `config.sequence_length` bytes; a byte is a class. `seed` changes nothing.
+    """Return windows of `config.sequence_length` bytes; a byte is a class. `seed` is not used.
 
     Raises: DataError: this Python came without its source text, or the text is too short for a
     single window."""
@@ -92,8 +93,8 @@ def load(config: DataConfig, seed: int) -> Source:
 
 
 def source_files(root: Path) -> list[str]:
-    """The files' paths below `root`, with `/` between their parts, in an order that does not
-    depend on the disk.
+    """Return the files' paths below `root`, with `/` as separator, sorted: the order of the disk
+    differs from machine to machine.
     """
     paths: list[Path] = []
     for directory, subdirectories, files in os.walk(root):
@@ -103,10 +104,10 @@ def source_files(root: Path) -> list[str]:
             for name in files
             if name.endswith(".py") and not name.startswith(LOCAL_FILES)
         ]
-    # Linux distributions are known to leave links that lead nowhere.
+    # Some Linux distributions leave broken links.
     return sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
 
 
 def is_validation(name: str) -> bool:
-    """Whether the file of this name is for validation; says the same on every machine."""
+    """Return True for files of the validation set; the same on every machine."""
     return int.from_bytes(sha256(name.encode()).digest()[:8]) < VALIDATION_SHARE * 2**64

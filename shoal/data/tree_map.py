@@ -1,7 +1,7 @@
-"""Batches are nests of tensors: tuples, lists, named tuples and mappings.
+"""Map over batches, which are nests of tensors: tuples, lists, named tuples and mappings.
 
-torch's pytree takes a mapping or a list of a class that nobody registered for one leaf: a UserDict
-as tokenizers give it, a mappingproxy, a list of a user's own. Here they are nests.
+torch's pytree treats an unregistered class of mapping or list as one leaf: the UserDict that
+tokenizers return, a mappingproxy, a user's own list class. Here all of these are nests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A container like `value` with `function` applied to its items; anything else as it is."""
+    """Return a container like `value` with `function` applied to its items; return other values
+    unchanged.
+    """
     if isinstance(value, Mapping):
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -24,7 +26,7 @@ def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nest, in order."""
+    """Yield the tensors of a nest, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -35,7 +37,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """A nest with its floating tensors in another type."""
+    """Return a nest with its floating point tensors converted to `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return tree_map(value, lambda item: in_dtype(item, dtype))

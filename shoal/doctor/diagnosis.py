@@ -132,7 +132,10 @@ def _machine_problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     problems = []
     shared_bytes = machine["shared_memory_bytes"]
     if shared_bytes is not None and shared_bytes < LITTLE_SHARED_MEMORY_BYTES:
-        fact = f"/dev/shm has {_size(shared_bytes)}, too little for data-loader workers, which would die of SIGBUS"
+        fact = (
+            f"/dev/shm has {_size(shared_bytes)}, too little for data-loader workers, "
+            "which would die of SIGBUS"
+        )
         problems.append(
             Problem(
                 fact, "docker run --shm-size=2g (or --ipc=host), or train with --data.workers 0"

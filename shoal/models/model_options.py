@@ -30,7 +30,10 @@ def refuse(*rules: tuple[bool, str]) -> None:
 
 def no_image(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:
     """The rule, for `refuse`, of a model that takes images."""
-    text = f"name: {model} takes images (channels, height, width), but a sample is {tuple(input_shape)}"
+    text = (
+        f"name: {model} takes images (channels, height, width), "
+        f"but a sample is {tuple(input_shape)}"
+    )
     return len(input_shape) != 3, text
 
 

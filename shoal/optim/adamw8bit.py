@@ -1,8 +1,8 @@
 """AdamW with both moments in 8 bits: torchao's, cut into blocks that do not depend on how a
 parameter is sharded.
 
-      a row of a parameter   | 256 codes | 256 codes | 256 codes |      one byte a number, and for each block
-                                scale       scale       scale           its largest magnitude as a float32
+      a row of a parameter   | 256 codes | 256 codes | 256 codes |   one byte a value; one float32 for
+                               scale       scale       scale         each block: its largest magnitude
 
 torchao quantises what a rank holds, if that is 4,096 numbers and whole blocks of 256: another
 number of ranks makes other blocks, and other numbers (pytorch/ao#4912). Here a block never leaves

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.server.candidate import Missing
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 
 
 class Member(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
         dist.init_process_group(
-            "gloo", f"file://{place.folder}/store", rank=place.index, world_size=place.workers
+            "gloo", f"file://{address.folder}/store", rank=address.index, world_size=address.workers
         )
 
     def prepare(self, gradient: Tensor) -> None:
@@ -36,7 +36,7 @@ class Member(Worker):
         dist.destroy_process_group()
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker = Member
 
     def __init__(self, workers: int, servers: int) -> None:

@@ -1,8 +1,8 @@
 """Ray actors, arrays in its object store, as Ray's parameter server example has it: the driver only
 chains the calls.
 
-    worker.push(sums) ──> shares ─┐                      what one call returns lies in shared memory,
-    worker.push(sums) ──> shares ─┴─> server.add ──> sum    where the next reads it without a copy
+    worker.push(sums) ──> shares ─┐                      a result lies in shared memory, and
+    worker.push(sums) ──> shares ─┴─> server.add ──> sum    the next call reads it without a copy
          ^                                            │
          └────────────────────────────────────────────┘     next round
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.server.candidate import compare, gradient, shares, sum_factor
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 
 # It reads these when it is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -51,34 +51,37 @@ class Server:
 
 @ray.remote(num_cpus=0)
 class Pusher:
-    def __init__(self, index: int, place: Place) -> None:
-        self.index, self.place = index, place
+    def __init__(self, index: int, address: RoleAddress) -> None:
+        self.index = index
+        self.address = address
 
     def prepare(self, floats: int) -> None:
         self.gradient, self.held = gradient(self.index, floats).numpy(), ()
 
     def push(self, *sums: Array) -> tuple[Array, ...] | Array:
         self.held = sums
-        pieces = tuple(self.gradient[cut] for cut in shares(len(self.gradient), self.place.servers))
+        pieces = tuple(
+            self.gradient[cut] for cut in shares(len(self.gradient), self.address.servers)
+        )
         return pieces if len(pieces) > 1 else pieces[0]
 
     def pull(self, *sums: Array) -> None:
         self.held = sums
 
     def check(self) -> None:
-        factor = sum_factor(self.index, self.place.workers)
+        factor = sum_factor(self.index, self.address.workers)
         held = [torch.from_numpy(piece.copy()) for piece in self.held]
         compare(f"worker {self.index}", held, torch.from_numpy(self.gradient), factor)
 
 
 class Chief(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
         self.folder = tempfile.TemporaryDirectory(
             prefix="ray"
         )  # of its own: sockets' paths must be short
         ray.init(
-            num_cpus=place.workers + place.servers,
+            num_cpus=address.workers + address.servers,
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
             logging_level="ERROR",
@@ -86,8 +89,8 @@ class Chief(Worker):
             _temp_dir=self.folder.name,
             _node_ip_address="127.0.0.1",
         )
-        self.servers = [Server.remote() for _ in range(place.servers)]
-        self.pushers = [Pusher.remote(index, place) for index in range(place.workers)]
+        self.servers = [Server.remote() for _ in range(address.servers)]
+        self.pushers = [Pusher.remote(index, address) for index in range(address.workers)]
 
     def prepare(self, gradient: Tensor) -> None:
         ray.get([pusher.prepare.remote(len(gradient)) for pusher in self.pushers])
@@ -119,5 +122,5 @@ class Chief(Worker):
         self.folder.cleanup()
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker, chief = Chief, True

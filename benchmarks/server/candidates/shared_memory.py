@@ -1,8 +1,10 @@
 """Bound: a part of 4 MiB is copied to shared memory by the worker and read and rewritten there by
 the server.
 
-    worker   gradient -copy-> [slot] ............. [slot] -copy-> held        a message on a Unix socket, the door
-    server               bell   [slot] -copy-> own -copy-> [slot]   bell      bell, says that it is the other's turn
+    worker   gradient -copy-> [slot] ............. [slot] -copy-> values
+    server               bell   [slot] -copy-> own -copy-> [slot]   bell
+
+The bell is a message on a Unix socket: the slot now belongs to the receiver.
 
 Each connection has two slots, so that the worker fills one while the server has the other.
 """
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 from benchmarks.server.wire import FLOAT_BYTES, PART_BYTES, accept_all
 
 BELL = struct.Struct("<II")  # which slot, and how many numbers are in it
@@ -29,16 +31,16 @@ SLOT_FLOATS = PART_BYTES // FLOAT_BYTES
 
 
 class Echo(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.bells, self.slots = zip(*(_share(address) for address in place.addresses), strict=True)
-        self.threads = ThreadPoolExecutor(place.servers)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
+        self.bells, self.slots = zip(*(_share(server) for server in address.addresses), strict=True)
+        self.threads = ThreadPoolExecutor(address.servers)
 
     def prepare(self, gradient: Tensor) -> None:
         self.gradient, self.held = gradient, torch.zeros_like(gradient)
 
     def round(self) -> Sequence[Tensor]:
-        cuts = shares(len(self.gradient), self.place.servers)
+        cuts = shares(len(self.gradient), self.address.servers)
         list(self.threads.map(self._exchange, self.bells, self.slots, cuts))
         return [self.held]
 
@@ -58,15 +60,15 @@ class Echo(Worker):
                 bell.send(BELL.pack(slot, len(pushed[part])))
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker, sums = Echo, False
 
     @staticmethod
-    def serve(place: Place, announce: Callable[[str], None]) -> None:
+    def serve(address: RoleAddress, announce: Callable[[str], None]) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"{place.folder}/{place.index}")
+        listener.bind(f"{address.folder}/{address.index}")
         listener.listen()
-        accept_all(listener, place.workers, announce, _rewrite)
+        accept_all(listener, address.workers, announce, _rewrite)
 
 
 def _share(address: str) -> tuple[socket.socket, Tensor]:

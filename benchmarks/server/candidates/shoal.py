@@ -1,10 +1,10 @@
-"""Shoal's parameter server, as training uses it: parts of up to 4 MiB, authenticated frames, a
-lease, an arbiter.
+"""Shoal's parameter server, as training uses it: partitions of up to 4 MiB, authenticated frames, a
+lease, a coordinator.
 
-    worker   copies a part's gradient where it is lent from ── push ──> server   adds up, steps, says: there
-             copies the values          <──────────────────────────────
+    worker   copies a gradient to its send buffer ─── push ───> server   sums, steps, answers
+             copies the values            <────────────────────
 
-The optimizer puts the sum in the place of the values, so that what is held can be checked.
+The optimizer replaces the values by the sum, so that a worker can check the values that it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher.server_pool import (
@@ -54,8 +54,8 @@ class Replace(torch.optim.Optimizer):
 class Pusher(Worker):
     shares: ClassVar[bool] = True
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
         self.nursery: HelperSpawner | None = None
         self.fleet: ServerPool | None = None
         self.client: WorkerClient | None = None
@@ -67,21 +67,21 @@ class Pusher(Worker):
         self.gradient = gradient
         parameters = {"weight": nn.Parameter(torch.zeros_like(gradient))}
         shapes = {"weight": ParamMeta(len(gradient), torch.float32, 0)}
-        self.parts = partition(shapes, partition_bytes(shapes, self.place.servers))
+        self.parts = partition(shapes, partition_bytes(shapes, self.address.servers))
         self.flat = FlatParams(parameters, self.parts)
         job, file, host, port = self._fleet()
         transport = Transport(read_key(Path(file)), job)
         self.client = connect_to_servers(
-            self.place.index, self.flat, (host, port), transport, shares=self.shares
+            self.address.index, self.flat, (host, port), transport, shares=self.shares
         )
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
         self.order = StepRequest([{"lr": 1.0}])
-        if self.place.index == 0:
+        if self.address.index == 0:
             self.client.load([[{}] for _ in self.parts])
-            (Path(self.place.folder) / f"loaded-{self.times}").touch()
+            (Path(self.address.folder) / f"loaded-{self.times}").touch()
         else:
-            _await(Path(self.place.folder) / f"loaded-{self.times}")
+            _await(Path(self.address.folder) / f"loaded-{self.times}")
         self.client.mark_current()
 
     def round(self) -> Sequence[Tensor]:
@@ -102,17 +102,17 @@ class Pusher(Worker):
 
     def _fleet(self) -> tuple[str, str, str, int]:
         """The first worker starts the servers; the others find them by a file."""
-        folder = Path(self.place.folder) / f"fleet-{self.times}"
+        folder = Path(self.address.folder) / f"fleet-{self.times}"
         told = folder / "told"
-        if self.place.index == 0:
+        if self.address.index == 0:
             folder.mkdir()
             recipe = recipe_of(Replace([nn.Parameter(torch.zeros(1))]))
-            owners, key_file = tuple(assign(self.parts, self.place.servers)), new_key_file(folder)
+            owners, key_file = tuple(assign(self.parts, self.address.servers)), new_key_file(folder)
             settings = ShardSettings(
-                tuple(self.parts), recipe, self.place.workers, staleness=0, lease_s=10.0
+                tuple(self.parts), recipe, self.address.workers, staleness=0, lease_s=10.0
             )
             transport = Transport(read_key(key_file), str(self.times))
-            job = ClusterConfig(transport, folder, settings, owners, self.place.servers)
+            job = ClusterConfig(transport, folder, settings, owners, self.address.servers)
             self.nursery = HelperSpawner()
             judge = CoordinatorProcess(self.nursery, job, "127.0.0.1")
             self.fleet = ServerPool(self.nursery, job, judge.address, "127.0.0.1", judge)
@@ -128,10 +128,10 @@ def _await(path: Path) -> None:
         time.sleep(0.01)
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker = Pusher
 
     @staticmethod
-    def serve(place: Place, announce: Callable[[Any], None]) -> None:
+    def serve(address: RoleAddress, announce: Callable[[Any], None]) -> None:
         """The fleet is the first worker's: its processes are counted there."""
         announce(None)

@@ -1,7 +1,7 @@
 """Bound: blocking sockets; a part of 4 MiB goes to the server and comes back, then the next one.
 
-worker   sendall  recv_into    sendall  recv_into ...      one thread for each server; a header of 8 bytes says
-server   recv_into  sendall    recv_into  sendall ...      how long a part is
+worker   sendall  recv_into    sendall  recv_into ...      one thread for each server; a header of
+server   recv_into  sendall    recv_into  sendall ...      8 bytes holds the length of a part
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 from benchmarks.server.wire import PART_BYTES, accept_all, connect, fill, parts
 
 HEADER = struct.Struct("<Q")  # bytes that follow
 
 
 class Echo(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.connections = [connect(port) for port in place.addresses]
-        self.threads = ThreadPoolExecutor(place.servers)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
+        self.connections = [connect(port) for port in address.addresses]
+        self.threads = ThreadPoolExecutor(address.servers)
 
     def prepare(self, gradient: Tensor) -> None:
         self.gradient, self.held = gradient, torch.zeros_like(gradient)
 
     def round(self) -> Sequence[Tensor]:
-        cuts = shares(len(self.gradient), self.place.servers)
+        cuts = shares(len(self.gradient), self.address.servers)
         list(self.threads.map(self._exchange, self.connections, cuts))
         return [self.held]
 
@@ -48,12 +48,12 @@ class Echo(Worker):
             fill(connection, pulled)
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker, sums = Echo, False
 
     @staticmethod
-    def serve(place: Place, announce: Callable[[int], None]) -> None:
-        accept_all(socket.create_server(("127.0.0.1", 0)), place.workers, announce, _send_back)
+    def serve(address: RoleAddress, announce: Callable[[int], None]) -> None:
+        accept_all(socket.create_server(("127.0.0.1", 0)), address.workers, announce, _send_back)
 
 
 def _send_back(connection: socket.socket) -> None:

@@ -1,8 +1,8 @@
 """TensorFlow's ParameterServerStrategy. It has no synchronous mode, so a round is two waits of the
 coordinator.
 
-    coordinator   schedule(push) for each worker, join,     worker: variable.assign_add(gradient), on the server
-                  schedule(pull) for each worker, join      worker: read the variables; the values stay with it
+    coordinator   schedule(push) for each worker, join   worker: variable.assign_add(gradient)
+                  schedule(pull) for each worker, join   worker: read the variables, keep the values
 
 It does not say which worker takes which call, so all push the same gradient. Gradients come from a
 data set that every worker makes for itself. Variables are on the servers, one for each server."""
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.server.candidate import compare, shares
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 
 # It reads these when it is imported.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -33,13 +33,13 @@ PATTERN = 1000  # as in benchmarks.server.candidate.gradient
 
 
 class Chief(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        roles = [("worker", index) for index in range(place.workers)] + [
-            ("ps", k) for k in range(place.servers)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
+        roles = [("worker", index) for index in range(address.workers)] + [
+            ("ps", k) for k in range(address.servers)
         ]
         addresses = _free_addresses(len(roles))
-        cluster = {"worker": addresses[: place.workers], "ps": addresses[place.workers :]}
+        cluster = {"worker": addresses[: address.workers], "ps": addresses[address.workers :]}
         command = [sys.executable, "-m", __name__, json.dumps(cluster)]
         self.processes = [
             subprocess.Popen([*command, role, str(index)], stdin=subprocess.PIPE)
@@ -53,7 +53,7 @@ class Chief(Worker):
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     def prepare(self, gradient: Tensor) -> None:
-        cuts = shares(len(gradient), self.place.servers)
+        cuts = shares(len(gradient), self.address.servers)
         with self.strategy.scope():
             shards = [tf.Variable(tf.zeros(cut.stop - cut.start)) for cut in cuts]
 
@@ -80,10 +80,10 @@ class Chief(Worker):
             shard.assign(tf.zeros_like(shard))
 
     def round(self) -> Sequence[Tensor]:
-        for _ in range(self.place.workers):
+        for _ in range(self.address.workers):
             self.coordinator.schedule(self.push, (self.gradients,))
         self.coordinator.join()
-        self.held = [self.coordinator.schedule(self.pull) for _ in range(self.place.workers)]
+        self.held = [self.coordinator.schedule(self.pull) for _ in range(self.address.workers)]
         self.coordinator.join()
         return []
 
@@ -91,7 +91,7 @@ class Chief(Worker):
         self.round()
         for held in self.held:
             values = [torch.from_numpy(value) for value in held.fetch()]
-            compare("a worker", values, gradient, Fraction(self.place.workers))
+            compare("a worker", values, gradient, Fraction(self.address.workers))
 
     def close(self) -> None:
         for process in self.processes:
@@ -99,7 +99,7 @@ class Chief(Worker):
             process.wait()
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker, chief = Chief, True
 
 

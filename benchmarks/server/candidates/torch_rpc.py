@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from benchmarks.server.candidate import shares
-from benchmarks.server.role_processes import Crew, Place, Worker
+from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 
 
 class Shard:
@@ -53,16 +53,16 @@ def push(gradient: Tensor, workers: int) -> Future[Tensor]:
 
 
 class Client(Worker):
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        _join(f"worker{place.index}", place, place.servers + place.index)
+    def __init__(self, address: RoleAddress) -> None:
+        super().__init__(address)
+        _join(f"worker{address.index}", address, address.servers + address.index)
 
     def prepare(self, gradient: Tensor) -> None:
         self.gradient, self.held = gradient, []
 
     def round(self) -> Sequence[Tensor]:
-        pieces = [self.gradient[cut] for cut in shares(len(self.gradient), self.place.servers)]
-        workers = self.place.workers
+        pieces = [self.gradient[cut] for cut in shares(len(self.gradient), self.address.servers)]
+        workers = self.address.workers
         replies = [
             rpc.rpc_async(f"server{k}", push, (piece, workers)) for k, piece in enumerate(pieces)
         ]
@@ -73,23 +73,23 @@ class Client(Worker):
         rpc.shutdown()
 
 
-class Candidate(Crew):
+class Candidate(RoleProcesses):
     worker, spins = (
         Client,
         True,
     )  # TensorPipe looks at shared memory again and again, in every process
 
     @staticmethod
-    def serve(place: Place, announce: Callable[[None], None]) -> None:
+    def serve(address: RoleAddress, announce: Callable[[None], None]) -> None:
         announce(None)
-        _join(f"server{place.index}", place, place.index)
+        _join(f"server{address.index}", address, address.index)
         rpc.shutdown()  # waits for the workers to call it too
 
 
-def _join(name: str, place: Place, rank: int) -> None:
+def _join(name: str, address: RoleAddress, rank: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{place.folder}/store", rpc_timeout=0
+        init_method=f"file://{address.folder}/store", rpc_timeout=0
     )
     rpc.init_rpc(
-        name, rank=rank, world_size=place.servers + place.workers, rpc_backend_options=options
+        name, rank=rank, world_size=address.servers + address.workers, rpc_backend_options=options
     )
