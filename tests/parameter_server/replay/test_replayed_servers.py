@@ -58,5 +58,5 @@ def test_all_workers_have_the_same_parts() -> None:
 
 def test_what_is_only_known_while_it_happens_cannot_be_asked() -> None:
     client, _ = replayed([])
-    with pytest.raises(UsageError, match="has no servers to ask for FIGURES"):
+    with pytest.raises(UsageError, match="has no servers to ask for STATS"):
         client.stats()
