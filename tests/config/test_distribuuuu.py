@@ -11,8 +11,7 @@ from shoal.errors import ConfigError
 RESNET18 = """\
 CFG_DEST: config.yaml
 CUDNN: {BENCHMARK: true, DETERMINISTIC: false}
-MODEL: {ARCH: resnet18, DUMMY_INPUT: false, NUM_CLASSES: 1000, PRETRAINED: false, SYNCBN: false,
-  WEIGHTS: null}
+MODEL: {ARCH: resnet18, DUMMY_INPUT: false, NUM_CLASSES: 1000, PRETRAINED: false, WEIGHTS: null}
 OPTIM:
   BASE_LR: 0.2
   DAMPENING: 0.0

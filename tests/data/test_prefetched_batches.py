@@ -81,7 +81,7 @@ def test_each_batch_is_weighed_as_itself(batches: Batches) -> None:
 
 
 def test_batches_that_nobody_can_tell_apart_are_refused_where_they_differ_in_size() -> None:
-    message = r"shape \(4, 4\); the loader's last share has [12] samples.*run\.move"
+    message = r"shape \(4, 4\); the loader's last share has [12] samples.*run\.to_device"
     with pytest.raises(LaunchError, match=message):
         world.run(2, losses, copied_ahead)
 

@@ -179,8 +179,8 @@ def test_a_second_backward_pass_before_the_step_is_refused() -> None:
 
 
 def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
-    kind: Any = precision
-    run = shoal.init(strategy, precision=kind, announce=lambda _: None)
+    precision_name: Any = precision
+    run = shoal.init(strategy, precision=precision_name, announce=lambda _: None)
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.requires_grad_(kind != "frozen")
