@@ -124,8 +124,8 @@ def _classes(directories: list[Path]) -> list[str]:
     if train != validation or not train:
         raise DataError(
             f"imagefolder: the classes, one directory each, must be the same in both splits.\n"
-            f"  {directories[0]} has {len(train)}; only there: {_shortened(train - validation)}\n"
-    """Return images below `config.path`, `config.image_size` pixels square. `seed` is unused.
+            f"  {directories[0]} has {len(train)}; only there: {_listed(train - validation)}\n"
+            f"  {directories[1]} has {len(validation)}; only there: {_listed(validation - train)}\n"
             "(ImageNet's validation images come without such directories and have to be sorted "
             "into them first.)"
         )
@@ -149,7 +149,7 @@ def _check_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str])
     }
     if any(empty.values()):
         lines = [
-            f"  {directory}: {len(names)} of {len(classes)}: {_shortened(names)}"
+            f"  {directory}: {len(names)} of {len(classes)}: {_listed(names)}"
             for directory, names in empty.items()
             if names
         ]
@@ -165,7 +165,7 @@ def _check_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str])
         )
 
 
-def _shortened(names: set[str]) -> str:
+def _listed(names: set[str]) -> str:
     """Return at most MAX_LISTED names and the number of the others, as text."""
     shown = ", ".join(sorted(names)[:MAX_LISTED]) or "none"
     return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
