@@ -3,7 +3,7 @@
     worker/ ──────── PUSH, STEP ────────> node/ (primary) ── REPLICATE ──> node/ (backup)
        ^  <───────── PARAMS ────────────    │  └──────────── TRANSFER ───> node/ of another shard
        └─ VIEW, PLACEMENT ─ coordinator/ <──┘ HEARTBEAT
-    launcher/ starts coordinator and servers; all of them talk over transport/; replay/ repeats a run
+    launcher/ starts coordinator and servers; all communicate over transport/; replay/ repeats a run
 
 The way of a push:    worker/client.py -> session.py -> shard_connection.py -> transport/
  -> node/node_server.py -> worker_requests.py -> receive_buffers.py -> shard.py -> aggregation.py
