@@ -1,5 +1,5 @@
-"""`shoal doctor`: what this machine has, what is wrong with it, and what is missing for which
-strategy.
+"""`shoal doctor`: the facts of this machine, its problems, and the strategies that can run on
+it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ COLLECTIVES: Mapping[str, tuple[str, ...]] = {
     "diloco": AVERAGES,
     "recompute": (),
 }
-"""The collectives that each strategy needs between its ranks, by the names in `facts.EXPECTED`."""
+"""The collectives that each strategy needs between its ranks, by the names in
+`machine_info.EXPECTED`.
+"""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong here, and what mends it."""
+    """A problem of this machine, and its cure."""
 
     fact: str
     cure: str
@@ -45,9 +47,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether a strategy or a feature can be used; if not, `remark` says what is missing and
-    the cure.
-    """
+    """Readiness of a strategy or a feature. If it is not ready, `remark` names the missing piece
+    and the cure."""
 
     ready: bool
     remark: str = ""
@@ -55,11 +56,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor found.
+    """All results of an examination.
 
     Args:
         facts: section -> name -> value; plain data, units in the names.
-        problems: what should be mended, whatever is used.
+        problems: to be solved, whichever strategy is used.
         strategies, features: name -> verdict.
     """
 
@@ -70,31 +71,29 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 where ddp works on this machine's CPU, else 1."""
+        """Return 0 where ddp works on this machine's CPU, else 1."""
         return 0 if self.strategies["ddp"].ready else 1
 
 
 def examine() -> Report:
-    """Looks at this machine. Takes seconds: torch is imported, and two ranks really talk to
-    each other.
-    """
+    """Examine this machine. It takes seconds: torch is imported, and two ranks communicate."""
     return assess(machine_info.collect())
 
 
-def assess(found: Mapping[str, Mapping[str, Any]]) -> Report:
-    """The report on these facts."""
-    problems = (*_version_problems(found["software"]), *_machine_problems(found))
-    return Report(found, problems, _strategies(found), _features(found))
+def assess(facts: Mapping[str, Mapping[str, Any]]) -> Report:
+    """Return the report on these facts."""
+    problems = (*_version_problems(facts["software"]), *_machine_problems(facts))
+    return Report(facts, problems, _strategies(facts), _features(facts))
 
 
 def to_json(report: Report) -> str:
-    """The report as one JSON object; its keys are the fields of Report, and `ok`."""
+    """Return the report as one JSON object; its keys are the fields of Report, and `ok`."""
     return json.dumps({"ok": report.exit_code == 0, **asdict(report)}, indent=2)
 
 
 def render(report: Report) -> str:
-    """The report as text of at most 96 columns."""
-    blocks = [_table(section, _rows(found)) for section, found in report.facts.items()]
+    """Return the report as text of at most 96 columns."""
+    blocks = [_table(section, _rows(facts)) for section, facts in report.facts.items()]
     for title, verdicts in (("strategies", report.strategies), ("features", report.features)):
         blocks.append(
             _table(title, [(name, _status_text(verdict)) for name, verdict in verdicts.items()])
@@ -105,7 +104,8 @@ def render(report: Report) -> str:
 
 
 def _version_problems(software: Mapping[str, Any]) -> list[Problem]:
-    torch, torchvision = software["torch"], software["torchvision"]
+    torch = software["torch"]
+    torchvision = software["torchvision"]
     if torch is None:
         return [Problem("torch is not installed", 'pip install "torch>=2.11,<2.14"')]
     problems = []
@@ -116,19 +116,17 @@ def _version_problems(software: Mapping[str, Any]) -> list[Problem]:
                 'pip install "torch>=2.11,<2.14"',
             )
         )
-    wanted = _minor_version(torch)[1] + TORCHVISION_BEHIND
-    if torchvision is not None and _minor_version(torchvision) != (0, wanted):
+    expected_minor = _minor_version(torch)[1] + TORCHVISION_BEHIND
+    if torchvision is not None and _minor_version(torchvision) != (0, expected_minor):
         fact = f"torchvision {torchvision} does not belong to torch {torch}"
-        problems.append(Problem(fact, f'pip install "torchvision==0.{wanted}.*"'))
+        problems.append(Problem(fact, f'pip install "torchvision==0.{expected_minor}.*"'))
     return problems
 
 
-def _machine_problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    machine, communication, conflict = (
-        found["machine"],
-        found["communication"],
-        found["launch"]["conflict"],
-    )
+def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    machine = facts["machine"]
+    communication = facts["communication"]
+    conflict = facts["launch"]["conflict"]
     problems = []
     shared_bytes = machine["shared_memory_bytes"]
     if shared_bytes is not None and shared_bytes < LITTLE_SHARED_MEMORY_BYTES:
@@ -160,15 +158,15 @@ def _machine_problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _strategies(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
-    if found["software"]["torch"] is None:
+def _strategies(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
+    if facts["software"]["torch"] is None:
         missing = Diagnosis(False, 'torch; pip install "torch>=2.11,<2.14"')
         return dict.fromkeys(COLLECTIVES, missing)
-    ddp = _ddp(found["communication"])
+    ddp = _ddp(facts["communication"])
     verdicts = {"single": Diagnosis(True), "ddp": ddp}
     for name, needed in COLLECTIVES.items():
         if name not in verdicts:
-            verdicts[name] = _distributed(name, needed, ddp, found["communication"])
+            verdicts[name] = _distributed(name, needed, ddp, facts["communication"])
     return verdicts
 
 
@@ -183,14 +181,14 @@ def _ddp(communication: Mapping[str, Any]) -> Diagnosis:
             False,
             f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)",
         )
-    return _tried(COLLECTIVES["ddp"], communication)
+    return _from_collectives(COLLECTIVES["ddp"], communication)
 
 
 def _distributed(
     name: str, needed: Sequence[str], ddp: Diagnosis, communication: Mapping[str, Any]
 ) -> Diagnosis:
-    """Judge a strategy other than ddp by what its ranks need. One rank is enough where nothing
-    is needed.
+    """Judge a strategy other than ddp by the collectives that it needs. Without any, one rank is
+    enough.
     """
     if not needed:
         return Diagnosis(True)
@@ -198,11 +196,11 @@ def _distributed(
         return Diagnosis(False, "what ddp lacks")
     if name == "server" and communication["loopback_error"]:
         return Diagnosis(False, f"a port on 127.0.0.1: {communication['loopback_error']}")
-    return _tried(needed, communication)
+    return _from_collectives(needed, communication)
 
 
-def _tried(needed: Sequence[str], communication: Mapping[str, Any]) -> Diagnosis:
-    """Judge by the collectives that two ranks have tried here."""
+def _from_collectives(needed: Sequence[str], communication: Mapping[str, Any]) -> Diagnosis:
+    """Judge by the collectives that two ranks tried on this machine."""
     failed = [name for name in needed if name in communication["collective_errors"]]
     if not failed:
         return Diagnosis(True)
@@ -212,8 +210,8 @@ def _tried(needed: Sequence[str], communication: Mapping[str, Any]) -> Diagnosis
     )
 
 
-def _features(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
-    software, devices = found["software"], found["devices"]
+def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
+    software, devices = facts["software"], facts["devices"]
     return {
         "torchvision models": _needs(
             software["torchvision_error"] is None, software["torchvision_error"] or ""
@@ -225,7 +223,7 @@ def _features(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
         ),
         "GPUs": _gpus(devices),
         "NCCL": _needs(
-            "nccl" in found["communication"]["backends"],
+            "nccl" in facts["communication"]["backends"],
             "no GPU build of torch; needed on GPUs only",
         ),
         "bf16": _precision("bf16", devices),
@@ -257,8 +255,8 @@ def _compile(software: Mapping[str, Any]) -> Diagnosis:
     return _needs(software["python_headers"], "Python.h; apt install python3-dev")
 
 
-def _needs(there: object, missing: str) -> Diagnosis:
-    return Diagnosis(True) if there else Diagnosis(False, missing)
+def _needs(is_present: object, missing: str) -> Diagnosis:
+    return Diagnosis(True) if is_present else Diagnosis(False, missing)
 
 
 def _minor_version(version: str) -> tuple[int, int]:
@@ -270,14 +268,14 @@ def _status_text(verdict: Diagnosis) -> str:
     return f"missing: {verdict.remark}" if not verdict.ready else "ready" + verdict.remark
 
 
-def _rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    told_below = ("_error", "_errors", "conflict")  # by the verdicts and the problems
-    silent = ("_limit", "_limit_bytes", "_build", "_s")  # nothing to tell where there is none
+def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    shown_below = ("_error", "_errors", "conflict")  # among the verdicts and the problems
+    optional = ("_limit", "_limit_bytes", "_build", "_s")  # left out where there is none
     rows = []
-    for key, value in found.items():
+    for key, value in facts.items():
         if key == "gpus" and value:
             rows += [(f"gpu {index}", _text(key, gpu)) for index, gpu in enumerate(value)]
-        elif not key.endswith(told_below) and (value is not None or not key.endswith(silent)):
+        elif not key.endswith(shown_below) and (value is not None or not key.endswith(optional)):
             rows.append((_label(key), _text(key, value)))
     return rows
 
@@ -310,7 +308,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
     width = max(len(label) for label, _ in rows) + 2
     lines = [title]
     for label, text in rows:
-        # Names such as python3-dev are for copying: they stay in one piece.
+        # Do not break names such as python3-dev: users copy them.
         first, *rest = wrap(text, WIDTH - width - 2, break_on_hyphens=False) or [""]
         lines += [f"  {label:<{width}}{first}", *(" " * (width + 2) + line for line in rest)]
     return "\n".join(lines)

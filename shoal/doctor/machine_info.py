@@ -1,7 +1,6 @@
-"""What this machine has, as plain data: what `shoal doctor` judges. Numbers carry their unit in
-their name.
+"""Facts about this machine as plain data, which `shoal doctor` judges. Names end in the unit.
 
-torch is imported inside functions only, and whatever cannot be found out is None.
+torch is imported inside functions only. An unknown fact is None.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ EXPECTED = {
     "all_to_all": ([1.0, 2.0], [1.0, 2.0]),
     "send_receive": ([2.0, 2.0], [1.0, 1.0]),
 }
-"""The results on rank 0 and on rank 1, where rank 0 begins with [1, 1] and rank 1 with [2, 2]."""
+"""The results on rank 0 and on rank 1, where rank 0 starts with [1, 1] and rank 1 with [2, 2]."""
 
 
 def collect() -> dict[str, Facts]:
-    """Every section of facts. Takes seconds: torch is imported, and two ranks really talk to
-    each other.
+    """Return all sections of facts. It takes seconds: torch is imported, and two ranks
+    communicate.
     """
     return {
         "software": software(),
@@ -53,7 +52,7 @@ def collect() -> dict[str, Facts]:
 
 
 def software() -> Facts:
-    """Versions; of packages that are not installed, None."""
+    """Return versions; None for a package that is not installed."""
     packages = ("torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
     return {
         "python": platform.python_version(),
@@ -68,7 +67,7 @@ def software() -> Facts:
 
 
 def machine() -> Facts:
-    """Cores, memory and limits, those of the container included."""
+    """Return cores, memory and limits, the limits of the container included."""
     cores_limit, memory_limit_bytes = cgroup_limits()
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
@@ -88,7 +87,7 @@ def machine() -> Facts:
 
 
 def devices() -> Facts:
-    """GPUs and what the CPU computes well; a fact is missing where torch is."""
+    """Return GPUs and the CPU's capabilities; without torch, only an empty list of GPUs."""
     try:
         import torch
     except (ImportError, OSError):
@@ -102,7 +101,7 @@ def devices() -> Facts:
 
 
 def communication() -> Facts:
-    """torch.distributed's backends, and whether ranks on this machine reach each other."""
+    """Return torch.distributed's backends, and the errors of collectives between two ranks here."""
     return {
         "backends": _backends(),
         "compiled_all_reduce": _compiled(),
@@ -112,12 +111,14 @@ def communication() -> Facts:
 
 
 def launch() -> Facts:
-    """Which launcher this very process seems to run under, and which ones there are."""
+    """Return the launcher of this process, by its environment, and the launchers on this
+    machine.
+    """
     from shoal.launch import environment
 
     try:
-        place = environment.read(os.environ)
-        decision = {"launcher": place.launcher, "reason": place.reason, "conflict": None}
+        rank_info = environment.read(os.environ)
+        decision = {"launcher": rank_info.launcher, "reason": rank_info.reason, "conflict": None}
     except ShoalError as error:
         decision = {"launcher": None, "reason": None, "conflict": str(error)}
     return {**decision, **{program: shutil.which(program) for program in ("srun", "mpirun", "ssh")}}
@@ -126,8 +127,8 @@ def launch() -> Facts:
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[float | None, int | None]:
-    """(cores, bytes) that the control groups around this process allow; None for what is not
-    limited.
+    """Return the limits (cores, bytes) of the control groups around this process; None for no
+    limit.
     """
     inner = {
         names: path
@@ -137,8 +138,8 @@ def cgroup_limits(
     for group in _cgroup_ancestors(root, inner.get("", "/")):
         cores += [words for words in [_numbers(group / "cpu.max")] if len(words) == 2]
         sizes += _numbers(group / "memory.max")
-    # Version 1, still found on older clusters, has a tree for each resource, and -1 or a huge
-    # number for "no limit".
+    # Version 1, still used on older clusters, has one tree for each resource, and -1 or a huge
+    # number means "no limit".
     for group in _cgroup_ancestors(root / "cpu", inner.get("cpu", inner.get("cpu,cpuacct", "/"))):
         quota, period = _numbers(group / "cpu.cfs_quota_us"), _numbers(group / "cpu.cfs_period_us")
         cores += [quota + period] if quota and period else []
@@ -148,7 +149,7 @@ def cgroup_limits(
 
 
 def check_collectives() -> int:
-    """Start two ranks that try every collective. Main thread only.
+    """Start two ranks that try every collective. Call it from the main thread.
 
     Returns:
         The exit code of the ranks, as of `shoal.launch.local.run`.
@@ -187,37 +188,37 @@ def _attempts() -> dict[str, Callable[[], Tensor]]:
 
     rank = dist.get_rank()
 
-    def own() -> Tensor:
+    def local_values() -> Tensor:
         return torch.full((2,), rank + 1.0)
 
     def all_reduce() -> Tensor:
-        total = own()
+        total = local_values()
         dist.all_reduce(total)
         return total
 
     def broadcast() -> Tensor:
-        values = own()
+        values = local_values()
         dist.broadcast(values, src=0)
         return values
 
     def all_gather() -> Tensor:
         gathered = torch.empty(4)
-        dist.all_gather_into_tensor(gathered, own())
+        dist.all_gather_into_tensor(gathered, local_values())
         return gathered
 
     def reduce_scatter() -> Tensor:
         shard = torch.empty(1)
-        dist.reduce_scatter_tensor(shard, own())
+        dist.reduce_scatter_tensor(shard, local_values())
         return shard
 
     def all_to_all() -> Tensor:
         received = torch.empty(2)
-        dist.all_to_all_single(received, own())
+        dist.all_to_all_single(received, local_values())
         return received
 
     def send_receive() -> Tensor:
         received = torch.empty(2)
-        sending = dist.isend(own(), 1 - rank)
+        sending = dist.isend(local_values(), 1 - rank)
         dist.recv(received, 1 - rank)
         if sending is not None:
             sending.wait()
@@ -233,8 +234,7 @@ def _collectives() -> Facts:
     errors: dict[str, str] = {}
     begin = time.monotonic()
     try:
-        # A process of its own: whatever goes wrong in it, even a hang, is a finding and not our
-        # end.
+        # A separate process: even if it crashes or hangs, the report goes on.
         done = subprocess.run(
             command,
             capture_output=True,
@@ -244,7 +244,8 @@ def _collectives() -> Facts:
             check=False,
         )
         if done.returncode == 0:
-            for line in done.stdout.splitlines():  # of both ranks, each with the rank in front
+            # from both ranks, each line with the rank as prefix
+            for line in done.stdout.splitlines():
                 errors |= json.loads(line[line.index("{") :])
             error = errors.get("all_reduce")
         else:
@@ -283,10 +284,10 @@ def _gpu(index: int) -> Facts:
 
 
 def _half_precision() -> list[str]:
-    """Which of bf16 and fp16 this CPU has instructions for."""
+    """Return those of bf16 and fp16 for which this CPU has instructions."""
     flags = set(_read(Path("/proc/cpuinfo")).partition("flags")[2].partition("\n")[0].split())
-    found = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
-    return [precision for precision, wanted in found.items() if wanted & flags]
+    flags_by_precision = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
+    return [precision for precision, names in flags_by_precision.items() if names & flags]
 
 
 def _backends() -> list[str]:
@@ -302,7 +303,7 @@ def _backends() -> list[str]:
 
 
 def _compiled() -> bool | None:
-    """Whether all-reduces in shared memory have compiled steps; None without torch."""
+    """Return True where all-reduces in shared memory use compiled code; None without torch."""
     try:
         from shoal.shm_backend import native
     except (ImportError, OSError):
@@ -328,7 +329,7 @@ def _open_files() -> int:
 
 
 def _cgroup_ancestors(root: Path, inner: str) -> list[Path]:
-    """The control group `inner` and those that it lies in, up to the root of the tree."""
+    """Return the control group `inner` and its ancestors, up to the root of the tree."""
     group = root / inner.lstrip("/")
     return [path for path in (group, *group.parents) if path.is_relative_to(root)]
 

@@ -1,6 +1,6 @@
-"""Models by name: small ones of our own, the user's, torchvision's and timm's.
+"""Models by name: small models of Shoal, the user's, torchvision's and timm's.
 
-A new one is one file, and one line in `MODELS`.
+A new model is one file, and one line in `MODELS`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def build(
     options: Mapping[str, Any],
     extra: Mapping[str, Builder] | None = None,
 ) -> nn.Module:
-    """The model that `name` names, on the CPU in float32, with fresh weights from torch's default
-    generator.
+    """Return a model on the CPU in float32, with fresh weights from torch's default generator.
 
-    Args: name: one of `extra`, of `MODELS`, of torchvision's classifiers, `timm:NAME`, or a name
-        that only timm has;
-            looked for in this order.
+    Args:
+        name: searched in this order: `extra`, `MODELS`, torchvision's classifiers, `timm:NAME`,
+            timm's other names.
         num_classes: classes, or the size of the vocabulary.
         input_shape: of one sample: (channels, height, width) of an image, (time,) of a text.
         options: further keyword arguments of the builder.
-        extra: builders of the user's own, called as ours are: `builder(num_classes=...,
-        input_shape=..., **options)`.
+        extra: builders of the user. Each is called as `builder(num_classes=..., input_shape=...,
+            **options)`.
 
-    Raises: ConfigError: an unknown name, options that the builder does not take, samples that the
-    model does not take."""
+    Raises:
+        ConfigError: an unknown name, or options or samples that the model does not accept.
+    """
     ours = {**MODELS, **(extra or {})}
     if name in ours:
         return _build_ours(name, ours[name], num_classes, input_shape, options)
@@ -63,7 +63,7 @@ def build(
     timm_names = zoo.timm_names()
     if name in timm_names:
         return zoo.build_timm(name, num_classes, input_shape, options)
-    # Where nothing is close, ours are listed; more than a thousand names would help no one.
+    # With no similar name, list only our own models: there are more than a thousand others.
     close = get_close_matches(name, [*ours, *torchvision_names, *timm_names])
     known = close or [*ours, "torchvision's (resnet18...)", "timm:NAME"]
     raise ConfigError([f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"])

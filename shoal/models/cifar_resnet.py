@@ -10,11 +10,11 @@ from shoal.models.model_options import no_image, refuse
 def cifar_resnet18(
     *, num_classes: int, input_shape: tuple[int, ...], zero_init_residual: bool = False
 ) -> nn.Module:
-    """torchvision's ResNet-18 with a stem of one 3x3 convolution, which leaves a small image its
-    size.
+    """Return torchvision's ResNet-18 with a stem of one 3x3 convolution, which keeps the size of
+    the image.
 
-    The usual stem, made for 224x224 pixels, would hand the blocks 8x8 of the 32x32. 11,173,962
-    parameters for 3 channels and 10 classes.
+    The usual stem is made for 224x224 pixels and would reduce 32x32 pixels to 8x8. The model has
+    11,173,962 parameters for 3 channels and 10 classes.
 
     Args:
         num_classes: width of the output.
@@ -24,7 +24,7 @@ def cifar_resnet18(
     Raises: ConfigError: samples that are no images.
     Source: He et al., CVPR 2016, section 4.2.
     """
-    # Imported here because it takes seconds that other models need not wait for.
+    # Imported here: the import takes seconds, and other models do not need it.
     from shoal.platform.torchvision_import import torchvision
 
     refuse(no_image("cifar_resnet18", input_shape))

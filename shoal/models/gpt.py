@@ -1,4 +1,4 @@
-"""A decoder-only transformer, norms before each branch, in the size that its options ask for.
+"""A decoder-only transformer of any size, with a norm before each branch.
 
 Shape suffixes: B batch, T time, D width, H heads, K width of a head, V vocabulary.
 
@@ -19,8 +19,8 @@ INITIAL_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention. Query, key and value are modules of their own, so that each can be
-    cut between heads.
+    """Causal self-attention. Query, key and value are separate modules, so that tensor parallelism
+    can divide each of them by heads.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -34,8 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         query_BHTK, key_BHTK, value_BHTK = (
-            # The number of heads is what the projection gives: a rank that holds a slice of them
-            # runs the same line.
+            # -1: a tensor parallel rank has only some of the heads.
             project(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
@@ -48,7 +47,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up to four times the width, GELU, down again; each position by itself."""
+    """Linear to four times the width, GELU, linear back; each position by itself."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward; each sees the normalised stream and adds to the plain one."""
+    """Attention, then feed-forward. Each reads the normalised stream and adds to the stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -80,13 +79,20 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Embeddings of tokens and positions, blocks, a last norm, a linear head.
 
-    Args: num_classes: size of the vocabulary. input_shape: (time,), the longest sequence that the
-        model takes. layers: blocks. width: of the stream between blocks; a multiple of heads.
-        heads: of each attention. dropout: share zeroed of the embeddings, of the attention's
-        weights and of what each branch adds. tied: the head is the embedding's matrix.
+    Args:
+        num_classes: size of the vocabulary.
+        input_shape: (time,), the longest sequence that the model takes.
+        layers: number of blocks.
+        width: of the stream between blocks; a multiple of heads.
+        heads: of each attention.
+        dropout: share set to zero of the embeddings, of the attention's weights and of each
+            branch's output.
+        tied: head and token embedding are one matrix.
 
-    Raises: ConfigError: samples that are no sequences, numbers out of range, a width that heads do
-    not divide."""
+    Raises:
+        ConfigError: samples that are no sequences, values out of range, or a width that heads do
+            not divide.
+    """
 
     def __init__(
         self,
@@ -112,8 +118,8 @@ class GPT(nn.Module):
         self._initialise()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows
-        each.
+        """Compute the logits of each next token: int64 (batch, time) -> (batch, time,
+        vocabulary).
         """
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions_T))
@@ -123,8 +129,8 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _initialise(self) -> None:
-        # Each block adds to the stream twice; scaled so, the stream's variance does not grow with
-        # the depth.
+        # Each block adds to the stream twice. With this scale the variance of the stream does not
+        # grow with the depth.
         branch_std = INITIAL_STD / (2 * len(self.blocks)) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

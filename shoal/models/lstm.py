@@ -16,13 +16,13 @@ class LSTM(nn.Module):
 
     Args:
         num_classes: size of the vocabulary.
-        input_shape: (time,); any length is taken later on.
+        input_shape: (time,); `forward` takes any length.
         width: of the embedding and of every layer's state.
-        layers: LSTMs one above the other.
-        dropout: share of activations zeroed after the embedding and after every layer.
-        tied: the head is the embedding's matrix, with a bias of its own.
+        layers: number of stacked LSTMs.
+        dropout: share of activations set to zero after the embedding and after every layer.
+        tied: head and embedding are one matrix; the head has its own bias.
 
-    Raises: ConfigError: samples that are no sequences, numbers out of range.
+    Raises: ConfigError: samples that are no sequences, values out of range.
     Source: Hochreiter & Schmidhuber, Neural Computation 9(8), 1997; Press & Wolf, EACL 2017 (the
     tied head)."""
 
@@ -45,18 +45,17 @@ class LSTM(nn.Module):
         )
         self.embedding = nn.Embedding(num_classes, width)
         self.dropout = nn.Dropout(dropout)
-        # One module a layer, not one of several layers, so that a pipeline can be cut between them.
+        # One module for each layer: a pipeline stage can begin between two modules.
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.head = nn.Linear(width, num_classes)
         if tied:
-            # The head's scale: with the embedding's own, of 1, the first logits would be far too
-            # sure of themselves.
+            # With the embedding's usual deviation of 1, the first logits would be far too large.
             nn.init.normal_(self.embedding.weight, std=width**-0.5)
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Int64 (batch, time) -> logits (batch, time, vocabulary) of the token that follows
-        each.
+        """Compute the logits of each next token: int64 (batch, time) -> (batch, time,
+        vocabulary).
         """
         x_BTD = self.dropout(self.embedding(tokens_BT))
         for layer in self.layers:

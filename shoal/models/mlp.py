@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the smallest model that every strategy must agree on."""
+"""A multilayer perceptron: the smallest model on which every strategy is verified."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class MLP(nn.Module):
-    """Flattens, then linear layers with an activation after each but the last.
+    """Flatten, then linear layers with an activation after each but the last.
 
     Args:
         num_classes: width of the output.
         input_shape: shape of one sample, with any number of dims.
-        hidden: widths of the hidden layers; none gives a linear classifier.
+        hidden: widths of the hidden layers; an empty list gives a linear classifier.
         activation: "gelu" or "relu".
 
     Raises: ConfigError: a width below 1.
@@ -42,8 +42,8 @@ class MLP(nn.Module):
             )
         )
         layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in pairwise([prod(input_shape), *hidden]):
-            layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
+        for width_in, width_out in pairwise([prod(input_shape), *hidden]):
+            layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(hidden[-1] if hidden else prod(input_shape), num_classes)
 

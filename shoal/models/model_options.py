@@ -1,4 +1,4 @@
-"""A model's options, checked against the signature of its builder before it is called."""
+"""Check a model's options against the signature of its builder, before the builder is called."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ WORDS = {
 
 
 def refuse(*rules: tuple[bool, str]) -> None:
-    """Raise one ConfigError with the text of every rule that is broken, each behind `model.`;
-    return if none is.
+    """Raise one ConfigError with the texts of all broken rules, each with the prefix `model.`.
+
+    Args: rules: (True if broken, text).
     """
     problems = [f"model.{text}" for broken, text in rules if broken]
     if problems:
@@ -29,7 +30,7 @@ def refuse(*rules: tuple[bool, str]) -> None:
 
 
 def no_image(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:
-    """The rule, for `refuse`, of a model that takes images."""
+    """Return the rule, for `refuse`, that samples must be images."""
     text = (
         f"name: {model} takes images (channels, height, width), "
         f"but a sample is {tuple(input_shape)}"
@@ -38,18 +39,17 @@ def no_image(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:
 
 
 def no_sequence(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:
-    """The rule, for `refuse`, of a model that takes sequences of tokens."""
-    return len(
-        input_shape
-    ) != 1, f"name: {model} takes sequences (time,), but a sample is {tuple(input_shape)}"
+    """Return the rule, for `refuse`, that samples must be sequences of tokens."""
+    text = f"name: {model} takes sequences (time,), but a sample is {tuple(input_shape)}"
+    return len(input_shape) != 1, text
 
 
 def parameters_of(builder: Callable[..., Any]) -> Parameters:
-    """What the builder takes by keyword, by name; `**anything` is among them under its own name."""
+    """Return the builder's keyword parameters by name, `**kwargs` included under its own name."""
     try:
         signature = inspect.signature(builder, eval_str=True)
     except NameError:
-        # A type that its author imports for type checkers only; then just the names are checked.
+        # A type imported for type checkers only: then the names are checked, but not the types.
         signature = inspect.signature(builder)
     by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
     return {
@@ -62,12 +62,12 @@ def parameters_of(builder: Callable[..., Any]) -> Parameters:
 def problems_of(
     model: str, parameters: Parameters, options: Mapping[str, Any], given: Collection[str]
 ) -> list[str]:
-    """What is wrong with the options, one line each.
+    """Return the problems of the options, one line each.
 
     Args:
-        model: its name, for the messages.
-        parameters: what its builder takes.
-        options: as the config has them.
+        model: name of the model, for the messages.
+        parameters: of its builder.
+        options: from the config.
         given: parameters that Shoal fills in itself.
     """
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -96,10 +96,9 @@ def problems_of(
 
 
 def accepts(value: Any, annotation: Any) -> bool:
-    """Whether a plain value is of this type; an annotation that is not plain lets everything
-    through.
+    """Return True where a plain value has this type. An annotation that is not plain accepts all.
 
-    A whole number is a number, a bool is neither, a list is any sequence.
+    An int is accepted for a float, a bool for neither of them, and a list for any sequence.
     """
     if get_origin(annotation) in (UnionType, Union):
         return any(accepts(value, choice) for choice in get_args(annotation))
@@ -115,14 +114,14 @@ def accepts(value: Any, annotation: Any) -> bool:
 
 
 def is_plain(annotation: Any) -> bool:
-    """Whether values of this type can be written in a config: no functions, no classes."""
+    """Return True for types whose values can stand in a config: no functions, no classes."""
     if get_origin(annotation) in (UnionType, Union, tuple, list, Sequence):
         return all(is_plain(argument) for argument in get_args(annotation) if argument is not ...)
     return get_origin(annotation) is Literal or annotation in WORDS
 
 
 def describe(annotation: Any) -> str:
-    """What may be written for a value of this type, in words."""
+    """Describe the allowed values of this type in words, for an error message."""
     if get_origin(annotation) in (UnionType, Union):
         return " or ".join(describe(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:

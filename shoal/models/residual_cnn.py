@@ -1,8 +1,8 @@
 """A small residual network for small images; with its defaults about 300,000 parameters.
 
-It normalises with GroupNorm, whose statistics are those of one sample. BatchNorm's are those of the
-samples that one rank sees at once, so with it 4 ranks of 32 samples are not one device of 128; with
-GroupNorm they are, to rounding.
+The default norm is GroupNorm, whose statistics are those of one sample. BatchNorm's statistics are
+those of one rank's batch, so 4 ranks of 32 samples differ from one device with 128 samples. With
+GroupNorm they are equal up to rounding.
 
 Sources: He et al., CVPR 2016 (residual blocks); Wu & He, ECCV 2018 (GroupNorm); Goyal et al.,
 arXiv:1706.02677, section 5.1 (each residual branch starts as zero)."""
@@ -23,7 +23,7 @@ Norm = Callable[[int], nn.GroupNorm | nn.BatchNorm2d]
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them; where stride is 2, the first one halves
+    """Two 3x3 convolutions and a shortcut around them. With stride 2 the first convolution halves
     height and width.
     """
 
@@ -77,9 +77,9 @@ class ResidualCNN(nn.Module):
         stem = nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False)
         self.stem = nn.Sequential(stem, make_norm(widths[0]), nn.ReLU())
         self.stages = nn.Sequential()
-        for before, after in pairwise([widths[0], *widths]):
-            first = ResidualBlock(before, after, 2 if len(self.stages) else 1, make_norm)
-            others = [ResidualBlock(after, after, 1, make_norm) for _ in range(blocks - 1)]
+        for width_in, width_out in pairwise([widths[0], *widths]):
+            first = ResidualBlock(width_in, width_out, 2 if len(self.stages) else 1, make_norm)
+            others = [ResidualBlock(width_out, width_out, 1, make_norm) for _ in range(blocks - 1)]
             self.stages.append(nn.Sequential(first, *others))
         self.head = nn.Linear(widths[-1], num_classes)
         self._initialise()
@@ -87,8 +87,8 @@ class ResidualCNN(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Float (batch, channels, height, width) -> logits (batch, num_classes)."""
         features = self.stages(self.stem(images))
-        # Not AdaptiveAvgPool2d, whose backward pass on CUDA sums in any order: runs must repeat to
-        # the bit.
+        # Not AdaptiveAvgPool2d: its backward pass on CUDA sums in random order, and runs must
+        # repeat bit for bit.
         return self.head(features.mean((2, 3)))  # type: ignore[no-any-return]
 
     def _initialise(self) -> None:
@@ -96,14 +96,14 @@ class ResidualCNN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, ResidualBlock):
-                # Every block starts as its shortcut, so that a large learning rate does no harm in
-                # the first steps.
+                # Every block starts as its shortcut, which makes the first steps stable at a large
+                # learning rate.
                 nn.init.zeros_(module.norm2.weight)
 
 
 def _check(input_shape: tuple[int, ...], widths: Sequence[int], blocks: int, groups: int) -> None:
     uneven = [width for width in widths if width < 1 or (groups > 0 and width % groups)]
-    # A last stage of less than 2x2 pixels would have nothing left for its 3x3 convolutions to see.
+    # The last stage needs 2x2 pixels or more for its 3x3 convolutions.
     side = max(8, 2 ** len(widths))
     too_small = len(input_shape) == 3 and min(input_shape[1:]) < side
     refuse(

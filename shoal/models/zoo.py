@@ -1,6 +1,6 @@
-"""Models of torchvision and timm, by their names there, with fresh weights.
+"""Models of torchvision and timm by name, with fresh weights.
 
-Both libraries take seconds to import, so that happens in the functions that need them.
+Both libraries take seconds to import, so each function imports the library that it needs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 from shoal.errors import ConfigError, did_you_mean
 from shoal.models.model_options import is_plain, parameters_of, problems_of
 
-# Options that torchvision's functions read before the model's class sees the others, whose
-# signature names the rest.
+# Options that torchvision's functions read themselves. The signature of the model's class has the
+# others.
 READ_BY_FUNCTION = {
     "MobileNetV3": {"width_mult": float, "reduced_tail": bool, "dilated": bool},
 }
-# With their auxiliary heads these two return three outputs while they train, which no loss here
-# takes.
+# With their auxiliary heads these two models return three outputs in training, but the losses here
+# take one.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -31,7 +31,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def torchvision_names() -> list[str]:
-    """Its classifiers; models of other tasks (detection, video...) have losses of their own."""
+    """Return torchvision's classifiers. Models of other tasks (detection, video...) need other
+    losses.
+    """
     from shoal.platform.torchvision_import import torchvision
 
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
@@ -41,8 +43,9 @@ def torchvision_names() -> list[str]:
 def build_torchvision(
     name: str, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]
 ) -> nn.Module:
-    """One of `torchvision_names()`. Raises: ConfigError: images without 3 channels, options
-    that it does not take.
+    """Build one of `torchvision_names()`.
+
+    Raises: ConfigError: images without 3 channels, or options that the model does not take.
     """
     from shoal.platform.torchvision_import import torchvision
 
@@ -65,8 +68,8 @@ def build_torchvision(
 
 
 def _torchvision_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """The plain ones among the parameters of the class that torchvision's function `name`
-    returns.
+    """Return the parameters of plain types of the class that torchvision's function `name`
+    builds.
     """
     from shoal.platform.torchvision_import import torchvision
 
@@ -76,19 +79,19 @@ def _torchvision_parameters(name: str) -> dict[str, inspect.Parameter]:
         key: p.annotation for key, p in parameters_of(model_class).items() if is_plain(p.annotation)
     }
     known |= READ_BY_FUNCTION.get(model_class.__name__, {})
-    # None is needed: what the class requires, the function fills in.
+    # default=None: no option is required, because the function fills in the class's arguments.
     kind = inspect.Parameter.KEYWORD_ONLY
     return {
-        key: inspect.Parameter(key, kind, default=None, annotation=kept)
-        for key, kept in known.items()
+        key: inspect.Parameter(key, kind, default=None, annotation=annotation)
+        for key, annotation in known.items()
     }
 
 
 def timm_names() -> list[str]:
-    """All of its names, or none where it is not installed."""
+    """Return all names of timm's models; none where timm is not installed."""
     if find_spec("timm") is None:
         return []
-    # timm imports torchvision, which ours makes importable first.
+    # timm imports torchvision, and this module makes torchvision importable first.
     import_module("shoal.platform.torchvision_import")
     names: list[str] = import_module("timm").list_models()
     return names
@@ -97,10 +100,10 @@ def timm_names() -> list[str]:
 def build_timm(
     name: str, num_classes: int, input_shape: tuple[int, ...], options: Mapping[str, Any]
 ) -> nn.Module:
-    """timm's model, with as many input channels as the data have.
+    """Build a model of timm, with as many input channels as the data have.
 
-    Raises: ConfigError: timm is not installed, has no such model, or does not take the options or
-    the samples' shape."""
+    Raises: ConfigError: timm is not installed, has no such model, or does not accept the options
+    or the samples' shape."""
     names = timm_names()
     if not names:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""The operating system, torch and torchvision: what the other packages need from them."""
+"""The parts of the operating system, torch and torchvision that the other packages need."""

@@ -1,4 +1,5 @@
-"""Files that are replaced as a whole: a reader, or a crash, sees the old one or the new one.
+"""Atomic replacement of files: after a crash, and for each reader, a file is the old or the new
+one.
 
 NAME.tmp   written ── fsync ──> on the disk ── rename ──> NAME ── fsync of the directory
                       "file"                                      "rename"
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Durability = Literal["process", "file", "rename"]
-"""What the new content survives once it is written.
+"""Failures that the new content survives after the write.
 
     process   the death of this process; a power failure may leave an empty file
     file      a power failure leaves the old file or the new one, never a part
@@ -29,39 +30,41 @@ def atomic_write(
 ) -> Iterator[io.BufferedWriter[Any]]:
     """Open a stream whose content replaces `path` when the block ends without an exception.
 
-    The content lies in `NAME.tmp` in the same directory meanwhile, and the next write replaces what
-    a killed one has left there. A symbolic link at `path` is replaced, not followed, and neither is
-    one at `NAME.tmp`.
+    Before that, the content lies in `NAME.tmp` in the same directory. A killed process leaves this
+    file, and the next write replaces it. Symbolic links at `path` and at `NAME.tmp` are replaced,
+    not followed.
 
     Args:
-        survives: what the new content is safe from afterwards.
+        survives: the failures that the new content survives.
         mode: permissions of the new file, less the umask.
-        many_writers: whether several processes may write `path` at once; the last one to finish
-            wins. Each then writes to `.NAME.PID`, which stays when it is killed.
+        many_writers: True where several processes may write `path` at once. The last to finish
+            wins. Each writes to `.NAME.PID`, which remains if the process is killed.
 
     Raises:
         OSError: the file cannot be written.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}" if many_writers else f"{path.name}.tmp")
-    aside.unlink(missing_ok=True)
-    # O_EXCL: where others may write to the directory, a link that they put there is not followed.
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    temporary = path.with_name(
+        f".{path.name}.{os.getpid()}" if many_writers else f"{path.name}.tmp"
+    )
+    temporary.unlink(missing_ok=True)
+    # O_EXCL: never follow a link that another user has put into the directory.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with io.BufferedWriter(io.FileIO(descriptor, "wb"), BUFFER_BYTES) as stream:
             yield stream
             stream.flush()
             if survives != "process":
                 os.fsync(descriptor)
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if survives == "rename":
         fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
-    """Make what was created, renamed or removed in the directory `path` survive a power failure."""
+    """Let creations, renames and removals in the directory `path` survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What several parts of Shoal need to know of tensors: their types, and lists of them as one."""
+"""Tensor helpers of several packages: dtypes, and lists of tensors as one flat tensor."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ DTYPES = (
     *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-"""Types that ranks of one run name to each other by their place here. Nothing is saved by it."""
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+"""Ranks of one run send a dtype as its index in this list. No file contains the index."""
+DTYPE_NUMBERS = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which numbers of `dtype` are summed: float32 at least."""
+    """Return the dtype in which values of `dtype` are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient with all its zeros: itself, unless it is sparse as that of an embedding."""
+    """Return a dense copy of a sparse gradient (of an embedding); return a dense one unchanged."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of one tensor after the other, (total,), in new memory.
+    """Return the values of all tensors, one after the other, (total,), in new memory.
 
-    Args: tensors: at least one, of any shapes; the result has the type to which all promote.
+    Args: tensors: at least one, of any shapes; the result has the dtype to which all promote.
     """
     return torch.cat([tensor.flatten() for tensor in tensors])
 
@@ -41,7 +41,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten_tensors(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of `flat` in the shapes of `like`, one after the other.
 
-    Args: flat: (total,) or longer; what is left over is padding.
+    Args: flat: (total,) or longer; the rest is padding.
     """
     sizes = [tensor.numel() for tensor in like]
     pieces = flat[: sum(sizes)].split(sizes)

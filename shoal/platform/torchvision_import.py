@@ -1,12 +1,13 @@
-"""The one place that makes torchvision importable; everyone writes `from
+"""Import torchvision, also next to a torch that it was not built for. All other modules write `from
 shoal.platform.torchvision_import import torchvision`.
 
-torchvision's wheel carries compiled operators. A wheel that was built for another torch (one with
-CUDA, next to a CPU-only torch 2.13) cannot load them, which torchvision means to survive. But its
-import describes two of them, `nms` and `qnms`, to torch's shape inference, loaded or not, and dies
-with `operator torchvision::nms does not exist`. With their schemas defined first, the import goes
-through; models, datasets and transforms need nothing compiled, and images
-decode through Pillow. Calling the two operators still fails, which is right: there is no kernel.
+torchvision's wheel contains compiled operators. A wheel that was built for another torch (for CUDA,
+next to a CPU-only torch 2.13) cannot load them, and torchvision tries to go on without them. But
+its import registers the shapes of two operators, `nms` and `qnms`, even if they are not loaded, and
+fails with `operator torchvision::nms does not exist`. If their schemas are defined first, the
+import succeeds. Models, datasets and transforms need no compiled operators, and Pillow decodes the
+images.
+A call of the two operators still fails, as it should: there is no kernel.
 """
 
 from __future__ import annotations
@@ -24,33 +25,31 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def load() -> ModuleType:
-    """torchvision, imported; the same module however often this is called.
+    """Import torchvision and return it. A second call returns the same module.
 
-    Where the compiled operators load, this is a plain import. timm, which imports torchvision
-    itself, works afterwards.
+    Where the compiled operators load, this is a plain import. timm imports torchvision itself, and
+    works after this call.
 
     Raises: ImportError: torchvision is not installed. RuntimeError: it was built for another CUDA
     version than torch."""
     if not _operators_load():
         for name in ("nms", "qnms"):
-            # Whoever came before us may have defined them; a second definition would be an error.
+            # Another module may have defined them already; a second definition would be an error.
             if not hasattr(torch.ops.torchvision, name):
-                # torch.library.define keeps the definition alive until the process ends, as a
-                # Library object of our own would not: torch takes its operators back when it is
-                # collected.
+                # torch.library.define keeps the definition until the process ends. With a Library
+                # object, torch would remove the operators when the object is collected.
                 torch.library.define(f"torchvision::{name}", SCHEMA)
     with warnings.catch_warnings():
-        # The missing decoders are no news to anyone: images decode through Pillow.
+        # Ignore missing decoders: Pillow decodes the images.
         warnings.filterwarnings("ignore", message="Failed to load", category=UserWarning)
-        # The second generation of transforms is not brought by torchvision itself.
+        # `import torchvision` alone does not import the transforms v2.
         import_module("torchvision.transforms.v2")
         return import_module("torchvision")
 
 
 def _operators_load() -> bool:
-    """Load the library that torchvision is about to load (a second time is free), and say
-    whether that worked.
-    """
+    """Load the compiled library of torchvision, and return True if that succeeded. torchvision
+    loads it once more, at no cost."""
     package = find_spec("torchvision")
     if package is None:
         raise ImportError(

@@ -1,5 +1,5 @@
-"""The conformance check of a strategy: the gradients and the weights of one process, to 1e-10 in
-float64.
+"""The conformance check of a strategy: gradients and weights must equal those of one process, to
+1e-10 in float64.
 
 A strategy's author writes one row in a table and calls `check_strategy` on the experiments of
 `shoal.verification.matrix_cases`."""
@@ -10,8 +10,8 @@ from shoal.verification import Experiment, verify_job
 
 
 def check_strategy(strategy: str, ranks: int, experiment: Experiment, accumulate: int = 1) -> None:
-    """Raise AssertionError with the worst tensors unless `ranks` ranks train as one process
-    does, on every rank.
+    """Raise AssertionError with the worst tensors unless every one of `ranks` ranks trains like one
+    process.
     """
     verdict = verify_job(experiment, strategy, ranks, accumulate=accumulate, timeout_s=60.0)
     assert verdict.verdict == "exact", (

@@ -1,4 +1,4 @@
-"""Small worlds for tests: a few ranks on this machine, started in a tenth of a second each.
+"""Small worlds for tests: a few ranks on this machine, each started in a tenth of a second.
 
     from shoal.testing import world
 
@@ -33,17 +33,15 @@ from shoal.launch.start import start as start_ranks
 from shoal.launch.supervise import Supervision
 
 T = TypeVar("T")
-STACK_DUMP_S = 1.0  # how long ranks that hang may take to write their stacks
-# Preloaded where the caller has imported them: what test modules import, and what takes a rank
-# seconds.
+STACK_DUMP_S = 1.0  # limit for hanging ranks to write their stacks
+# The fork server imports these, if the caller has: test modules need them, and each rank would take
+# seconds to import them.
 TOOLS = (
-    *(
-        "pytest",
-        "hypothesis",
-        "torch.distributed.checkpoint",
-        "matplotlib.figure",
-        "shoal.train.loop",
-    ),
+    "pytest",
+    "hypothesis",
+    "torch.distributed.checkpoint",
+    "matplotlib.figure",
+    "shoal.train.loop",
     "shoal.optim.adamw8bit",
 )
 
@@ -55,23 +53,23 @@ def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float =
     Args:
         processes: the number of ranks, >= 1.
         target: a function at the top of a module that can be imported.
-        args: anything that can be pickled, tensors too; every rank has its own copies.
-        timeout_s: for the whole of it, and for each collective.
+        args: picklable values, tensors included; every rank gets its own copies.
+        timeout_s: limit for all ranks together, and for each collective.
 
     Returns:
-        What each rank returned, by rank.
+        The result of each rank, by rank.
 
-    Raises: LaunchError: with the whole traceback of the rank that failed first, or with the stacks
-        of the ranks that had
-            not finished in time. All ranks have ended by then.
+    Raises:
+        LaunchError: with the full traceback of the rank that failed first, or with the stacks of
+            the ranks that had not finished in time. All ranks have ended by then.
     """
     with start(processes, target, *args, timeout_s=timeout_s) as world:
         return world.results()
 
 
 def start(processes: int, target: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> World:
-    """As `run`, but returns at once; use it as a context, so that no rank stays when a test
-    fails.
+    """Start ranks as `run` does, and return at once. Use the result as a context manager, so that
+    no rank remains when a test fails.
     """
     tools = [*preload.TRAINING, *(name for name in TOOLS if name in sys.modules)]
     arguments = (target, args, timeout_s)
@@ -82,15 +80,17 @@ def start(processes: int, target: Callable[..., Any], *args: Any, timeout_s: flo
 
 
 class World:
-    """Ranks that run. Made by `start`; ends with its context.
+    """Running ranks, made by `start` and killed at the end of its context.
 
-    Attributes: failures: those that ranks have reported, in the order of their arrival; complete
-        after `wait`.
+    Attributes:
+        failures: reports of failed ranks, in the order of their arrival; complete after `wait`.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
-        self._ranks, self._supervision = ranks, Supervision(ranks, grace_s=timeout_s)
-        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
+        self._ranks = ranks
+        self._supervision = Supervision(ranks, grace_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
 
     def __enter__(self) -> World:
         return self
@@ -109,55 +109,59 @@ class World:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
+        """Return the process ids by rank."""
         return [rank.pid for rank in self._ranks.all]
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank."""
-        self._ranks.all[rank].signal(number)
+        self._ranks.all[rank].signal(signal_number)
 
     def wait(self) -> list[int]:
-        """Wait until every rank has ended by itself; no failure ends the others.
+        """Wait until every rank has ended by itself; a failure does not end the other ranks.
 
         Returns:
             Exit codes by rank; negative for a signal.
 
         Raises:
-            LaunchError: not all had ended in time.
+            LaunchError: some ranks had not ended in time.
         """
         self._supervision.ends_siblings = False
-        self._until_all_end()
+        self._wait_for_end()
         return [code for _, code in sorted(self._supervision.codes.items())]
 
     def results(self) -> list[Any]:
-        """Wait for what every rank returns; raises as `run` does."""
-        self._until_all_end()
-        world, values = len(self.pids), self._supervision.values
+        """Wait for the results of all ranks and return them by rank. Raises LaunchError as
+        `run`.
+        """
+        self._wait_for_end()
+        world = len(self.pids)
+        values = self._supervision.values
         if self.failures:
             raise LaunchError(root_cause(self.failures).describe(world))
         for rank in set(range(world)) - set(values):  # it called sys.exit
             raise LaunchError(from_exit_code(rank, self._supervision.codes[rank]).describe(world))
         return [pickle.loads(values[rank]) for rank in range(world)]
 
-    def _until_all_end(self) -> None:
+    def _wait_for_end(self) -> None:
         while self._ranks.alive:
-            left_s = self._deadline_s - time.monotonic()
-            if left_s <= 0:
+            remaining_s = self._deadline_s - time.monotonic()
+            if remaining_s <= 0:
                 raise LaunchError(self._hanging_ranks())
-            self._supervision.step(left_s)
+            self._supervision.step(remaining_s)
 
     def _hanging_ranks(self) -> str:
-        """Has the ranks that live write their stacks, reads them, and kills all."""
+        """Let live ranks write their stacks, read these, kill all ranks, and return the text."""
         hanging = {rank.number: io.StringIO() for rank in self._ranks.alive}
         for rank in self._ranks.alive:
             for stream in rank.streams:
                 stream.sink = hanging[rank.number]
             rank.signal(signal.SIGUSR1)
-        until_s = time.monotonic() + STACK_DUMP_S
-        while self._ranks.alive and (left_s := until_s - time.monotonic()) > 0:
-            self._ranks.watch(left_s)
+        deadline_s = time.monotonic() + STACK_DUMP_S
+        while self._ranks.alive and (remaining_s := deadline_s - time.monotonic()) > 0:
+            self._ranks.watch(remaining_s)
         self._ranks.kill()
-        names, noun = ", ".join(map(str, hanging)), "rank" if len(hanging) == 1 else "ranks"
+        names = ", ".join(map(str, hanging))
+        noun = "rank" if len(hanging) == 1 else "ranks"
         head = f"{noun} {names} of {len(self.pids)} had not finished after {self._timeout_s:g} s"
         failed = [failure.describe(len(self.pids)) for failure in self.failures]
         return "\n\n".join([head, *failed, *(text.getvalue() for text in hanging.values())])

@@ -32,7 +32,7 @@ def test_tensor_groups_are_neighbours_and_pipelines_reach_the_farthest() -> None
         ),
         (ParallelDims(tensor=0), 4, "tensor=0: must be 1 or more."),
         (
-            ParallelDims(tensor=2, shard=4),
+            ParallelDims(tensor=2, dp_shard=4),
             4,
             "hybrid=4 shards inside groups of 4 ranks; 2 ranks do not make whole groups.",
         ),

@@ -39,8 +39,8 @@ def test_a_source_of_the_users_own_is_found_by_its_name():
 
 def test_sources_without_photographs_do_not_wait_for_torchvision():
     program = (
-        "import sys; from shoal.config.job import DataConfig; from shoal.data import load; "
-        "load(DataConfig(name='digits'), 0);"
+        "import sys; from shoal.config.job import DataConfig; "
+        "from shoal.data import load; load(DataConfig(name='digits'), 0);"
         "sys.exit('torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

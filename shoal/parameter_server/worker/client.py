@@ -1,10 +1,11 @@
-"""Calls that wait, by which a worker asks its servers: one lock around a `WorkerSession`.
+"""Blocking requests of a worker to its servers: one lock around a `WorkerSession`.
 
 backward ── push part 7 ── push part 6 ── ...          sent as they are ready
 step     ── order
 forward     waits for part 0 ── part 1 ── ...          values come straight into the parameters
 
-`worker_session.py` decides what is sent to whom, and sent again; the network carries it.
+`session.py` decides which message goes to which shard, and when to send it again. The network sends
+it.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ def connect_to_servers(
     """Return a client with connections to all shards.
 
     Args:
-        worker: its number among those that push to the same servers.
-        flat: this worker's memory: values are written there as they come.
-        arbiter: the address at which it listens.
+        worker: its id among the workers of the same servers.
+        flat: this worker's memory, into which values are received.
+        arbiter: the address of the coordinator.
         transport: settings of the job.
-        staleness: how many steps values may lack of the slowest worker's; None for any.
-        shares: whether servers of this machine read gradients in this worker's memory.
-        trace: is told when partitions go and come.
+        staleness: number of the slowest worker's steps that values may lack; None for any.
+        shares: True to let servers of this machine read gradients in this worker's memory.
+        trace: records pushes and arrivals of partitions.
 
-    Raises: ServerLost: the arbiter says nothing.
+    Raises: ServerLost: the coordinator does not answer.
     """
     read_at = read_offsets(flat.parts, worker, staleness)
     memory = WorkerMemory(flat.values, read_at, flat.lent, flat.lent_at if shares else ())
@@ -75,15 +76,15 @@ class WorkerClient:
 
     Args:
         flat: this worker's memory.
-        network: what requests travel by; it is started.
-        staleness: how many steps values may lack of the slowest worker's; None for any.
-        trace: is told when partitions go and come.
+        network: sends the requests; the client starts it.
+        staleness: number of the slowest worker's steps that values may lack; None for any.
+        trace: records pushes and arrivals of partitions.
 
     Attributes:
-        session: everything about what was asked and what was answered.
-        lock: is held while the session is used, and tells of what has come.
+        session: the state of all requests.
+        lock: held while the session is used; notified when answers arrive.
 
-    Raises: ServerLost: the arbiter says nothing.
+    Raises: ServerLost: the coordinator does not answer.
     """
 
     def __init__(
@@ -105,20 +106,20 @@ class WorkerClient:
 
     @property
     def step(self) -> int:
-        """Steps that were ordered so far."""
+        """Return the number of steps requested so far."""
         return self.session.step
 
     @property
     def stop_at(self) -> int:
-        """Steps that all workers take before they stop; 0 while none has asked for it."""
+        """Return the number of steps before all workers stop; 0 without a stop request."""
         return self.session.stop_at
 
     def push(self, part: int, gradient: Tensor, present: bytes, sparse: bool = False) -> None:
-        """Send a part's gradient of the step that is under way.
+        """Send a partition's gradient of the present step.
 
-        It must not change until `wait` has returned.
+        The gradient must not change until `wait` has returned.
 
-        Args: sparse: most of it is zeros, which need not be sent.
+        Args: sparse: True where most values are zeros, which need not be sent.
         """
         with self.lock:
             self._await([part])
@@ -126,7 +127,7 @@ class WorkerClient:
             self._network.carry_out(self.session.push(part, gradient, present, sparse))
 
     def request_step(self, order: StepRequest) -> None:
-        """Have the servers take the step, now that every part was pushed."""
+        """Request the step from the servers, after every partition was pushed."""
         self.wait(range(len(self.parts)))
         self._request(lambda: self.session.request_step(pack_order(order)))
 
@@ -137,15 +138,16 @@ class WorkerClient:
                 self._await(some)
 
     def _await(self, parts: Iterable[int]) -> None:
-        """Sleep until all of them are here, with the lock.
+        """Wait until all partitions have arrived. The lock is held.
 
-        To be woken for each takes longer than most take to come.
+        The thread wakes once for all: one wake-up takes longer than most partitions.
         """
         missing = self.session.missing(parts)
         if not missing:
             return
         begun_ns = self._trace.now()
-        # With what another thread waits for. What an interrupted one has waited for may be here.
+        # Keep the partitions that other threads wait for. Drop those that have arrived since a wait
+        # was interrupted.
         self._wanted = set(self.session.missing((*self._wanted, *missing)))
         while self._wanted:
             if self.session.failure is not None:
@@ -155,59 +157,57 @@ class WorkerClient:
             self._trace.waited(part, begun_ns)
 
     def request_stop(self) -> None:
-        """Have all workers stop after the same step, which none of them has reached."""
+        """Let all workers stop after the same step, which none of them has reached."""
         self._request(self.session.request_stop)
 
     def pull(self) -> None:
-        """Wait for the newest values of all parts.
+        """Wait for the newest values of all partitions.
 
-        Every worker must have waited for its own before.
+        Every worker must have waited for its own values before.
         """
         self._request(self.session.pull)
         self.wait(range(len(self.parts)))
 
     def squared_norm(self) -> float:
-        """Squared norm of all gradients of the step that is under way, over all workers.
+        """Return the squared norm of all gradients of the present step, over all workers.
 
-        Every worker must have pushed or will.
+        It waits until every worker has pushed.
         """
         answers = self._ask(Op.NORM, dict.fromkeys(range(len(self.parts)), b""))
         return sum(float.fromhex(bytes(answers[part.number]).decode()) for part in self.parts)
 
     def gradient(self, part: int) -> tuple[Tensor, bytes]:
-        """A part's gradient, summed over all workers, and which of its segments have one."""
+        """Return a partition's gradient, summed over all workers, and the mask of its segments."""
         payload = self._ask(Op.GRADIENT, {part: b""})[part]
         segments = len(self.parts[part].segments)
-        numbers = torch.frombuffer(bytearray(payload[segments:]), dtype=self.parts[part].dtype)
-        return numbers, bytes(payload[:segments])
+        values = torch.frombuffer(bytearray(payload[segments:]), dtype=self.parts[part].dtype)
+        return values, bytes(payload[:segments])
 
     def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Have the servers begin at this worker's `values`, with these optimizer states.
-
-        They begin at this worker's step.
-        """
-        taken = dict[int, list[float]]()
+        """Load this worker's `values` and these optimizer states into the servers, at this step."""
+        rates_of_shard = dict[int, list[float]]()
         for part, state in zip(self.parts, states, strict=True):
             owner = self.session.placement.owners[part.number]
             begun_s = time.perf_counter()
             payload = pack_partition(self.values[part.number], list(state), {})
             self._ask(Op.LOAD, {part.number: payload})
-            taken.setdefault(owner, []).append(len(payload) / (time.perf_counter() - begun_s))
+            seconds = time.perf_counter() - begun_s
+            rates_of_shard.setdefault(owner, []).append(len(payload) / seconds)
         self.mark_current()
-        speeds = {shard: statistics.median(rates) for shard, rates in taken.items()}
+        speeds = {shard: statistics.median(rates) for shard, rates in rates_of_shard.items()}
         self._network.report_speeds(speeds)
 
     def mark_current(self) -> None:
-        """Take the values that are here for those of the servers."""
+        """Treat the values in memory as those of the servers."""
         with self.lock:
             self.session.begin()
 
     def state(self, part: int) -> list[dict[str, Any]]:
-        """The optimizer's state of each segment of a part."""
+        """Return the optimizer's state of each segment of a partition."""
         return unpack_part(self._ask(Op.STATE, {part: b""})[part])[1]
 
     def stats(self, limit_s: float = RECOVER_S) -> list[dict[str, Any]]:
-        """Return what each shard's primary tells of itself; a shard that has left tells nothing."""
+        """Return the figures of each shard's primary, without shards that have left."""
         shards = self.session.owners()
         for shard in shards:
             self._ask_shard(shard, Op.STATS)
@@ -215,43 +215,43 @@ class WorkerClient:
         return [json.loads(bytes(answer)) for answer in answers if answer is not None]
 
     def record(self) -> None:
-        """Have all shards, later ones too, note what they apply and give out.
+        """Let all shards, later ones included, log each update and each sent value.
 
-        For every worker, before it pushes.
+        Every worker must call it before its first push.
         """
         self._request(self.session.record)
 
     def history(self, limit_s: float = RECOVER_S) -> list[Event]:
-        """Return the notes of shards since the last call. Always the same worker calls it.
+        """Return the event logs of shards since the last call. Only one worker may call it.
 
-        A shard that leaves, or is replaced, takes with it what was not asked for: its notes are
-        missing here.
+        If a shard leaves or is replaced, the events since the last call are lost.
         """
-        shards, found = self.session.owners(), list[Event]()
+        shards = self.session.owners()
+        events = list[Event]()
         while shards:
             for shard in shards:
                 known = self._collected.setdefault(shard, {"server": -1, "first": 0})
                 self._ask_shard(shard, Op.HISTORY, json.dumps(known).encode())
-            shards = [shard for shard in shards if self._read_history_chunk(shard, found, limit_s)]
-        return found
+            shards = [shard for shard in shards if self._read_history_chunk(shard, events, limit_s)]
+        return events
 
-    def _read_history_chunk(self, shard: int, found: list[Event], limit_s: float) -> bool:
-        """Add a piece of a shard's notes; whether there are more."""
+    def _read_history_chunk(self, shard: int, events: list[Event], limit_s: float) -> bool:
+        """Append a chunk of a shard's events. Return True if there are more."""
         payload = self._await_answer(Op.HISTORY, shard, limit_s)
         if payload is None:
             return False
         answer = json.loads(bytes(payload))
-        found += [Event(*event) for event in answer["events"]]
+        events += [Event(*event) for event in answer["events"]]
         first = answer["first"] + len(answer["events"])
         self._collected[shard] = {"server": answer["server"], "first": first}
         return bool(answer["more"])
 
     def close(self, limit_s: float = 5.0) -> None:
-        """Hang up, for good: the arbiter is told."""
+        """Disconnect for good, and sign off at the coordinator."""
         self._network.close(limit_s)
 
     def handle(self, event: SessionEvent) -> None:
-        """Take an event of the session. The lock is held."""
+        """Handle an event of the session. The lock is held."""
         match event:
             case ValuesArrived(partition):
                 self._trace.arrived(partition)
@@ -265,21 +265,25 @@ class WorkerClient:
             case ShardFailed():
                 self.lock.notify_all()
 
-    def _request(self, ask: Callable[[], list[SessionAction]]) -> None:
+    def _request(self, build_actions: Callable[[], list[SessionAction]]) -> None:
         with self.lock:
-            self._network.carry_out(ask())
+            self._network.carry_out(build_actions())
 
     def _ask(self, op: Op, payloads: Mapping[int, Payload]) -> dict[int, memoryview]:
-        """Ask about several parts at once, and wait for all answers. Raises ServerLost."""
+        """Query several partitions at once, and wait for all answers. Raises ServerLost."""
         self._request(lambda: self.session.query(op, payloads))
-        found = {part: self._await_answer(op, part) for part in payloads}
-        return {part: answer for part, answer in found.items() if answer is not None}  # all of them
+        answers = {part: self._await_answer(op, part) for part in payloads}
+        # A query about a partition always has an answer; the filter is for the type checker.
+        return {part: answer for part, answer in answers.items() if answer is not None}
 
     def _ask_shard(self, shard: int, op: Op, payload: bytes = b"") -> None:
         self._request(lambda: self.session.query_shard(shard, op, payload))
 
     def _await_answer(self, op: Op, about: int, limit_s: float | None = None) -> memoryview | None:
-        """Wait for an answer; None where that takes too long, or never comes. Raises ServerLost."""
+        """Wait for an answer. Return None after the limit, or if the shard has left.
+
+        Raises ServerLost.
+        """
         key, session = (op, about), self.session
         with self.lock:
             self.lock.wait_for(lambda: key in self._answers or session.failure is not None, limit_s)

@@ -1,5 +1,5 @@
-"""A model's parameters laid end to end, so that a part is one run of memory: values come straight
-into it.
+"""A model's parameters end to end in flat memory. Each partition is contiguous there, so values are
+received straight into it.
 
 parameters   embed.weight   w1     b1         each keeps its name, shape and strides,
             ┌──────────────┬──────┬────┐      and becomes a window on the flat memory
@@ -21,35 +21,37 @@ from shoal.platform.torch_private.tensor_state import is_zerotensor
 from shoal.shm_backend.segment import ALIGNMENT_BYTES, SharedSegment
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
-"""What torch's optimizers keep once for a parameter, whatever its shape; a scalar parameter's
-state looks alike.
+"""Entries of torch's optimizers that have one value for a parameter of any shape. The state of a
+scalar parameter has the same shape, so the name must tell them apart.
 """
 
 
 class FlatParams:
     """Flat CPU memory for the values and for the gradients of some parameters.
 
-    On the CPU, parameters become windows on the values. On a device they stay, and `fetch` copies.
+    On the CPU, parameters become windows on the values. On a device they stay there, and
+    `copy_to_params` copies.
 
     Attributes:
-        values, gradients: of each part, flat tensors of its length.
-        lent, lent_at: the memory of the gradients, and where in it each part lies, in bytes.
+        values, gradients: of each partition, flat tensors of its length.
+        lent, lent_at: shared memory of the gradients, and each partition's offset in bytes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Partition]) -> None:
         self.parameters, self.parts = parameters, parts
-        places, size_bytes = _places(parts)
-        self.lent, self.lent_at = SharedSegment(size_bytes), places
+        at_bytes, size_bytes = _offsets(parts)
+        self.lent = SharedSegment(size_bytes)
+        self.lent_at = at_bytes
         own = SharedSegment(size_bytes)
-        own.close()  # nobody else reads it
+        own.close()  # no other process reads it
         self.values = [
-            own.tensor(at, p.length, p.dtype) for p, at in zip(parts, places, strict=True)
+            own.tensor(at, p.length, p.dtype) for p, at in zip(parts, at_bytes, strict=True)
         ]
         self.gradients = [
-            self.lent.tensor(at, p.length, p.dtype) for p, at in zip(parts, places, strict=True)
+            self.lent.tensor(at, p.length, p.dtype) for p, at in zip(parts, at_bytes, strict=True)
         ]
-        self.windows = _views(parts, places, own, parameters)
-        self.gradient_windows = _views(parts, places, self.lent, parameters)
+        self.windows = _windows(parts, at_bytes, own, parameters)
+        self.gradient_windows = _windows(parts, at_bytes, self.lent, parameters)
         self.on_device = any(parameter.device.type != "cpu" for parameter in parameters.values())
         self.store()
         if not self.on_device:
@@ -58,31 +60,32 @@ class FlatParams:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Values are the parameters'."""
+        """Copy the parameters to the values."""
         for name, parameter in self.parameters.items():
             self.windows[name].copy_(parameter)
 
     def flat_gradient_or_none(self, segment: ParamSlice, gradient: Tensor) -> Tensor | None:
-        """A parameter's gradient where autograd has left it, of one segment and flat; None where it
-        lies otherwise.
+        """Return one segment of a gradient as a flat view of autograd's memory, without a copy.
 
-        Args: gradient: the whole parameter's.
+        None where the gradient has other strides, dtype or device than the flat memory.
+
+        Args: gradient: of the full parameter.
         """
         window = self.gradient_windows[segment.name]
-        lies_alike = (
+        same_layout = (
             gradient.layout == torch.strided
             and (gradient.dtype, gradient.device) == (window.dtype, window.device)
             and (gradient.shape, gradient.stride()) == (window.shape, window.stride())
         )
-        # These say what is to be made of the numbers, or that there are none.
-        if not lies_alike or gradient.is_conj() or gradient.is_neg() or is_zerotensor(gradient):
+        # Lazy conjugates, negatives and zeros have other values than their memory.
+        if not same_layout or gradient.is_conj() or gradient.is_neg() or is_zerotensor(gradient):
             return None
         begin = gradient.storage_offset() + segment.start
         return gradient.detach().as_strided((segment.length,), (1,), begin)
 
     @torch.no_grad()
     def copy_to_params(self, names: Iterable[str]) -> None:
-        """Parameters on a device become the values."""
+        """Copy the values to the parameters on a device."""
         for name in names if self.on_device else ():
             self.parameters[name].copy_(self.windows[name], non_blocking=True)
 
@@ -101,81 +104,88 @@ class FlatParams:
         return {key: _shaped(value, parameter).contiguous() for key, value in found.items()}
 
     def scatter(self, states: Callable[[str], Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The inverse for all parts: each segment's share of its parameter's state."""
-        lying: dict[str, dict[str, Any]] = {}
+        """Divide states among all partitions: each segment gets its slice of its parameter's
+        state.
+        """
+        flat_states: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
-            lying[name] = {
+            flat_states[name] = {
                 key: _to_flat_order(key, value, parameter) for key, value in states(name).items()
             }
         return [
-            [_share(lying[segment.name], segment) for segment in part.segments]
+            [_slice(flat_states[segment.name], segment) for segment in part.segments]
             for part in self.parts
         ]
 
 
-def _places(parts: Sequence[Partition]) -> tuple[list[int], int]:
-    """Where each part lies, in bytes; those of one kind lie end to end, so a cut parameter is
-    whole all the same.
+def _offsets(parts: Sequence[Partition]) -> tuple[list[int], int]:
+    """Return the offset of each partition and the total size, in bytes.
+
+    Partitions of one group and dtype lie end to end. So a parameter that spans several partitions
+    is contiguous, too.
     """
-    kinds: dict[tuple[int, torch.dtype], int] = {}
+    sizes: dict[tuple[int, torch.dtype], int] = {}
     for part in parts:
-        kinds[part.group, part.dtype] = kinds.get((part.group, part.dtype), 0) + part.size_bytes
+        kind = part.group, part.dtype
+        sizes[kind] = sizes.get(kind, 0) + part.size_bytes
+    next_offsets = {}
     end = 0
-    for kind, size_bytes in kinds.items():
-        kinds[kind], end = end, end + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    places = []
+    for kind, size_bytes in sizes.items():
+        next_offsets[kind] = end
+        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    at_bytes = []
     for part in parts:
-        places.append(kinds[part.group, part.dtype])
-        kinds[part.group, part.dtype] += part.size_bytes
-    return places, end
+        at_bytes.append(next_offsets[part.group, part.dtype])
+        next_offsets[part.group, part.dtype] += part.size_bytes
+    return at_bytes, end
 
 
-def _views(
+def _windows(
     parts: Sequence[Partition],
-    places: Sequence[int],
+    at_bytes: Sequence[int],
     memory: SharedSegment,
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
-    """Each parameter's numbers in its own shape and strides."""
+    """Return each parameter's values in its own shape and strides."""
     windows = {}
-    for part, place in zip(parts, places, strict=True):
+    for part, start_byte in zip(parts, at_bytes, strict=True):
         for segment in part.segments:
             if segment.start == 0:
                 like = parameters[segment.name]
-                lying = memory.tensor(
-                    place + segment.offset * part.dtype.itemsize, like.numel(), part.dtype
+                flat = memory.tensor(
+                    start_byte + segment.offset * part.dtype.itemsize, like.numel(), part.dtype
                 )
-                windows[segment.name] = lying.as_strided(like.shape, _strides(like))
+                windows[segment.name] = flat.as_strided(like.shape, _strides(like))
     return windows
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own, where its numbers lie without gaps; else those of a contiguous
-    tensor.
+    """Return the parameter's own strides, where its values have no gaps in memory; else those of a
+    contiguous tensor.
     """
     dense = torch.empty_like(parameter, device="meta")
     return dense.stride()
 
 
 def _shaped(value: Any, parameter: Tensor) -> Any:
-    """Numbers as they lie, in the parameter's shape."""
+    """Return values in memory order as a view of the parameter's shape."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     return value.as_strided(parameter.shape, _strides(parameter))
 
 
 def _to_flat_order(key: str, value: Any, parameter: Tensor) -> Any:
-    """The inverse: numbers in the order in which the parameter's lie."""
+    """Return values in the parameter's memory order, flat: the inverse of `_shaped`."""
     if not isinstance(value, Tensor) or (
         value.dim() == 0 and (parameter.dim() > 0 or key in COUNTERS)
     ):
         return value
-    lying = torch.empty(parameter.numel(), dtype=value.dtype)
-    lying.as_strided(parameter.shape, _strides(parameter)).copy_(value)
-    return lying
+    flat = torch.empty(parameter.numel(), dtype=value.dtype)
+    flat.as_strided(parameter.shape, _strides(parameter)).copy_(value)
+    return flat
 
 
-def _share(state: Mapping[str, Any], segment: ParamSlice) -> dict[str, Any]:
+def _slice(state: Mapping[str, Any], segment: ParamSlice) -> dict[str, Any]:
     end = segment.start + segment.length
     return {
         k: v[segment.start : end] if isinstance(v, Tensor) and v.dim() else v

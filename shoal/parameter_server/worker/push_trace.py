@@ -6,10 +6,10 @@ from shoal.trace.recorder import InFlight, Recorder
 
 
 class PushTrace:
-    """Notes when each partition goes, when it is back, and how long somebody waited for it.
+    """Record push, arrival and waiting time of each partition.
 
     Args:
-        recorder: of this rank; nothing is noted until it is turned on.
+        recorder: of this rank; nothing is recorded until it is turned on.
         awaited: ranks whose gradients a step waits for.
     """
 
@@ -20,26 +20,26 @@ class PushTrace:
 
     @property
     def on(self) -> bool:
-        """True while anything is noted."""
+        """Return True while the recorder is on."""
         return self._recorder.on
 
     def now(self) -> int:
-        """Nanoseconds, by the recorder's clock."""
+        """Return the time on the recorder's clock, in nanoseconds."""
         return self._recorder.now()
 
     def pushed(self, partition: int, size_bytes: int) -> None:
-        """A gradient goes."""
+        """Record the push of a gradient."""
         if self._recorder.on:
             self._flights[partition] = self._recorder.start(
                 f"push and pull part {partition}", size_bytes, f"part {partition}", self._awaited
             )
 
     def arrived(self, partition: int) -> None:
-        """Its values are back."""
+        """Record the arrival of the partition's values."""
         if partition in self._flights:
             self._flights[partition].finish()
 
     def waited(self, partition: int, begun_ns: int) -> None:
-        """The calling thread has waited for values, until now."""
+        """Record that the calling thread has waited for values until now."""
         if partition in self._flights:
             self._recorder.blocked(self._flights[partition], begun_ns)

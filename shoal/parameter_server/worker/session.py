@@ -6,11 +6,11 @@ Everything that affects the state machine is in this file. Three kinds of calls 
     the coordinator   placement_changed, view_changed
     the network       connected, disconnected, accept, receive, resend, fail
 
-and each returns what is to be done next: messages for shards, connections to make or end, events.
+and each returns the actions that follow: messages for shards, connections to make or end, events.
 
     partition 3   push ── sent ── answered ── forgotten
                     ├ lost connection ── connected ──┐
-                    ├ moved ── placement_changed ────┼── sent once more, to whoever owns it now
+                    ├ moved ── placement_changed ────┼── sent again, to the present owner
                     └ not the owner ── resend ───────┘
 
 A request is kept until it is answered, so it may be sent twice; a shard applies a push once, and
@@ -54,33 +54,33 @@ class PartitionRequests:
     """Requests about one partition.
 
     Attributes:
-        push: the last one, be it answered or not. To free a gradient as soon as it is answered, on
-            the thread of a connection, makes steps slower.
-        queries: those that have no answer yet.
+        push: the last push, answered or not. To free its gradient at once, on the thread of a
+            connection, would make steps slower.
+        queries: the queries without an answer.
     """
 
     push: PushMessage | None = None
     queries: dict[Op, QueryMessage] = field(default_factory=dict)
 
     def unanswered(self, clock: int) -> list[ShardMessage]:
-        """Return those without an answer, where values that include `clock` steps have come."""
+        """Return the unanswered requests, if values that include `clock` steps have arrived."""
         push = self.push
         pushes = [] if push is None or push.step < clock else [push]
         return [*pushes, *self.queries.values()]
 
 
 class WorkerSession:
-    """One worker's requests, which shard each is for, and which are still unanswered.
+    """One worker's requests, the shard of each, and which of them are unanswered.
 
     Args:
-        partitions: how many the model has.
-        staleness: how many steps values may lack of the slowest worker's; None for any.
+        partitions: number of partitions of the model.
+        staleness: number of the slowest worker's steps that values may lack; None for any.
 
     Attributes:
-        step: steps that were requested so far.
-        stop_at: how many steps all workers take before they stop; 0 while nobody has asked for it.
-        failure: the error of the first shard that was lost.
-        placement: which shard answers for each partition.
+        step: number of steps requested so far.
+        stop_at: number of steps that all workers take before they stop; 0 without a stop request.
+        failure: the error of the first lost shard.
+        placement: the shard of each partition.
     """
 
     def __init__(self, partitions: int, staleness: int | None = 0) -> None:
@@ -97,7 +97,7 @@ class WorkerSession:
         self._shard_queries: dict[tuple[Op, int], QueryMessage] = {}
         self._step_message: StepMessage | None = None
         self._recording = False
-        # Partitions that a shard's connection is writing now, and whether that counts.
+        # Shard -> the partition that its connection writes now, and whether these values count.
         self._incoming: dict[int, tuple[int, bool]] = {}
 
     # The worker
@@ -105,26 +105,26 @@ class WorkerSession:
     def push(
         self, partition: int, gradient: Tensor, present: bytes, sparse: bool = False
     ) -> list[SessionAction]:
-        """Send a gradient of the step that is under way. Its values of this step must be here."""
+        """Send a gradient of the present step. The partition's values of this step must be here."""
         message = PushMessage(partition, self.step, gradient, present, sparse)
         self._requests[partition].push = message
         return self._to_owner(partition, [message])
 
     def replace_gradient(self, partition: int, gradient: Tensor) -> None:
-        """Keep a copy of the gradient that was pushed last, in place of the tensor itself."""
+        """Replace the tensor that was pushed last by a copy of it, for a resend."""
         requests = self._requests[partition]
         if requests.push is not None:
             requests.push = requests.push._replace(gradient=gradient)
 
     def request_step(self, payload: bytes) -> list[SessionAction]:
-        """Have all shards take the step, later ones too. Every partition was pushed."""
+        """Request the step from all shards, later ones included. Every partition must be pushed."""
         message = StepMessage(self.step, payload)
         self._step_message = message
         self.step += 1
         return [ToShard(shard, message) for shard in self._connected]
 
     def query(self, op: Op, payloads: Mapping[int, Payload]) -> list[SessionAction]:
-        """Ask about several partitions. An answer is a `QueryAnswered`; that of PULL is values."""
+        """Query several partitions. The answer is `QueryAnswered`, or `ValuesArrived` for PULL."""
         actions: list[SessionAction] = []
         for partition, payload in payloads.items():
             message = QueryMessage(op, partition, self.step, payload)
@@ -133,13 +133,13 @@ class WorkerSession:
         return actions
 
     def pull(self) -> list[SessionAction]:
-        """Ask for the newest values of all partitions; those that are here count no more."""
+        """Request the newest values of all partitions; the present values no longer count."""
         partitions = range(len(self._clocks))
         self._clocks = [-1] * len(self._clocks)
         return self.query(Op.PULL, dict.fromkeys(partitions, b""))
 
     def query_shard(self, shard: int, op: Op, payload: bytes = b"") -> list[SessionAction]:
-        """Ask a shard about itself."""
+        """Query the state of a shard itself."""
         if shard in self._views and self._views[shard].retired:
             return [QueryAnswered(op, shard, None)]
         message = QueryMessage(op, shard, self.step, payload)
@@ -147,50 +147,51 @@ class WorkerSession:
         return [ToShard(shard, message)] if shard in self._connected else []
 
     def record(self) -> list[SessionAction]:
-        """Have all shards note what they do, later ones too, before they hear anything else."""
+        """Let all shards log their events from now on; later shards get this message first."""
         self._recording = True
         return [ToShard(shard, NoticeMessage(Op.RECORD)) for shard in self._connected]
 
     def request_stop(self) -> list[SessionAction]:
-        """Have all workers stop after the same step. Repeat it: it may be lost with a server."""
+        """Let all workers stop after the same step. Repeat it: it may be lost with a server."""
         if self.stop_at or 0 not in self._connected:
             return []
         return [ToShard(0, NoticeMessage(Op.STOP))]
 
     def begin(self, step: int | None = None) -> None:
-        """Take the values that are in memory for those of this step, by default the present one."""
+        """Treat the values in memory as those of this step, by default the present step."""
         self.step = self.step if step is None else step
         self._clocks = [self.step] * len(self._clocks)
 
     def missing(self, partitions: Iterable[int]) -> list[int]:
-        """Return those whose values of this step have not arrived."""
+        """Return the partitions whose values of this step have not arrived."""
         return [partition for partition in partitions if self._clocks[partition] < self.step]
 
     def owners(self) -> list[int]:
-        """The shards that have partitions, in order."""
+        """Return the shards that have partitions, in order."""
         return sorted(set(self.placement.owners))
 
     # The coordinator
 
     def placement_changed(self, placement: Placement) -> list[SessionAction]:
-        """Send requests about partitions that have moved to where they are now."""
+        """Send requests about moved partitions to their new owners."""
         if placement.version <= self.placement.version:
             return []
-        before, self.placement = self.placement, placement
+        previous = self.placement
+        self.placement = placement
         targets = (move.target for move in placement.moving.values())
         new = {0, *placement.owners, *targets} - self._shards
         self._shards |= new
         actions: list[SessionAction] = [ConnectShard(shard) for shard in sorted(new)]
-        # In a version that was missed, a move may have begun and been called off: the owner is the
-        # same, and has forgotten what it had of the partition when it gave it away.
-        has_missed = placement.version > before.version + 1
+        # In a missed version, a migration may have started and been cancelled. Then the owner is
+        # the same, but has lost the pending requests of the partition.
+        has_missed = placement.version > previous.version + 1
         for partition in range(len(self._requests)):
-            if has_missed or before.route(partition) != placement.route(partition):
+            if has_missed or previous.route(partition) != placement.route(partition):
                 actions += self._resend_all(partition)
         return actions
 
     def view_changed(self, view: View) -> list[SessionAction]:
-        """End the connection to a server that is the shard's primary no longer."""
+        """End the connection to a server that is no longer the shard's primary."""
         known = self._views.get(view.shard)
         if known is not None and known.epoch >= view.epoch:
             return []
@@ -208,10 +209,10 @@ class WorkerSession:
     # The network
 
     def connected(self, view: View) -> list[SessionAction]:
-        """Send the shard's primary, as `view` has it, everything that has no answer yet."""
+        """Send all unanswered requests to the shard's primary in `view`."""
         actions = self.view_changed(view)
         shard = view.shard
-        if self._views[shard].primary != view.primary:  # another one has taken over meanwhile
+        if self._views[shard].primary != view.primary:  # another server is primary by now
             return [*actions, DisconnectShard(shard)]
         self._connected[shard] = view.primary
         if self._recording:
@@ -224,51 +225,51 @@ class WorkerSession:
         return [*actions, *(ToShard(shard, query) for query in queries)]
 
     def disconnected(self, shard: int) -> list[SessionAction]:
-        """Nothing comes from this connection any more."""
+        """Record that the connection to a shard has ended."""
         self._connected.pop(shard, None)
         return self._end_incoming(shard)
 
     def accept(self, shard: int, values: ValuesMessage) -> bool:
-        """Begin to receive values. Call `receive` when they are there, or `disconnected`.
+        """Start to receive values. Call `receive` when they are complete, or `disconnected`.
 
-        Returns: whether to write them to the partition's memory. If not, they are not needed, or
+        Returns: True to write them to the partition's memory. False: they are not needed, or
             another connection may be writing there.
 
-        Raises: AssertionError: the values cannot be right.
+        Raises: AssertionError: the values contradict the protocol.
         """
         partition, clock, oldest = values.partition, values.clock, values.oldest
-        here = self._clocks[partition]
+        present_clock = self._clocks[partition]
         is_owner = self.placement.owners[partition] == shard
-        counts = is_owner and here < clock and self._writer(partition) is None
+        counts = is_owner and present_clock < clock and self._writer(partition) is None
         if counts:
             limit = self.staleness
             assert limit is None or oldest >= clock - limit, (clock, oldest, limit)
-            assert not values.changed_only or clock - 1 == here, (clock, here)
+            assert not values.changed_only or clock - 1 == present_clock, (clock, present_clock)
         self._incoming[shard] = partition, counts
         return counts
 
     def receive(
         self, shard: int, message: ValuesMessage | AnswerMessage | NotOwnerMessage
     ) -> list[SessionAction]:
-        """Take a shard's message. Values were begun by `accept`, and are in memory by now."""
+        """Handle a shard's message. Values were announced by `accept` and are now in memory."""
         match message:
             case ValuesMessage():
                 return self._receive_values(shard, message)
             case AnswerMessage(op, about, payload):
                 if self._is_answer(op, about):
                     return [QueryAnswered(op, about, payload)]
-                return []  # it was asked twice
+                return []  # the answer to a request that was sent twice
             case NotOwnerMessage(partition, op):
                 return [RetryLater(partition, op)]
 
     def resend(self, partition: int, op: Op) -> list[SessionAction]:
-        """Repeat a request that found no owner, unless it was answered since."""
+        """Repeat a request that found no owner, unless it is answered by now."""
         unanswered = self._requests[partition].unanswered(self._clocks[partition])
         repeated = [message for message in unanswered if _op_of(message) == op]
         return self._to_owner(partition, repeated)
 
     def fail(self, shard: int, reason: str) -> list[SessionAction]:
-        """Give up: nobody holds a shard any more."""
+        """Report that a shard is lost for good."""
         error = ServerLost(
             f"shard {shard} of the parameter servers is lost: {reason}. The same command goes on "
             "from the last checkpoint; with replicas=2 a run survives the loss of a server."
@@ -289,7 +290,7 @@ class WorkerSession:
         return [*actions, ValuesArrived(partition, values.clock)]
 
     def _end_incoming(self, shard: int) -> list[SessionAction]:
-        """Send what has waited because a partition's old owner was still writing its values."""
+        """Send requests that waited while the connection to the old owner wrote the values."""
         partition, counts = self._incoming.pop(shard, (-1, False))
         if counts and self.placement.route(partition) != shard:
             return self._resend_all(partition)
@@ -307,10 +308,10 @@ class WorkerSession:
         return self._to_owner(partition, unanswered)
 
     def _to_owner(self, partition: int, messages: list[ShardMessage]) -> list[SessionAction]:
-        """Messages for the owner; none while it is not known, or not connected.
+        """Return messages for the owner; none while it is unknown or not connected.
 
-        Nor while another shard's connection still writes the partition's values: the new owner
-        would be answering into the same memory.
+        None, too, while another shard's connection writes the partition's values: the new owner's
+        answer would go to the same memory.
         """
         shard = self.placement.route(partition)
         if shard is None or shard not in self._connected:
@@ -320,7 +321,7 @@ class WorkerSession:
         return [ToShard(shard, message) for message in messages]
 
     def _writer(self, partition: int) -> int | None:
-        """The shard whose connection is writing a partition's values, if there is one."""
+        """Return the shard whose connection writes the partition's values now, or None."""
         for shard, (written, counts) in self._incoming.items():
             if counts and written == partition:
                 return shard

@@ -1,10 +1,11 @@
 """A worker's connection to one shard: messages become frames, and frames become messages.
 
-    lock ── send ──> frames ──> the primary, whoever it is      PUSH    a gradient, or where it lies
-    thread: connect ── read a frame ── lock ── receive          VALUE   straight to the parameters
+    lock ── send ──> frames ──> the current primary        PUSH    a gradient, or its offset
+    thread: connect ── read a frame ── lock ── receive     PARAMS  straight to the parameters
 
-Values come from the socket, or from the memory of a server of this machine, to where the parameters
-lie. That is done without the lock, between `accept` and `receive` of the session.
+Values come from the socket, or from the shared memory of a server of this machine, and are written
+into the memory of the parameters. That happens without the lock, between `accept` and `receive` of
+the session.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from shoal.parameter_server.worker.worker_network import SessionOwner, WorkerNet
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
 
 RECOVER_S = 60.0
-"""How long a shard may be without a primary."""
+"""Limit of the time that a shard may be without a primary."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class WorkerMemory:
     """Memory of one worker. All lists are by partition.
 
     Args:
-        values: where new values are written.
-        read_at: where values lie in the memory of a server of this machine, in bytes.
-        lent: has room for gradients; servers of this machine read it.
-        lent_at: where in it each gradient is laid, in bytes; empty to send all gradients.
+        values: the memory for new values.
+        read_at: offset of the values in the shared memory of a server of this machine, in bytes.
+        lent: shared memory for gradients, which servers of this machine read.
+        lent_at: offset of each gradient in `lent`, in bytes; empty to send all gradients.
     """
 
     values: Sequence[Tensor]
@@ -60,14 +61,14 @@ class WorkerMemory:
 
 
 class ShardConnection:
-    """A connection to whoever is the primary of a shard, made again when it breaks.
+    """A connection to the current primary of a shard. It reconnects after a loss.
 
     Args:
-        worker: the number that servers know this end by.
-        owner: of the session that this connection is for.
-        network: carries out what the session asks for.
+        worker: id of this worker at the servers.
+        owner: owner of the session.
+        network: carries out the actions of the session.
         transport: settings of the job.
-        views: who is the primary.
+        views: source of views, which name the primary.
     """
 
     def __init__(
@@ -80,21 +81,27 @@ class ShardConnection:
         transport: Transport,
         views: ClusterWatcher,
     ) -> None:
-        self.shard, self.worker = shard, worker
-        self._owner, self._network = owner, network
-        self._memory, self._transport, self._views = memory, transport, views
+        self.shard = shard
+        self.worker = worker
+        self._owner = owner
+        self._network = network
+        self._memory = memory
+        self._transport = transport
+        self._views = views
         self._peer: QueuedConnection | None = None
         self._is_lending = False  # the server reads gradients in this worker's memory
         self._borrowed: AttachedSegment | None = None  # the server's memory
-        self._coming: ValuesMessage | None = None  # of the frame that is coming in
-        self._accepted = False  # its values are to be written
+        self._arriving: ValuesMessage | None = None  # of the frame that arrives now
+        self._accepted = False  # the session wants its values
         self._closed = False
         threading.Thread(target=self._run_or_report, name=f"shard {shard}", daemon=True).start()
 
     # Sending; the lock is held
 
     def send(self, message: ShardMessage) -> None:
-        """Send a message, or nothing where the connection is lost."""
+        """Send a message; drop it where the connection is lost, because the session sends it
+        again.
+        """
         match message:
             case PushMessage():
                 self._send_push(message)
@@ -106,7 +113,7 @@ class ShardConnection:
                 self._post(op)
 
     def hang_up(self) -> None:
-        """End the present connection; its reader notices and makes another one."""
+        """Close the present connection; its thread notices and connects again."""
         if self._peer is not None:
             self._peer.channel.close()
 
@@ -115,26 +122,32 @@ class ShardConnection:
             self._peer.post(op, payload, **fields)
 
     def _send_push(self, push: PushMessage) -> None:
-        partition, step, gradient = push.partition, push.step, push.gradient
+        partition = push.partition
+        step = push.step
+        gradient = push.gradient
         if 0 in push.present:
             self._post(Op.GRAD_MASK, push.present, partition=partition)
         if self._is_lending:
-            at_bytes = self._lay(push)
+            at_bytes = self._write_to_shared_memory(push)
+            # The header has no field of 64 bits, so two fields hold the offset.
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
             self._post(
                 Op.PUSH, partition=partition, step=step, flags=SHARED, epoch=high, worker=low
             )
             return
-        which = sparse_blocks.nonzero_blocks(gradient) if push.sparse else None
-        if which is not None and sparse_blocks.are_few(which):
-            packed = sparse_blocks.pack(gradient, which)
+        blocks = sparse_blocks.nonzero_blocks(gradient) if push.sparse else None
+        if blocks is not None and sparse_blocks.are_few(blocks):
+            packed = sparse_blocks.pack(gradient, blocks)
             self._post(Op.PUSH, packed, partition=partition, step=step, flags=BLOCKS)
         else:
             self._post(Op.PUSH, gradient, partition=partition, step=step)
 
-    def _lay(self, push: PushMessage) -> int:
-        """Have a gradient in memory that the server reads; where, in bytes."""
-        at_bytes, gradient = self._memory.lent_at[push.partition], push.gradient
+    def _write_to_shared_memory(self, push: PushMessage) -> int:
+        """Copy a gradient to memory that the server reads, if it is not there. Return its
+        offset.
+        """
+        at_bytes = self._memory.lent_at[push.partition]
+        gradient = push.gradient
         lent = self._memory.lent.tensor(at_bytes, gradient.numel(), gradient.dtype)
         if lent.data_ptr() != gradient.data_ptr():
             lent.copy_(gradient)
@@ -144,7 +157,7 @@ class ShardConnection:
     # The thread of the connection
 
     def close(self) -> None:
-        """Disconnect for good, once all is sent."""
+        """Disconnect for good, after all queued frames are sent."""
         self._closed = True
         if self._peer is not None:
             self._peer.close(flush=True)
@@ -152,63 +165,68 @@ class ShardConnection:
     def _run_or_report(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # a value that is too stale, say: all would wait for ever
+        # Values that are too stale, for example. Without a report, the worker would wait for ever.
+        except BaseException as error:
             doubt = f"what its server said cannot be right ({error!r})"
-            self._give_up(f"{doubt}, and what follows is not believed")
+            self._fail(f"{doubt}, and what follows is not believed")
             raise
 
     def _run(self) -> None:
-        """Be connected to the primary, whoever it is."""
-        epoch, since = 1, time.monotonic()
+        """Stay connected to the current primary, until `close` or until the shard is lost."""
+        epoch = 1
+        lost_at_s = time.monotonic()
         while not self._closed:
-            known = self._views.wait_for_view(
+            view = self._views.wait_for_view(
                 self.shard,
                 RECOVER_S,
-                lambda view, epoch=epoch: view.epoch >= epoch,  # type: ignore[misc]
+                lambda known, epoch=epoch: known.epoch >= epoch,  # type: ignore[misc]
             )
-            if known is not None and known.retired:
+            if view is not None and view.retired:
                 return
-            if known is not None and known.lost:
-                self._give_up("its servers are gone, and nobody holds what they held")
+            if view is not None and view.lost:
+                self._fail("its servers are gone, and nobody holds what they held")
                 return
-            if known is None or time.monotonic() > since + RECOVER_S:
-                self._give_up(f"it has had no primary for {RECOVER_S:g} s")
+            if view is None or time.monotonic() > lost_at_s + RECOVER_S:
+                self._fail(f"it has had no primary for {RECOVER_S:g} s")
                 return
             try:
-                self._connect(known)
+                self._connect(view)
                 while True:
                     self._receive()
             except Refusal as error:
-                self._give_up(str(error))
+                self._fail(str(error))
                 return
             except (OSError, WireError):
                 if self._disconnect():
-                    since = time.monotonic()
-                epoch = known.epoch
+                    lost_at_s = time.monotonic()
+                epoch = view.epoch
                 time.sleep(RETRY_S)
 
-    def _connect(self, known: View) -> None:
-        if known.primary is None:
+    def _connect(self, view: View) -> None:
+        if view.primary is None:
             raise WireError("no primary")
-        address = known.addresses[known.primary]
-        channel = self._transport.connect(address, known.primary, self.worker)
+        address = view.addresses[view.primary]
+        channel = self._transport.connect(address, view.primary, self.worker)
         peer = QueuedConnection(channel, f"shard {self.shard}")
         with self._owner.lock:
-            self._peer, self._is_lending, self._borrowed = peer, False, None
+            self._peer = peer
+            self._is_lending = False
+            self._borrowed = None
             if self._memory.lent_at:
                 self._post(Op.USE_SHARED_MEMORY, json.dumps(self._memory.lent.description).encode())
-            self._network.carry_out(self._owner.session.connected(known))
+            self._network.carry_out(self._owner.session.connected(view))
 
     def _disconnect(self) -> bool:
-        """Give the connection up. Returns whether there was one until now."""
+        """End the connection. Return True if there was one until now."""
         with self._owner.lock:
-            peer, self._peer = self._peer, None
+            peer = self._peer
+            self._peer = None
             self._network.carry_out(self._owner.session.disconnected(self.shard))
         if peer is not None:
             peer.close()
         return peer is not None
 
-    def _give_up(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._closed:
             with self._owner.lock:
                 self._network.carry_out(self._owner.session.fail(self.shard, reason))
@@ -223,35 +241,36 @@ class ShardConnection:
             case Op.PARAMS:
                 self._receive_values(header, payload)
             case Op.USE_SHARED_MEMORY:
-                self._share(payload)
+                self._attach_server_memory(payload)
             case Op.MOVED:
-                self._tell(NotOwnerMessage(header.partition, Op(header.step)))
+                self._deliver(NotOwnerMessage(header.partition, Op(header.step)))
             case Op.REFUSED:
                 reason = bytes(payload).decode()
                 if "is not the primary" not in reason:
                     raise Refusal(reason)
                 raise WireError(reason)
             case _:
-                self._tell(AnswerMessage(Op(header.op), header.partition, payload))
+                self._deliver(AnswerMessage(Op(header.op), header.partition, payload))
 
-    def _tell(self, message: AnswerMessage | NotOwnerMessage | ValuesMessage) -> None:
+    def _deliver(self, message: AnswerMessage | NotOwnerMessage | ValuesMessage) -> None:
         with self._owner.lock:
             self._network.carry_out(self._owner.session.receive(self.shard, message))
 
     def _buffer(self, header: Header) -> memoryview | None:
-        """A partition's own memory for all of its values; None for other payloads."""
+        """Return the memory of a partition for a full set of its values; None for other
+        payloads.
+        """
         if header.op != Op.PARAMS:
             return None
         self._accept(header)
-        is_whole = not header.flags & BLOCKS
-        return (
-            as_bytes(self._memory.values[header.partition]) if self._accepted and is_whole else None
-        )
+        if not self._accepted or header.flags & BLOCKS:
+            return None
+        return as_bytes(self._memory.values[header.partition])
 
     def _accept(self, header: Header) -> None:
-        self._coming = _values(header)
+        self._arriving = _values(header)
         with self._owner.lock:
-            self._accepted = self._owner.session.accept(self.shard, self._coming)
+            self._accepted = self._owner.session.accept(self.shard, self._arriving)
 
     def _receive_values(self, header: Header, payload: memoryview) -> None:
         if not header.length:
@@ -263,23 +282,24 @@ class ShardConnection:
             values.copy_(self._borrowed.tensor(at_bytes, values.numel(), values.dtype))
         elif self._accepted and header.flags & BLOCKS:
             sparse_blocks.unpack(payload, values)
-        assert self._coming is not None
-        self._tell(self._coming)
+        assert self._arriving is not None
+        self._deliver(self._arriving)
 
-    def _share(self, payload: memoryview) -> None:
-        """The server has this worker's memory, and lends its own."""
-        found = attach(unpack(payload))
+    def _attach_server_memory(self, payload: memoryview) -> None:
+        """Attach the server's shared memory; the server has attached this worker's memory."""
+        segment = attach(unpack(payload))
         with self._owner.lock:
-            self._is_lending, self._borrowed = found is not None, found
-            if found is not None:
+            self._is_lending = segment is not None
+            self._borrowed = segment
+            if segment is not None:
                 self._post(Op.USE_SHARED_MEMORY, b"{}")
 
 
 def _values(header: Header) -> ValuesMessage:
-    """Read the header of a VALUE."""
+    """Read the header of PARAMS."""
     changed_only = bool(header.flags & BLOCKS)
     return ValuesMessage(header.partition, header.step, header.epoch, header.worker, changed_only)
 
 
 class Refusal(Exception):
-    """A server took what this worker said for nonsense."""
+    """A server refused a request of this worker."""

@@ -1,10 +1,10 @@
-"""Messages between a worker and its shards as plain values, and what a `WorkerSession` asks for.
+"""Messages between a worker and its shards as plain values, and the actions of a `WorkerSession`.
 
     the worker's request ──> WorkerSession ──> ToShard(shard, message)     the network sends it
     a shard's message ─────> WorkerSession ──> ValuesArrived, ...          the owner of the session
                                        └─────> ConnectShard, ...           the network
 
-How they stand in a frame is in `shard_connection.py`.
+`shard_connection.py` writes them to frames and reads them from frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.errors import ServerLost
 from shoal.parameter_server.codec import Op
 from shoal.parameter_server.transport.connection import Payload
 
-# What a worker sends to a shard
+# Messages from a worker to a shard
 
 
 class PushMessage(NamedTuple):
@@ -26,7 +26,7 @@ class PushMessage(NamedTuple):
     Attributes:
         gradient: flat, of the partition's length and dtype, or bytes where it is compressed.
         present: for each segment 1 where it has a gradient, else 0.
-        sparse: most of it is zeros, which need not be sent.
+        sparse: True where most values are zeros, which need not be sent.
     """
 
     partition: int
@@ -46,7 +46,7 @@ class StepMessage(NamedTuple):
 class QueryMessage(NamedTuple):
     """A request that is answered under its own operation.
 
-    Attributes: about: the number of a partition, or of a shard for a query about the shard itself.
+    Attributes: about: a partition, or a shard for a query about the shard itself.
     """
 
     op: Op
@@ -56,7 +56,7 @@ class QueryMessage(NamedTuple):
 
 
 class NoticeMessage(NamedTuple):
-    """A message of its operation alone, without an answer."""
+    """A message without payload and without answer."""
 
     op: Op
 
@@ -64,17 +64,17 @@ class NoticeMessage(NamedTuple):
 ShardMessage = PushMessage | StepMessage | QueryMessage | NoticeMessage
 
 
-# What a shard sends to a worker
+# Messages from a shard to a worker
 
 
 class ValuesMessage(NamedTuple):
     """New values of a partition.
 
     Attributes:
-        clock: steps of this worker that they include.
-        oldest: steps of the slowest worker that they include.
-        stop_at: how many steps all workers take before they stop; 0 where nobody has asked for it.
-        changed_only: only those blocks come that the last step has changed.
+        clock: number of this worker's steps in the values.
+        oldest: number of the slowest worker's steps in the values.
+        stop_at: number of steps before all workers stop; 0 without a stop request.
+        changed_only: True where only the blocks changed by the last step come.
     """
 
     partition: int
@@ -93,16 +93,16 @@ class AnswerMessage(NamedTuple):
 
 
 class NotOwnerMessage(NamedTuple):
-    """The shard does not answer for a partition, or does not know yet that it is to.
+    """The shard does not own the partition, or does not know yet that it does.
 
-    Attributes: op: of what was asked in vain.
+    Attributes: op: the operation of the request.
     """
 
     partition: int
     op: Op
 
 
-# What a session asks for
+# Actions and events of a session
 
 
 class ToShard(NamedTuple):
@@ -113,7 +113,7 @@ class ToShard(NamedTuple):
 
 
 class ConnectShard(NamedTuple):
-    """A shard that is new: stay connected to whoever is its primary, from now on."""
+    """A new shard: stay connected to its current primary from now on."""
 
     shard: int
 
@@ -121,7 +121,7 @@ class ConnectShard(NamedTuple):
 class DisconnectShard(NamedTuple):
     """Another server has become the shard's primary: end the connection to the old one.
 
-    A server that was stopped never ends it itself.
+    A stopped server would never end it itself.
     """
 
     shard: int
@@ -135,14 +135,14 @@ class RetryLater(NamedTuple):
 
 
 class ValuesArrived(NamedTuple):
-    """A partition's values are in its memory, and include so many steps of this worker."""
+    """A partition's values are in its memory, and include `clock` steps of this worker."""
 
     partition: int
     clock: int
 
 
 class QueryAnswered(NamedTuple):
-    """A query has its answer; None where the shard has left and answers no more."""
+    """The answer to a query; None where the shard has left."""
 
     op: Op
     about: int
@@ -150,7 +150,7 @@ class QueryAnswered(NamedTuple):
 
 
 class ShardFailed(NamedTuple):
-    """A shard is lost, and with it the run."""
+    """A shard is lost, so the run cannot go on."""
 
     error: ServerLost
 

@@ -1,9 +1,9 @@
-"""The interface between what a worker asks for and how it travels.
+"""The interface between a worker's session and the network that carries its messages.
 
-    Client, Relay ── request ──> WorkerSession ── actions ──> WorkerNetwork ──> shards
-          ^── events ── WorkerSession <── messages ───────────────┘
+    client, aggregator ── request ──> WorkerSession ── actions ──> WorkerNetwork ──> shards
+               ^── events ── WorkerSession <── messages ───────────────┘
 
-`socket_network.py` has the one with connections; `replayed.py` has one that goes nowhere.
+`socket_network.py` implements it with connections, `replay/replay_client.py` in this process.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class SessionOwner(Protocol):
 
     @property
     def lock(self) -> threading.Lock | threading.Condition:
-        """Is held while the session is used."""
+        """Return the lock that is held while the session is used."""
         ...
 
     def handle(self, event: SessionEvent) -> None:
-        """Take an event of the session. The lock is held."""
+        """Handle an event of the session. The lock is held."""
         ...
 
 
 class WorkerNetwork(Protocol):
-    """Way by which a worker's requests travel."""
+    """Network that carries out the actions of a session."""
 
     def start(self, owner: SessionOwner) -> None:
-        """Connect; returns when it is known which shards there are. Raises ServerLost."""
+        """Connect, and return when the shards are known. Raises ServerLost."""
         ...
 
     def carry_out(self, actions: Iterable[SessionAction]) -> None:
-        """Do what the session has asked for, and give its events to the owner. The lock is held."""
+        """Carry out a session's actions and pass its events to the owner. The lock is held."""
         ...
 
     def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """Tell the arbiter how fast each shard takes partitions in."""
+        """Report to the coordinator how fast each shard receives partitions."""
         ...
 
     def close(self, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What torch knows of one tensor and does not tell by a public name."""
+"""The state of one tensor for which torch has no public name."""
 
 from __future__ import annotations
 
