@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.doctor.diagnosis import diagnosis, machine_info
+from shoal.doctor import diagnosis, machine_info
 from shoal.strategies import STRATEGIES
 
 
