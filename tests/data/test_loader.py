@@ -79,9 +79,7 @@ def test_fetching_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_position_is_taken_up_by_another_number_of_ranks_without_losing_or_repeating_a_sample() -> (
-    None
-):
+def test_a_position_continues_on_other_ranks_without_loss_or_repetition() -> None:
     whole = torch.cat(epochs(count=1))[:, 0].tolist()
     loaders = [
         DistributedBatchLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 2, seed=7)

@@ -27,7 +27,9 @@ import torch
 try:
     import torchvision
 except RuntimeError:
-    torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library.define(
+        "torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    )
 import shoal.platform.torchvision_import, gc
 gc.collect()
 import torchvision.ops

@@ -1,12 +1,11 @@
-"""The course that a run with stale workers took, out of what its shards have noted; and the same
-course once more.
+"""Restore the order of an asynchronous run from the event logs of its shards, and replay it.
 
-      notes     part 0   update 0 of worker 1's step 0, update 1 of worker 0's step 0, ...
-                part 0   worker 0 computes its step 1 from the values after update 2
+      event log     part 0   update 0 is worker 1's step 0, update 1 is worker 0's step 0, ...
+                    part 0   worker 0 computes its step 1 from the values after update 2
 
-A gradient is known once every part has come to the values that it was computed from; an update can
-be made once its gradient is known. One process that keeps to both finds an order, for there was
-one."""
+A gradient can be computed when every partition has reached the values that the worker read. An
+update can be applied when its gradient is known. One process that respects both rules finds an
+order, because the original run was such an order."""
 
 from __future__ import annotations
 
@@ -30,19 +29,23 @@ CURE = (
 
 
 class RecordedOrder:
-    """What happened in the first `steps` steps of each worker, checked: without gaps and without
-    doubt.
+    """The order of events in the first `steps` steps of each worker, checked for gaps and
+    contradictions.
 
-    Attributes: applied: for each part, whose push (worker, step) was its update 0, 1, 2 and so on.
-        read: (worker, step) -> for each part, after how many updates its values were those that the
-        step began with. agreed: steps before which all workers had the same values, for an
-        evaluation or to be saved.
+    Attributes:
+        applied: for each partition the pushes (worker, step) that were its updates 0, 1, 2, ...
+        read: (worker, step) -> for each partition the number of updates in the values from which
+            the step was computed.
+        agreed: steps before which all workers had the same values, for an evaluation or a save.
 
-    Raises: RecordError: names what is missing or contradicts itself.
+    Raises:
+        RecordError: names the gap or the contradiction.
     """
 
     def __init__(self, events: Iterable[Event], parts: int, workers: int, steps: int) -> None:
-        self.parts, self.workers, self.steps = parts, workers, steps
+        self.parts = parts
+        self.workers = workers
+        self.steps = steps
         updates: list[dict[int, tuple[int, int]]] = [{} for _ in range(parts)]
         reads: dict[tuple[int, int, int], set[int]] = {}
         pulls: dict[tuple[int, int, int], set[int]] = {}
@@ -55,8 +58,8 @@ class RecordedOrder:
             if event.step >= steps:
                 continue
             if event.kind == "a":
-                done = updates[event.part].setdefault(event.clock, (event.worker, event.step))
-                if done != (event.worker, event.step):
+                push = event.worker, event.step
+                if updates[event.part].setdefault(event.clock, push) != push:
                     raise RecordError(
                         f"part {event.part} took two different pushes as its update {event.clock}. "
                         f"{CURE}"
@@ -64,21 +67,23 @@ class RecordedOrder:
             else:
                 table = pulls if event.kind == "p" else reads
                 table.setdefault((event.worker, event.step, event.part), set()).add(event.clock)
-        self.applied = [self._in_order(part, found) for part, found in enumerate(updates)]
+        self.applied = [self._in_order(part, by_clock) for part, by_clock in enumerate(updates)]
         self.read = self._sources(reads, pulls)
         self.agreed = {step for _, step, _ in pulls}
         self._check_consistent()
 
-    def _in_order(self, part: int, found: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    def _in_order(
+        self, part: int, by_clock: Mapping[int, tuple[int, int]]
+    ) -> list[tuple[int, int]]:
         count = self.workers * self.steps
-        missing = next((clock for clock in range(count) if clock not in found), None)
+        missing = next((clock for clock in range(count) if clock not in by_clock), None)
         if missing is not None:
             raise RecordError(
                 f"the record does not say what was update {missing} of part {part}. {CURE}"
             )
-        order = [found[clock] for clock in range(count)]
+        order = [by_clock[clock] for clock in range(count)]
         for worker in range(self.workers):
-            if [step for who, step in order if who == worker] != list(range(self.steps)):
+            if [step for pusher, step in order if pusher == worker] != list(range(self.steps)):
                 raise RecordError(
                     f"part {part} did not take each step of worker {worker} once, in order. {CURE}"
                 )
@@ -89,55 +94,54 @@ class RecordedOrder:
         reads: Mapping[tuple[int, int, int], set[int]],
         pulls: Mapping[tuple[int, int, int], set[int]],
     ) -> dict[tuple[int, int], list[int]]:
-        """What was pulled after a step replaces what was read after it. In the beginning,
-        everyone has the same.
+        """Return the number of updates in the values that each step started from, by partition.
+
+        A pull after a step replaces the values that were read after it. At the start all workers
+        have the same values.
         """
-        found: dict[tuple[int, int], list[int]] = {}
+        sources: dict[tuple[int, int], list[int]] = {}
         for worker in range(self.workers):
             for step in range(self.steps):
                 clocks = []
                 for part in range(self.parts):
-                    read, pulled = (
-                        reads.get((worker, step, part), set()),
-                        pulls.get((worker, step, part), set()),
-                    )
+                    read = reads.get((worker, step, part), set())
+                    pulled = pulls.get((worker, step, part), set())
                     clocks.append(self._source(worker, step, part, read, pulled))
-                found[worker, step] = clocks
-        return found
+                sources[worker, step] = clocks
+        return sources
 
     def _source(self, worker: int, step: int, part: int, read: set[int], pulled: set[int]) -> int:
-        where = f"from which values of part {part} worker {worker} began its step {step}"
-        last = pulled or read or ({0} if step == 0 else set())
-        if not last:
-            raise RecordError(f"the record does not say {where}. {CURE}")
-        if len(last) > 1 or max(read, default=0) > min(last):
+        question = f"from which values of part {part} worker {worker} began its step {step}"
+        clocks = pulled or read or ({0} if step == 0 else set())
+        if not clocks:
+            raise RecordError(f"the record does not say {question}. {CURE}")
+        if len(clocks) > 1 or max(read, default=0) > min(clocks):
             raise RecordError(
-                f"the record does not tell {where}: after "
+                f"the record does not tell {question}: after "
                 f"{' or '.join(map(str, sorted(read | pulled)))} updates. An "
                 "answer was lost on the way, and given again with newer values."
             )
-        return min(last)
+        return min(clocks)
 
     def _check_consistent(self) -> None:
-        """A worker reads a part after its last push of it was applied, and before its next one
-        is.
+        """Check that a worker reads a partition between the updates of its last and its next
+        push.
         """
         for part, order in enumerate(self.applied):
-            own = dict.fromkeys(range(self.workers), -1)
+            last_update = dict.fromkeys(range(self.workers), -1)
             for clock, (worker, step) in enumerate(order):
-                if not own[worker] < self.read[worker, step][part] <= clock:
+                if not last_update[worker] < self.read[worker, step][part] <= clock:
                     raise RecordError(
                         f"the record contradicts itself: worker {worker} would have computed its "
                         f"step {step} from "
                         f"values of part {part} that it did not have then. {CURE}"
                     )
-                own[worker] = clock
+                last_update[worker] = clock
 
 
 class ReplayStep(NamedTuple):
-    """What a worker pushed in one step: of each part a gradient and which segments have one;
-    and its order.
-    """
+    """One worker's pushes of one step: the gradient of each partition with the mask of its
+    segments, and the step request."""
 
     gradients: Mapping[int, tuple[Tensor, bytes]]
     order: StepRequest
@@ -149,14 +153,17 @@ def replay_events(
     take: Callable[[int, int, Tensor], None],
     step: Callable[[int, int], ReplayStep],
 ) -> None:
-    """Take the same course again.
+    """Replay a run in its recorded order.
 
-    Args: held: every part, as it was in the beginning, with clock 0. take: is given a worker, a
-        part and its values, which the worker's next step begins with. It copies them. step: is
-        given a worker and a step, once it has all values. What it returns may change at its next
-        step.
+    Args:
+        held: every partition in its initial state, with clock 0.
+        take: called with a worker, a partition and the values that the worker's next step starts
+            from. It must copy them.
+        step: called with a worker and a step, when the worker has all values. Its result may
+            change at the worker's next step.
 
-    Raises: RecordError: no order of things leads through the record.
+    Raises:
+        RecordError: the record contradicts itself, so no order fits it.
     """
     _Replayer(course, held, take, step).run()
 
@@ -169,7 +176,11 @@ class _Replayer:
         take: Callable[[int, int, Tensor], None],
         step: Callable[[int, int], ReplayStep],
     ) -> None:
-        self.course, self.held, self.take, self.step = course, held, take, step
+        self.course = course
+        self.held = held
+        self.take = take
+        self.step = step
+        # Values that a worker's step still waits for, and the last step that each worker took.
         self.missing = dict.fromkeys(course.read, course.parts)
         self.stepped: dict[int, tuple[int, ReplayStep]] = {}
         self.readers: list[dict[int, list[tuple[int, int]]]] = [{} for _ in held]
@@ -193,13 +204,16 @@ class _Replayer:
                 )
 
     def _advance(self, part: int) -> bool:
-        """Make a part's updates as far as their gradients are known; whether there were any."""
-        held, applied = self.held[part], self.course.applied[part]
-        before = held.clock
+        """Apply a partition's updates until a gradient is unknown. Return True if there were
+        any.
+        """
+        held = self.held[part]
+        applied = self.course.applied[part]
+        first_clock = held.clock
         while held.clock < len(applied):
             worker, step = applied[held.clock]
-            known, stepped = self.stepped.get(worker, (-1, None))
-            if stepped is None or known != step:
+            known_step, stepped = self.stepped.get(worker, (-1, None))
+            if stepped is None or known_step != step:
                 break
             gradient, present = stepped.gradients[part]
             if stepped.order.scale != 1.0:
@@ -207,7 +221,7 @@ class _Replayer:
             with _single_threaded():
                 held.apply(gradient, present, stepped.order.settings[held.part.group])
             self._deliver(part)
-        return held.clock > before
+        return held.clock > first_clock
 
     def _deliver(self, part: int) -> None:
         for worker, step in self.readers[part].pop(self.held[part].clock, ()):
@@ -219,12 +233,12 @@ class _Replayer:
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """As servers do: where a long row is split between threads, its last numbers may be rounded
-    otherwise.
+    """Use one thread, as servers do: torch divides long rows among threads, and that may change the
+    rounding of the last values.
     """
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

@@ -1,7 +1,7 @@
-"""All servers of a run that is replayed, in this process: a network that goes nowhere.
+"""All servers of a replayed run, inside this process: a network without connections.
 
-Client ── WorkerSession ── actions ──> ReplayedServers ── stepped() ──> what was pushed
-Client <── WorkerSession <── values ── ReplayedServers <── take() ───── what the step begins with
+Client ── WorkerSession ── actions ──> ReplayedServers ── stepped() ──> pushes of the step
+Client <── WorkerSession <── values ── ReplayedServers <── take() ───── values for the step
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shoal.parameter_server.worker.worker_network import SessionOwner
 
 
 class ReplayedServers:
-    """One worker's way to them: keeps what the worker pushes, and shows what it is given.
+    """One worker's network in a replay: store its pushes, and deliver the values of the replay.
 
     Args:
-        held: of all workers together, in the order of the parts; the first one to come fills it.
-        compression: of what is pushed.
+        held: the partitions, shared by all workers; the first worker fills the list.
+        compression: of the pushed gradients.
     """
 
     owner: SessionOwner
@@ -57,7 +57,9 @@ class ReplayedServers:
         held: list[PartitionState],
         compression: Compression | None,
     ) -> None:
-        self.parts, self.values, self.held = flat.parts, flat.values, held
+        self.parts = flat.parts
+        self.values = flat.values
+        self.held = held
         self._compression = compression
         self._pushed: dict[int, tuple[Tensor, bytes]] = {}
         self._order: StepRequest | None = None
@@ -67,21 +69,22 @@ class ReplayedServers:
     # For the replay
 
     def take(self, part: int, values: Tensor) -> None:
-        """Give this worker what the servers have given it."""
+        """Deliver the recorded values of a partition to this worker."""
         self.values[part].copy_(values)
 
     def stepped(self) -> ReplayStep:
-        """Return what was pushed and ordered in the step that has just been taken."""
+        """Return the pushes and the request of the last step."""
         if self._order is None or len(self._pushed) < len(self.parts):
             raise UsageError("a step that is replayed has pushed nothing, or not everything")
         stepped = ReplayStep(self._pushed, self._order)
-        self._pushed, self._order = {}, None
+        self._pushed = {}
+        self._order = None
         return stepped
 
     # For the client
 
     def start(self, owner: SessionOwner) -> None:
-        """Be the only shard, which has all parts."""
+        """Act as the only shard, which owns all partitions."""
         self.owner = owner
         self.carry_out(owner.session.placement_changed(Placement(1, (0,) * len(self.parts))))
         self.carry_out(owner.session.connected(View(0, epoch=1, primary=0)))
@@ -90,26 +93,26 @@ class ReplayedServers:
         for action in actions:
             match action:
                 case ToShard(_, message):
-                    self._take_message(message)
+                    self._receive(message)
                 case ValuesArrived() | QueryAnswered() | ShardFailed():
                     self.owner.handle(action)
                 case ConnectShard() | DisconnectShard() | RetryLater():
-                    pass  # the only shard is always there
+                    pass  # the only shard is always connected
 
     def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """There is nothing to place by them."""
+        """Ignore the speeds: there is one shard only."""
 
     def close(self, limit_s: float) -> None:
-        """There is no connection to close."""
+        """Do nothing: there is no connection."""
 
-    def _take_message(self, message: ShardMessage) -> None:
+    def _receive(self, message: ShardMessage) -> None:
         session = self.owner.session
         match message:
             case PushMessage(part, _, gradient, present):
                 self._pushed[part] = self._decoded(part, gradient), present
             case StepMessage(_, payload):
                 self._order = unpack_order(memoryview(payload))
-                session.begin()  # what the next step needs is there before it begins
+                session.begin()  # `take` delivers the values of the next step before it starts
             case QueryMessage(Op.PULL, part):
                 self.values[part].copy_(self.held[part].values)
                 answer = ValuesMessage(part, session.step, session.step)

@@ -1,12 +1,12 @@
-"""A shard and a worker's session side by side: a machine's workers as one worker. No I/O.
+"""A `Shard` and a `WorkerSession` side by side: a host's workers act as one worker. No I/O.
 
       worker 0 ── push ──┐                          ┌── sum of the partition ──> servers
       worker 1 ── push ──┴─ Shard ── Aggregator ── WorkerSession
       workers  <── values ── Shard <──────────────── └── values <── servers
 
-To its workers it is a server that holds everything; to the servers it is a worker that never
-computes. The shard adds up and answers as any other, but it is never told to take a step: its
-values are loaded from the servers instead. Synchronous steps only.
+To its workers the aggregator is a server with all partitions. To the servers it is a worker that
+computes nothing. Its shard sums gradients and answers like any other shard, but takes no optimizer
+step: its values are loaded from the servers instead. Steps are synchronous only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shoal.parameter_server.worker.worker_messages import (
 )
 
 FORWARD = -1
-"""The number under which the aggregator asks its own shard for sums, which no worker has."""
+"""The worker id under which the aggregator asks its own shard for sums; no worker has it."""
 
 
 class Load(NamedTuple):
-    """Numbers that a worker begins with."""
+    """Initial values of a partition, from a worker."""
 
     worker: int
     values: Tensor
@@ -42,13 +42,13 @@ class Load(NamedTuple):
 
 
 class Aggregator:
-    """Sums of the workers' pushes go to the servers, and the servers' values to the workers.
+    """Send sums of the workers' pushes to the servers, and the servers' values to the workers.
 
     Args:
-        shard: for the workers; its values are where the session's are written.
-        session: with the servers.
-        sum_memory: gives the memory for a partition's sum.
-        loads: it is this one of all aggregators that gives the servers their first numbers.
+        shard: serves the workers; the session receives values into its memory.
+        session: the session with the servers.
+        sum_memory: returns the memory for a partition's sum.
+        loads: True for the one aggregator that loads the initial values into the servers.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Aggregator:
         sum_memory: Callable[[int], Tensor],
         loads: bool,
     ) -> None:
-        self.shard, self.session = shard, session
-        self._sum_memory, self._loads = sum_memory, loads
+        self.shard = shard
+        self.session = session
+        self._sum_memory = sum_memory
+        self._loads = loads
         self._loading: dict[int, Load] = {}
-        self._steps: dict[int, tuple[int, bytes]] = {}  # what each worker has last requested
-        self._forwarded: set[int] = set()  # partitions whose sums of this step are on their way
-        self._queries: list[tuple[Op, int, int]] = []  # for when all sums are on their way
+        self._steps: dict[int, tuple[int, bytes]] = {}  # the last step request of each worker
+        self._forwarded: set[int] = set()  # partitions whose sums of this step were sent
+        self._queries: list[tuple[Op, int, int]] = []  # wait until all sums are sent
         self._asking: dict[tuple[Op, int], list[int]] = {}  # workers that wait for an answer
 
     # The workers
@@ -71,7 +73,7 @@ class Aggregator:
     def load(
         self, worker: int, partition: int, payload: bytes, step: int
     ) -> list[Outgoing | SessionAction]:
-        """Begin at these numbers, which the servers are given first."""
+        """Load initial values, into the servers first."""
         if partition not in self.shard.owned:
             raise NotOwner(partition)
         values, state, _ = unpack_part(memoryview(payload))
@@ -106,7 +108,7 @@ class Aggregator:
     def query(
         self, worker: int, step: int, op: Op, partition: int
     ) -> list[Outgoing | SessionAction]:
-        """Ask the servers about the sum over all machines in this step: NORM or GRADIENT."""
+        """Query the servers about the sum over all hosts in this step: NORM or GRADIENT."""
         self.shard.require_partition(partition)
         if step == self.session.step:
             self._queries.append((op, partition, worker))
@@ -115,7 +117,7 @@ class Aggregator:
     # The servers
 
     def receive(self, event: SessionEvent) -> list[Outgoing]:
-        """Take what has come of the session."""
+        """Handle an event of the session; return messages for the workers."""
         match event:
             case ValuesArrived(partition, clock):
                 return self._distribute(partition, clock)
@@ -133,7 +135,7 @@ class Aggregator:
         return out
 
     def _distribute(self, partition: int, clock: int) -> list[Outgoing]:
-        """Have the shard answer every worker with values that are in its memory already."""
+        """Let the shard answer every worker with the values that are already in its memory."""
         held = self.shard.held[partition]
         state = _no_state(len(held.part.segments))
         self.shard.load(FORWARD, partition, held.values, state, clock)
@@ -147,7 +149,7 @@ class Aggregator:
         )
         self._forwarded.discard(partition)
 
-    # What goes on to the servers
+    # Messages that go on to the servers
 
     def _forward_sums(self, out: Iterable[Outgoing]) -> list[Outgoing | SessionAction]:
         actions: list[Outgoing | SessionAction] = []
@@ -162,17 +164,19 @@ class Aggregator:
         return actions
 
     def _forward_rest(self) -> list[Outgoing | SessionAction]:
-        """Queries and the step, once all sums are on their way: they must not hold up a sum."""
+        """Forward queries and the step when all sums are sent: they must not delay a sum."""
         if not self.shard.owned <= self._forwarded:
             return []
         actions: list[Outgoing | SessionAction] = []
-        queries, self._queries = self._queries, []
+        queries = self._queries
+        self._queries = []
         for op, partition, worker in queries:
             waiting = self._asking.setdefault((op, partition), [])
             waiting.append(worker)
             if len(waiting) == 1:
                 actions += self.session.query(op, {partition: b""})
-        workers, step = self.shard.workers, self.session.step
+        workers = self.shard.workers
+        step = self.session.step
         if all(self._steps.get(worker, (-1,))[0] == step for worker in workers):
             actions += self.session.request_step(self._steps[workers[0]][1])
         return actions
@@ -182,8 +186,8 @@ class Aggregator:
             return GradNormResponse(worker, partition, float.fromhex(bytes(payload).decode()))
         part = self.shard.parts[partition]
         present = bytes(payload[: len(part.segments)])
-        numbers = torch.frombuffer(bytearray(payload[len(present) :]), dtype=part.dtype)
-        return GradResponse(worker, partition, numbers, present)
+        values = torch.frombuffer(bytearray(payload[len(present) :]), dtype=part.dtype)
+        return GradResponse(worker, partition, values, present)
 
 
 def _no_state(segments: int) -> list[Mapping[str, Any]]:

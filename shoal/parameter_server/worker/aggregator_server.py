@@ -1,13 +1,14 @@
-"""One machine's workers as one worker: gradients are summed here, and one pull serves all workers.
+"""The process of an aggregator: it sums the gradients of one host's workers, and one pull serves
+all of them.
 
-      machine 0    worker 0 ┐ shared                                         machine 1
-                   worker 1 ┴ memory ── relay ══ push, pull ══ server          relay ── worker 2
-                                         adds up            ╚═════════════════════┘ └── worker 3
+   host 0    worker 0 ┐ shared                                            host 1
+             worker 1 ┴ memory ── aggregator ══ push, pull ══ server      aggregator ── worker 2
+                                     sums                        ╚════════════┘ └────── worker 3
 
-So the bytes between machines do not grow with the workers of a machine. A sum is made machine by
-machine: it is as reproducible as ever, and rounds in another place.
+So the bytes between hosts do not grow with the workers of a host. Sums are made host by host: they
+are reproducible, but their rounding differs from that without aggregators.
 
-This is the body of an `Aggregator`: a `Server` for the workers and a `SocketNetwork` to the
+It runs the I/O of an `Aggregator`: a `ServerNode` for the workers and a `SocketNetwork` to the
 servers, under one lock.
 """
 
@@ -49,14 +50,14 @@ from shoal.shm_backend.segment import SharedSegment
 
 @dataclass(frozen=True)
 class UpstreamConfig:
-    """The servers behind a relay.
+    """The servers behind an aggregator.
 
     Args:
-        arbiter: theirs.
+        arbiter: address of the servers' coordinator.
         transport: settings of their job.
-        worker: the relay's number among all relays.
-        loads: whether it is this one that gives the servers their first numbers.
-        shares: whether servers of this machine read the sums from its memory.
+        worker: the aggregator's id among all aggregators.
+        loads: True for the one aggregator that loads the initial values into the servers.
+        shares: True to let servers of this machine read the sums in its memory.
     """
 
     arbiter: Address
@@ -68,12 +69,12 @@ class UpstreamConfig:
 
 @dataclass
 class FiguresRequest:
-    """Workers that want to know what the servers tell of themselves.
+    """A request for the servers' figures, of one or more workers.
 
     Attributes:
-        peers: each with the number that it has asked under.
-        found: the answer of each shard that has given one.
-        missing: shards that have not.
+        peers: connections of the workers, each with the shard number of its request.
+        found: shard -> its answer.
+        missing: shards that have not answered.
     """
 
     peers: list[tuple[QueuedConnection, int]] = field(default_factory=list)
@@ -82,22 +83,22 @@ class FiguresRequest:
 
 
 class AggregatorServer:
-    """Serves the workers of one machine.
+    """Serve the workers of one host.
 
-    Attributes: session: with the servers.
+    Attributes: session: the session with the servers.
     """
 
     def __init__(self, plan: ServerConfig, behind: UpstreamConfig, listener: socket.socket) -> None:
         self.server = ServerNode(plan, listener, self._on_message)
         parts = plan.settings.parts
-        places, size_bytes = offsets(parts)
+        offset_of, size_bytes = offsets(parts)
         sums = SharedSegment(size_bytes)
-        sums_at = [places[part.number] for part in parts]
+        sums_at = [offset_of[part.number] for part in parts]
         self.session = WorkerSession(len(parts))
         self.aggregator = Aggregator(
             self.server.shard,
             self.session,
-            lambda number: sums.tensor(sums_at[number], parts[number].length, parts[number].dtype),
+            lambda index: sums.tensor(sums_at[index], parts[index].length, parts[index].dtype),
             behind.loads,
         )
         memory = WorkerMemory(
@@ -113,17 +114,17 @@ class AggregatorServer:
 
     @property
     def lock(self) -> threading.Lock:
-        """The server's: it is around the session as well."""
+        """Return the server's lock, which guards the session, too."""
         return self.server.lock
 
     def run(self) -> None:
-        """Serve until the workers' arbiter has let this server go."""
+        """Serve until the workers' coordinator has released this server."""
         self.network.start(self)
         self.server.run()
         self.network.close(5.0)
 
     def handle(self, event: SessionEvent) -> None:
-        """Take an event of the session. The lock is held. Raises ServerLost."""
+        """Handle an event of the session. The lock is held. Raises ServerLost."""
         match event:
             case ShardFailed(error):
                 raise error
@@ -138,8 +139,10 @@ class AggregatorServer:
     def _on_message(
         self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, about: bytes
     ) -> Iterable[Outgoing]:
-        """Take a worker's message. What only the servers know is asked there."""
-        part, step, aggregator = header.partition, header.step, self.aggregator
+        """Handle a worker's message; forward queries that only the servers can answer."""
+        part = header.partition
+        step = header.step
+        aggregator = self.aggregator
         match header.op:
             case Op.PUSH:
                 gradient, present = self.server.requests.gradient(worker, header, payload, about)
@@ -152,9 +155,9 @@ class AggregatorServer:
             case Op.LOAD:
                 return self._forward(aggregator.load(worker, part, bytes(payload), step))
             case Op.STATE:
-                self._ask_for_state(peer, part)
+                self._request_state(peer, part)
             case Op.STATS:
-                self._ask_for_figures(peer, part)
+                self._request_figures(peer, part)
             case Op.PULL | Op.STOP:
                 raise ProtocolViolation(
                     f"message {header.op} to a relay, which takes synchronous steps only"
@@ -164,7 +167,7 @@ class AggregatorServer:
         return []
 
     def _forward(self, actions: Iterable[Outgoing | SessionAction]) -> list[Outgoing]:
-        """Carry out what is for the servers, and return what is for the workers."""
+        """Carry out the actions for the servers, and return the messages for the workers."""
         out: list[Outgoing] = []
         for action in actions:
             match action:
@@ -176,12 +179,12 @@ class AggregatorServer:
                     out.append(action)
         return out
 
-    def _ask_for_state(self, peer: QueuedConnection, part: int) -> None:
+    def _request_state(self, peer: QueuedConnection, part: int) -> None:
         self._state_peers.setdefault(part, []).append(peer)
         if len(self._state_peers[part]) == 1:
             self.network.carry_out(self.session.query(Op.STATE, {part: b""}))
 
-    def _ask_for_figures(self, peer: QueuedConnection, about: int) -> None:
+    def _request_figures(self, peer: QueuedConnection, about: int) -> None:
         if self._figures is not None:
             self._figures.peers.append((peer, about))
             return
@@ -191,7 +194,7 @@ class AggregatorServer:
             self.network.carry_out(self.session.query_shard(shard, Op.STATS))
 
     def _collect_figures(self, shard: int, payload: memoryview | None) -> None:
-        """Add a shard's answer; with the last one, all that have asked are answered."""
+        """Add a shard's answer. After the last one, answer all workers."""
         request = self._figures
         assert request is not None
         request.missing.discard(shard)
@@ -200,13 +203,13 @@ class AggregatorServer:
         if request.missing:
             return
         self._figures = None
-        behind = [request.found[number] for number in sorted(request.found)]
+        behind = [request.found[answered] for answered in sorted(request.found)]
         figures = json.dumps({**self.server.figures(), "behind": behind}).encode()
         for peer, about in request.peers:
             peer.post(Op.STATS, figures, partition=about)
 
 
 def relay(listener: socket.socket, plan: ServerConfig, behind: UpstreamConfig) -> None:
-    """A relay's whole life, in a process of its own."""
+    """Run an aggregator in this process until it ends."""
     configure_process()
     AggregatorServer(plan, behind, listener).run()

@@ -90,18 +90,19 @@ class FlatParams:
             self.parameters[name].copy_(self.windows[name], non_blocking=True)
 
     def gather(self, name: str, kept: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """One parameter's optimizer state out of its segments': tensors in its shape, scalars
-        as they are.
+        """Join the optimizer state of one parameter from its segments: tensors in its shape,
+        scalars unchanged.
         """
-        parameter, found = self.parameters[name], dict[str, Any]()
+        parameter = self.parameters[name]
+        joined = dict[str, Any]()
         for segment, state in _segments(self.parts, name, kept):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
-                    found[key] = value
+                    joined[key] = value
                     continue
-                whole = found.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
-                whole[segment.start : segment.start + segment.length] = value
-        return {key: _shaped(value, parameter).contiguous() for key, value in found.items()}
+                flat = joined.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
+                flat[segment.start : segment.start + segment.length] = value
+        return {key: _shaped(value, parameter).contiguous() for key, value in joined.items()}
 
     def scatter(self, states: Callable[[str], Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
         """Divide states among all partitions: each segment gets its slice of its parameter's

@@ -1,13 +1,12 @@
-"""One worker's connections: one to every shard, and one to the arbiter.
+"""One worker's connections: one to every shard, and one to the coordinator.
 
-    Client, Relay ── request ──> lock ── WorkerSession ── actions ──> SocketNetwork
-                                  │                                    ├ ShardConnection ──> shard 0
-                    thread of a ──┘<── one message after another ──────┤
-                    connection                                         └ ShardConnection ──> shard 1
+    client, aggregator ── request ──> lock ── WorkerSession ── actions ──> SocketNetwork
+                                       │                               ├ ShardConnection ──> shard 0
+                         thread of a ──┘<── one message after another ─┤
+                         connection                                    └ ShardConnection ──> shard 1
 
-One lock is around the session, and around what is sent because of it. Nobody waits while it is
-held.
-"""
+One lock guards the session and the messages that it sends. No thread blocks while it holds the
+lock."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ from shoal.parameter_server.worker.worker_messages import (
 from shoal.parameter_server.worker.worker_network import SessionOwner
 
 UNEVEN = 2.0
-"""Ratio below which shards' bandwidths count as alike: one measurement is no better than that."""
+"""Ratio below which bandwidths of shards count as equal: one measurement is not more exact."""
 
 
 class SocketNetwork:
     """One worker's connections to all shards.
 
     Args:
-        worker: its number among those that push to the same servers.
-        arbiter: the address at which it listens.
-        transport: settings of the job; the limit fits the partitions.
+        worker: its id among the workers of the same servers.
+        arbiter: the address of the coordinator.
+        transport: settings of the job, with a size limit for the partitions.
     """
 
     owner: SessionOwner
@@ -50,7 +49,9 @@ class SocketNetwork:
     def __init__(
         self, worker: int, arbiter: Address, memory: WorkerMemory, transport: Transport
     ) -> None:
-        self.worker, self.memory, self.transport = worker, memory, transport
+        self.worker = worker
+        self.memory = memory
+        self.transport = transport
         self._arbiter = arbiter
         self._connections: dict[int, ShardConnection] = {}
         self._is_placed = threading.Event()
@@ -88,14 +89,14 @@ class SocketNetwork:
                     self.owner.handle(action)
 
     def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """Tell the arbiter, if they differ enough to place partitions by them."""
+        """Report to the coordinator, if the speeds differ enough to place partitions by them."""
         if ipaddress.ip_address(self._arbiter[0]).is_loopback:
             return  # servers of one machine do not differ
         if bytes_per_s and max(bytes_per_s.values()) > UNEVEN * min(bytes_per_s.values()):
             self.views.post(Op.BANDWIDTHS, json.dumps([*bytes_per_s.items()]).encode())
 
     def close(self, limit_s: float) -> None:
-        """Disconnect for good: the arbiter is told, and waited for."""
+        """Disconnect for good: sign off at the coordinator and wait for its answer."""
         self.views.post(Op.LEAVE)
         self._has_left.wait(limit_s)
         self.views.close()

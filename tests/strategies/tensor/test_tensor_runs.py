@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shoal.strategies.tensor.logits import VocabParallelLogits
 from tensor_parallel_models import CUT, gpt, mlp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
+from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
 from shoal.verification.matrix_cases import images, tokens
 
