@@ -112,8 +112,8 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
     raise UsageError(
         f"forward_backward was given a batch of shape {tuple(tensor.shape)}; the loader's last "
         f"share has {num_samples} samples. Give it what the loader yields or run.to_device makes "
-        "of that, call it on each batch before the next one is fetched, or prepare without the loader "
-        "for batches of your own."
+        "of that, call it on each batch before the next one is fetched, or prepare without the "
+        "loader for batches of your own."
     )
 
 
