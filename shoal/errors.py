@@ -9,7 +9,7 @@
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── TrainingDiverged     numbers that are no longer finite, and that further steps do not mend
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
-    │   └── TidyingFailed    saved, but `latest`, `best` or the removal of old ones failed
+    │   └── CleanupFailed    saved, but `latest`, `best` or the removal of old ones failed
     ├── RecordError          a record that cannot be replayed: a gap, or another program
     ├── ServerLost           a parameter server is gone, and nobody holds what it held
     ├── CollectiveFailed     ranks that do not make the same calls, or one that did not come in time
