@@ -100,9 +100,7 @@ class PeerLost(CollectiveFailed):
 
 
 class WireError(ShoalError):
-    """What came over a socket is not what this job's peer would send; nothing more is read from
-    that socket.
-    """
+    """Bytes on a socket that this job's peer would not send. Nothing more is read from it."""
 
 
 class ConnectionLost(WireError):

@@ -19,7 +19,10 @@ WARM_UP = 5
 
 def networks() -> dict[str, tuple[Callable[[], nn.Module], int]]:
     """What is trained on 8 x 8 images, 32 on each rank, and how many steps make a turn."""
-    mlp = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731
+
+    def mlp() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
     return {"MLP 64-256-10": (mlp, 50), "CNN": (_cnn, 30), "MLP of 2 million": (_wide, 10)}
 
 

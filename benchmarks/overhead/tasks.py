@@ -41,7 +41,10 @@ def mlp() -> Task:
     digits = load(DataConfig(name="digits"), seed=0).train
     rows = [digits[index] for index in range(len(digits))]
     images, labels = torch.stack([x for x, _ in rows]), torch.tensor([int(y) for _, y in rows])
-    layers = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # noqa: E731
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
     return Task("MLP 64-256-10", layers, TensorDataset(images, labels), rounds=80)
 
 

@@ -35,8 +35,8 @@ def epochs(
     rank: int = 0, ranks: int = 1, workers: int = 0, count: int = 2, **arguments: object
 ) -> list[list[Tensor]]:
     """For each global batch of `count` epochs, this rank's rows as (index, draws)."""
-    arguments = {"shuffle": True, **arguments}
-    loader = DataLoader(Noisy(), batch_size=5, num_workers=workers, **arguments)  # type: ignore[arg-type]
+    arguments = {"shuffle": True, "num_workers": workers, **arguments}
+    loader = DataLoader(Noisy(), batch_size=5, **arguments)  # type: ignore[arg-type]
     shared = DistributedBatchLoader(loader, rank, ranks, seed=7)
     found = []
     for _ in range(count):
