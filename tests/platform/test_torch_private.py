@@ -121,12 +121,6 @@ def _schema_of(schema_of: Any) -> bool:
     return writes and not schema_of(aten.add.Tensor).is_mutable
 
 
-def _shared_memory_of(shared_memory_of: Any) -> bool:
-    tensor = torch.arange(3.0)
-    descriptor, size_bytes = shared_memory_of(tensor.untyped_storage())
-    return size_bytes == 12 and tensor.is_shared() and Path(f"/proc/self/fd/{descriptor}").exists()
-
-
 def _own_parameters(own_parameters: Any) -> bool:
     layer = nn.Linear(2, 2, bias=False)
     found = own_parameters(layer)
@@ -405,7 +399,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.has_hooks": _has_hooks,
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.schema_of": _schema_of,
-    "tensor_state.shared_memory_of": _shared_memory_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
     "tensor_state.ATEN_UNSAFE_VIEW": lambda found: str(found) == "aten._unsafe_view.default",
     "module_state.BatchNormBase": lambda kind: (

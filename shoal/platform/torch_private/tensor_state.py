@@ -77,17 +77,6 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-def shared_memory_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Move a storage of the CPU into shared memory; return its file descriptor and size in bytes.
-
-    Why: `share_memory_()` moves it too, and does not tell the descriptor. Without:
-    DistributedDataParallel's buckets would be copied once more in every step. Raises OSError,
-    RuntimeError. Checked: 2.13.
-    """
-    descriptor, size_bytes = storage._share_fd_cpu_()
-    return descriptor, size_bytes
-
-
 # Why: autograd calls these where a user has called `to` and `view`, and operators have no other
 # names. Without: both would be gathered. Checked: 2.13.
 ATEN_TO_COPY: Any = torch.ops.aten._to_copy.default
