@@ -154,6 +154,10 @@ class LocalModel:
     """Turn the gradients of owned parameters into global means, or wait until they are."""
     gather_params: Callable[[], None]
     """Bring new values to all ranks that read them, or wait until they are there."""
+    call: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)
+    """Call `function(*args, **kwargs)`, which computes with the model outside of a step. Returns
+    what it returns. Collective where `collective_forward` is True.
+    """
     reshard: Callable[[], None] = lambda: None
     """Free the parameters that a forward pass without a backward pass has gathered."""
     collective_forward: bool = False

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.fsdp import post_forward, pre_forward
+from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
 from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
 
@@ -62,10 +62,16 @@ class Lockstep:
 
     A run of unit i has the number 2 i with a token, and 2 i + 1 without one (no gradients).
 
-    Args: trained: names of all trainable parameters, in the same order on every rank.
+    Args:
+        root: the engine's root, around the user's model.
+        model: the user's model, or a container of several.
+        units: the units inside `model`, by name.
+        trained: names of all trainable parameters, in the same order on every rank.
+        frees: units are freed after their forward pass (zero3).
 
     Attributes:
-        orders: one order for each (training, gradients enabled).
+        root_hooks: hooks around the forward pass of the root.
+        orders: one order for each (user's function, training, gradients enabled).
         order: order of this forward pass; None outside of a forward pass.
         running: name of the unit that computes; empty between units.
         stood_in: this rank stood in for a unit in this forward pass.
@@ -76,15 +82,23 @@ class Lockstep:
     """
 
     def __init__(
-        self, data: Axis, root: nn.Module, units: Mapping[str, nn.Module], trained: list[str]
+        self,
+        data: Axis,
+        root: nn.Module,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        trained: list[str],
+        frees: bool,
     ) -> None:
         self.data = data
-        self.root = root
+        self.model = model
         self.trained = trained
+        self.frees = frees
         # Numbers of runs travel over the CPU, where no rank waits for a GPU to read them.
         self.group = data.group if data.device.type == "cpu" else data.new_group()
-        self.hooks = self._make_hooks(units)
-        self.orders: dict[tuple[bool, bool], UnitOrder] = {}
+        self.hooks = self._make_hooks(units, root)
+        self.root_hooks = self.hooks[-1]
+        self.orders: dict[tuple[str, bool, bool], UnitOrder] = {}
         self.order: UnitOrder | None = None
         self.running = ""
         self.stood_in = False
@@ -95,21 +109,22 @@ class Lockstep:
         self.had: set[str] = set()
         self._pending_count: tuple[Tensor, dist.Work] | None = None
 
-    def _make_hooks(self, units: Mapping[str, nn.Module]) -> list[_UnitHooks]:
+    def _make_hooks(self, units: Mapping[str, nn.Module], root: nn.Module) -> list[_UnitHooks]:
         """Return the hooks of all units and of the root. Each parameter belongs to one of them."""
-        scalars = {name for name, parameter in self.root.named_parameters() if parameter.dim() == 0}
+        parameters = self.model.named_parameters()
+        scalars = {name for name, parameter in parameters if parameter.dim() == 0}
         remaining = [name for name in self.trained if name not in scalars]
         hooks: list[_UnitHooks] = []
         for name, module in units.items():
             inside = [parameter for parameter in remaining if parameter.startswith(f"{name}.")]
             hooks.append(_UnitHooks(self, 2 * len(hooks), name, module, inside))
             remaining = [parameter for parameter in remaining if parameter not in inside]
-        hooks.append(_UnitHooks(self, END_OF_STEP, "", self.root, remaining))
+        hooks.append(_UnitHooks(self, END_OF_STEP, "", root, remaining))
         return hooks
 
     @contextmanager
-    def wrap_step(self, module: nn.Module) -> Iterator[None]:
-        """Register hooks on a unit or the root, inside and outside of the engine's hooks.
+    def wrap_unit(self, module: nn.Module) -> Iterator[None]:
+        """Register hooks on a unit, inside and outside of the engine's hooks.
 
         The engine registers its own inside this context.
         """
@@ -159,11 +174,16 @@ class Lockstep:
             work.wait()
             self._pending_count = None
 
-    def begin(self) -> None:
-        """Begin a forward pass, with a new token if gradients are enabled."""
+    def begin(self, name: str) -> _UnitHooks:
+        """Begin a forward pass, with a new token if gradients are enabled.
+
+        Args: name: of the function that computes. Functions that use other units have other orders.
+
+        Returns: the hooks of the root.
+        """
         self.close()
         with_gradients = torch.is_grad_enabled()
-        key = (self.root.training, with_gradients)
+        key = (name, self.model.training, with_gradients)
         self.order = self.orders.setdefault(key, UnitOrder(self._min_over_ranks))
         self.order.begin()
         self.running = ""
@@ -173,6 +193,13 @@ class Lockstep:
             self.token = torch.zeros((), device=self.data.device, requires_grad=True)
         for hooks in self.hooks:
             hooks.will_reduce = False
+        return self.root_hooks
+
+    def abandon(self) -> None:
+        """End a forward pass that has failed."""
+        self.order = None
+        self.running = ""
+        self.token = None
 
     def advance_to(self, requested: int) -> None:
         """Stand in for units of other ranks until the run `requested` is next. Collective."""
@@ -184,6 +211,22 @@ class Lockstep:
         """End a forward pass, when no rank needs a further unit. Collective."""
         self.advance_to(END_OF_STEP)
         self.order = None
+
+    def agree_on_inner(self, number: int, name: str) -> None:
+        """Raise StrategyRefused unless all ranks gather the same unit at the same place. Collective.
+
+        Args: number, name: of the unit that this rank gathers for a gradient in the forward pass.
+        """
+        assert self.order is not None
+        mine = self.order.position * END_OF_STEP + number
+        extremes = torch.tensor([mine, -mine])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
+        if extremes.tolist() != [mine, -mine]:
+            raise StrategyRefused(
+                f"zero3: a gradient that is taken inside compute_loss needs {name} on this rank, "
+                "and another unit on others, whose samples take other branches. Use zero2, which "
+                "keeps what it has gathered."
+            )
 
     def _min_over_ranks(self, requested: int) -> int:
         """Return the minimum of the ranks' numbers, and record if any rank stood in.
@@ -221,7 +264,7 @@ class _UnitHooks:
         self.owners: list[tuple[str, nn.Module, str]] = []  # name, owner module, attribute
         for parameter in trained:
             path, _, key = parameter.rpartition(".")
-            self.owners.append((parameter, step.root.get_submodule(path), key))
+            self.owners.append((parameter, step.model.get_submodule(path), key))
         self.trains = number == END_OF_STEP or any(
             parameter.requires_grad for parameter in module.parameters()
         )
@@ -232,11 +275,12 @@ class _UnitHooks:
         """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
         step = self.step
         self.has_token = False
-        if self.number == END_OF_STEP:
-            step.begin()
-        elif step.order is None:
+        if step.order is None:
             return self._check_recompute()
-        elif step.running:
+        if step.frees:
+            # An inner gradient has gathered it, and the outer one may need the weights once more.
+            self._engine.set_reshard_after_forward(not is_gathered(self.module), recurse=False)
+        if step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
                 "modules that hold both, unit=CLASS, or use --strategy ddp."
@@ -253,6 +297,12 @@ class _UnitHooks:
 
         Recomputing is no forward pass of the order, so ranks could not stand in.
         """
+        if self.step.any_stood_in and self.trains and not self.will_reduce:
+            raise StrategyRefused(
+                f"{self.name} runs without gradients on some ranks only, as it does under a "
+                "checkpoint with "
+                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
+            )
         has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         if self.step.any_stood_in and has_shards:
             raise StrategyRefused(
@@ -283,6 +333,9 @@ class _UnitHooks:
             step.end()
             if step.token is not None:
                 step.token = step.token.clone()  # the first node of the backward pass
+        elif step.frees and torch.is_grad_enabled():
+            for tensor in differentiable(output)[0]:
+                tensor.register_hook(self._before_inner_gather)
         return (output, step.token) if self.has_token else None
 
     def post_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -292,18 +345,26 @@ class _UnitHooks:
     def stand_in(self, with_token: bool) -> None:
         """Gather and reduce as in a run of the unit, without computing it. Collective."""
         step = self.step
-        if not with_token and self.trains and step.token is not None:
-            raise StrategyRefused(
-                f"{self.name} runs without gradients on some ranks only, as it does under a "
-                "checkpoint with "
-                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
-            )
         step.stood_in = True
         with torch.set_grad_enabled(with_token):
             options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
             if with_token:
                 step.token = self._fill_on_backward(options[TOKEN])
             post_forward(self.module, step.token)
+
+    @property
+    def _engine(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def _before_inner_gather(self, _gradient: Tensor) -> None:
+        """Agree with all ranks that an inner gradient gathers this unit now. Collective.
+
+        Ranks make the gatherings of the outer backward pass in one order [2] anyway.
+        """
+        step = self.step
+        if step.order is not None and not is_gathered(self.module):
+            step.agree_on_inner(self.number, self.name)
 
     def _fill_on_backward(self, token: Tensor) -> Tensor:
         """Return the token for the outputs. Its backward pass calls `_fill` before the engine
@@ -318,8 +379,7 @@ class _UnitHooks:
         """Set zeros for missing gradients if the engine reduces the unit now."""
         step = self.step
         reduces = is_first_run and step.reduces
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(reduces, recurse=False)
+        self._engine.set_requires_gradient_sync(reduces, recurse=False)
         if not reduces:
             return
         for name, owner, key in self.owners:
@@ -329,3 +389,5 @@ class _UnitHooks:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 step.had.add(name)
+                if parameter.grad.layout != torch.strided:  # rows of an embedding
+                    parameter.grad = parameter.grad.to_dense()
