@@ -21,9 +21,9 @@ Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie
       forward, downwards                                   backward, upwards
 
       pre_forward        stand in for earlier units            ▲  token's gradient goes to the
-                         token joins the inputs                │  unit that ran before
+                         token in place of the inputs          │  unit that ran before
       engine             gathers                               │  reduces gradients
-      post_all_gather    token leaves the inputs  ── [2] ──    │  `_fill`: zeros for missing ones
+      post_all_gather    inputs in place of the token ── [2] ──│  `_fill`: zeros for missing ones
       the module         computes                              │  computes
       post_compute       token joins the outputs               │
       engine             frees (zero3)                         │  gathers again (zero3)
@@ -31,7 +31,9 @@ Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie
                     ▼
 
 The engine gathers before the backward pass of an output, and reduces after that of all inputs. The
-token is both, so the engine does both on every rank.
+token is an output, so the engine gathers on every rank. The token is the only input, so the engine
+reduces on every rank, and not where an inner gradient passes the unit. The token comes back after
+all that was computed later than the unit began, because autograd goes backward in that order.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Lockstep:
         stood_in: this rank stood in for a unit in this forward pass.
         any_stood_in: any rank did, in the last finished forward pass.
         reduces: the next backward pass reduces gradients.
+        frees_after_backward: it frees units after the backward pass of their first run.
         lacking: names of parameters for which this rank has given zeros in this step.
         had: names of parameters for which it had a gradient in this step.
     """
@@ -105,6 +108,7 @@ class Lockstep:
         self.any_stood_in = False
         self.token: Tensor | None = None
         self.reduces = True
+        self.frees_after_backward = True
         self.lacking: set[str] = set()
         self.had: set[str] = set()
         self._pending_count: tuple[Tensor, dist.Work] | None = None
@@ -193,6 +197,7 @@ class Lockstep:
             self.token = torch.zeros((), device=self.data.device, requires_grad=True)
         for hooks in self.hooks:
             hooks.will_reduce = False
+            hooks.stays = not self.frees
         return self.root_hooks
 
     def abandon(self) -> None:
@@ -213,7 +218,7 @@ class Lockstep:
         self.order = None
 
     def agree_on_inner(self, number: int, name: str) -> None:
-        """Raise StrategyRefused unless all ranks gather the same unit at the same place. Collective.
+        """Raise StrategyRefused unless all ranks gather the same unit at one place. Collective.
 
         Args: number, name: of the unit that this rank gathers for a gradient in the forward pass.
         """
@@ -252,6 +257,8 @@ class _UnitHooks:
     Attributes:
         will_reduce: a run of this forward pass reduces the unit already.
         has_token: the token goes through the run that computes.
+        inputs: of the module, while the engine sees the token in their place.
+        stays: the unit stays gathered between its runs of this pass.
     """
 
     def __init__(
@@ -270,6 +277,8 @@ class _UnitHooks:
         )
         self.will_reduce = False
         self.has_token = False
+        self.inputs: tuple[Any, Any] = ((), {})
+        self.stays = False
 
     def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
         """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
@@ -278,8 +287,9 @@ class _UnitHooks:
         if step.order is None:
             return self._check_recompute()
         if step.frees:
-            # An inner gradient has gathered it, and the outer one may need the weights once more.
-            self._engine.set_reshard_after_forward(not is_gathered(self.module), recurse=False)
+            # If an inner gradient has gathered it, the outer one may need the weights once more.
+            self.stays = self.stays or is_gathered(self.module)
+            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
         if step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
@@ -290,7 +300,10 @@ class _UnitHooks:
         if self.number != END_OF_STEP:
             step.advance_to(self.number + (not self.has_token))
             step.running = self.name
-        return (inputs, options | {TOKEN: step.token}) if self.has_token else None
+        if not self.has_token:
+            return None
+        self.inputs = inputs, options
+        return (), {TOKEN: step.token}
 
     def _check_recompute(self) -> None:
         """Raise StrategyRefused if a checkpoint recomputes this unit and ranks use different units.
@@ -315,7 +328,8 @@ class _UnitHooks:
         """Remove the token from the inputs, after the engine has gathered."""
         if self.has_token:
             self.step.token = self._fill_on_backward(options[TOKEN])
-            return inputs, {key: value for key, value in options.items() if key != TOKEN}
+            inputs, self.inputs = self.inputs, ((), {})
+            return inputs
         if self.step.order is not None or not torch.is_grad_enabled():
             return None
         # A checkpoint of the model's own recomputes this unit. It may differentiate here, where
@@ -380,6 +394,8 @@ class _UnitHooks:
         step = self.step
         reduces = is_first_run and step.reduces
         self._engine.set_requires_gradient_sync(reduces, recurse=False)
+        frees = step.frees_after_backward if is_first_run else not self.stays
+        self._engine.set_reshard_after_backward(frees, recurse=False)
         if not reduces:
             return
         for name, owner, key in self.owners:

@@ -1,11 +1,11 @@
 """One rank's steps through torch's `fully_shard`.
 
-      forward    root opens │ compute_loss: units gather, compute, free │ root closes, adds the token
+      forward    root opens │ compute_loss: units gather, compute, free │ root closes, adds token
       backward   units gather again, compute, reduce │ the root's parameters are reduced and freed
       reduce     scalars; parameters that no rank has used lose their gradient
 
-A gradient that is taken inside compute_loss (`torch.autograd.grad`) is a backward pass of its own to
-the engine. Until the forward pass has ended, the engine therefore reduces and frees nothing then.
+A gradient that is taken inside compute_loss (`torch.autograd.grad`) is a backward pass of its own
+to the engine, which must neither reduce nor free anything before the forward pass has ended.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class ShardedStep:
         self._configure(reduces, frees, is_last=True)
         if self.lockstep is not None:
             self.lockstep.reduces = reduces
+            self.lockstep.frees_after_backward = frees
             output = output._replace(loss=self.lockstep.attach_token(output.loss))
         if batch.is_last_microbatch:
             self.totals = output.step_totals

@@ -4,10 +4,10 @@
       │  compute_loss     model(x) ── model(x) ── head(h) │    units gather and free inside
       └───────────────────────────────────────────────────┘
 
-torch's engine gathers the parameters that are in no unit in the forward pass of its root. A step may
-call the model twice, a method of it, a part, or several models. So the root is none of them: the
-root's forward pass begins before the user's function and ends with its loss. A model that is called
-outside of a step makes a forward pass of its own.
+torch's engine gathers the parameters that are in no unit in the forward pass of its root. A step
+may call the model twice, a method of it, a part, or several models. So the root is none of them:
+the root's forward pass begins before the user's function and ends with its loss. A model that is
+called outside of a step makes a forward pass of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class StepRoot(nn.Module):
         """
         self.in_step = True
         try:
-            yield
+            # One thread takes nodes in the reverse order of their making, those of inner gradients
+            # too. A unit's gradient is complete then when the token has come back to its inputs.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except BaseException:
             self._abandon()
             raise
