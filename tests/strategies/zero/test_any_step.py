@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,10 +100,9 @@ def loader() -> DataLoader:
 
 
 def trained(strategy: str, names: list[str], accumulate: int = 1) -> dict[str, list[Any]]:
-    """Return for each kind of step the losses, whether gradients are None, and the weights."""
+    """Return for each kind of step the losses, which gradients are None, and the weights."""
     results: dict[str, list[Any]] = {}
     for name in names:
-        compute_loss = globals()[name]
         torch.manual_seed(0)
         run, net = shoal.init(strategy, accumulate=accumulate, **QUIET), Net().double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -110,7 +110,7 @@ def trained(strategy: str, names: list[str], accumulate: int = 1) -> dict[str, l
         found: list[Any] = []
         for x, y in batches:
             optimizer.zero_grad()
-            loss = run.forward_backward(lambda _, batch: compute_loss(net, *batch), net, x, (x, y))
+            loss = run.forward_backward(partial(globals()[name], net), x, y)
             optimizer.step()
             found.append(loss.item())
         gradients = run.gradients()
