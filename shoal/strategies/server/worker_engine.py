@@ -26,27 +26,23 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
 from shoal.parameter_server.launcher.cluster_report import report
-from shoal.parameter_server.launcher.server_pool import ClusterConfig
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import (
     ParamMeta,
     Partition,
-    assign,
     partition,
     partition_bytes,
 )
-from shoal.parameter_server.shard_settings import ShardSettings
-from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.push_trace import PushTrace
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.mean_scaling import scaled_for_mean
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.gradient_pusher import GradientPusher
+from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits
 from shoal.strategies.state import StrategyState
 
@@ -59,6 +55,9 @@ RESIDUALS_LOST_MESSAGE = (
     "compress: the checkpoint has nothing that this number of workers had left out of what they "
     "pushed: the memories begin at zero"
 )
+
+
+Connect = Callable[["WorkerEngine", OptimizerSpec], WorkerClient]
 
 
 class WorkerEngine(StrategyState):
@@ -341,34 +340,3 @@ class WorkerEngine(StrategyState):
             raise UsageError(
                 f"{call}: with staleness={self.options.staleness} no step is shared by all workers."
             )
-
-
-Connect = Callable[[WorkerEngine, OptimizerSpec], WorkerClient]
-
-
-def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
-    """Start servers for an engine's partitions, and connect to them. Collective."""
-    options = engine.options
-    flat = engine.flat
-    staleness = engine.staleness
-    owners = tuple(assign(flat.parts, options.servers))
-
-    def make_config(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
-        settings = ShardSettings(
-            tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression
-        )
-        return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
-
-    job, arbiter = engine.launcher.start(make_config)
-    # Ranks whose pushes a step waits for, in the trace.
-    ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
-    return connect_to_servers(
-        engine.launcher.worker,
-        flat,
-        arbiter,
-        job.transport,
-        staleness=staleness,
-        shares=options.shared_memory and engine.compression is None,
-        trace=PushTrace(engine.mesh.recorder, peers),
-    )

@@ -147,3 +147,138 @@ def test_a_step_may_call_what_it_likes(strategy: str, ranks: int, accumulate: in
     expected = trained("single", names, accumulate)
     for found in world.run(ranks, trained, strategy, names, accumulate):
         same(found, expected)
+
+
+class Critic(nn.Module):
+    """Two units and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score: Tensor = self.head(self.body(x))
+        return score
+
+
+class Several:
+    """A generator and a critic with an optimizer each, a frozen model, and what is called once."""
+
+    def __init__(self, strategy: str) -> None:
+        torch.manual_seed(0)
+        self.run = shoal.init(strategy, **QUIET)
+        self.make, self.critic = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), Critic()
+        self.frozen = Net().requires_grad_(False)
+        models = [model.double() for model in (self.make, self.critic, self.frozen)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models[:2]]
+        prepared = self.run.prepare(*models, *optimizers, loader())
+        self.optimizers, self.batches = prepared[3:5], prepared[5]
+
+    def criticise(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = self.make(x)
+        between = (made + x).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        return self.critic(made).mean() - self.critic(x).mean() + penalty
+
+    def deceive(self, x: Tensor, y: Tensor) -> Any:
+        made = self.make(x)
+        labels = F.cross_entropy(self.frozen(made), y, reduction="sum")
+        if (y > 2).any():  # on some ranks only
+            hidden = self.frozen.blocks[0](self.frozen.encode(made[y > 2]))
+            labels = labels + hidden.square().sum()
+        return shoal.counted(labels, (y > 0).sum() + 1) + shoal.counted(
+            -self.critic(made).sum(), len(y)
+        )
+
+    def sums(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"score": self.critic.head(self.critic.body(self.make(x))).sum()}
+
+    def train(self) -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
+        losses = []
+        of_make, of_critic = self.optimizers
+        for x, y in self.batches:
+            for compute_loss, optimizer in ((self.criticise, of_critic), (self.deceive, of_make)):
+                of_make.zero_grad()
+                of_critic.zero_grad()
+                losses.append(self.run.forward_backward(compute_loss, x, y).item())
+                with torch.no_grad():
+                    self.make(x)  # between the passes and the step
+                optimizer.step()
+        with torch.no_grad():
+            scores = self.critic(x), self.critic.body(x)
+        assert all(score.requires_grad is False for score in scores)
+        return losses, self.run.evaluate(self.sums, loader_of_five()), self.run.weights()
+
+
+def loader_of_five() -> DataLoader:
+    data: Any = loader().dataset
+    return DataLoader(data, batch_size=3)
+
+
+def several(strategy: str) -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
+    return Several(strategy).train()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
+    losses, sums, weights = several("single")
+    for their_losses, their_sums, their_weights in world.run(2, several, strategy):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert their_sums == pytest.approx(sums, rel=1e-10)
+        for key, value in weights.items():
+            assert (their_weights[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+
+
+class Bags(nn.Module):
+    """Embeddings with sparse gradients: a bag in the root, and rows in a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 5, sparse=True, mode="sum")
+        self.blocks = nn.ModuleList([nn.Embedding(9, 5, sparse=True), nn.Linear(5, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.abs() * 3).long().clamp(max=8)
+        hidden = self.bag(rows) + self.blocks[0](rows[:, 0])
+        scores: Tensor = self.blocks[1](hidden)
+        return scores
+
+
+class FlatStep(torch.optim.Optimizer):
+    """An optimizer of a user's own: one step along the flattened gradient, of a fixed length."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        used = [p for p in group["params"] if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1) for p in used])
+        for p in used:
+            p.sub_(p.grad / flat.norm(), alpha=group["lr"])
+
+
+def with_rows(strategy: str, optimizer_class: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run = shoal.init(strategy, **QUIET)
+    net = (Bags() if optimizer_class is torch.optim.SGD else Net()).double()
+    optimizer = optimizer_class(net.parameters(), lr=0.1)
+    net, optimizer, batches = run.prepare(net, optimizer, loader())
+    for x, y in batches:
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
+        optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FlatStep])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_sparse_gradients_and_flattening_optimizers(strategy: str, optimizer_class: Any) -> None:
+    expected = with_rows("single", optimizer_class)
+    for found in world.run(2, with_rows, strategy, optimizer_class):
+        for key, value in expected.items():
+            assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
