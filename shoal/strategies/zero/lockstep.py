@@ -286,10 +286,6 @@ class _UnitHooks:
         self.has_token = False
         if step.order is None:
             return self._check_recompute()
-        if step.frees:
-            # If an inner gradient has gathered it, the outer one may need the weights once more.
-            self.stays = self.stays or is_gathered(self.module)
-            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
         if step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
@@ -300,6 +296,7 @@ class _UnitHooks:
         if self.number != END_OF_STEP:
             step.advance_to(self.number + (not self.has_token))
             step.running = self.name
+            self._choose_if_stays()
         if not self.has_token:
             return None
         self.inputs = inputs, options
@@ -360,6 +357,7 @@ class _UnitHooks:
         """Gather and reduce as in a run of the unit, without computing it. Collective."""
         step = self.step
         step.stood_in = True
+        self._choose_if_stays()
         with torch.set_grad_enabled(with_token):
             options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
             if with_token:
@@ -370,6 +368,15 @@ class _UnitHooks:
     def _engine(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)
         return self.module
+
+    def _choose_if_stays(self) -> None:
+        """Let the unit stay gathered if an inner gradient has gathered it in this pass.
+
+        The outer gradient may need the weights once more. All ranks decide alike.
+        """
+        if self.step.frees:
+            self.stays = self.stays or is_gathered(self.module)
+            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
 
     def _before_inner_gather(self, _gradient: Tensor) -> None:
         """Agree with all ranks that an inner gradient gathers this unit now. Collective.

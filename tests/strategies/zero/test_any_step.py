@@ -189,7 +189,7 @@ class Several:
         if (y > 2).any():  # on some ranks only
             hidden = self.frozen.blocks[0](self.frozen.encode(made[y > 2]))
             labels = labels + hidden.square().sum()
-        return shoal.counted(labels, (y > 0).sum() + 1) + shoal.counted(
+        return shoal.counted(labels, (y > 0).sum()) + shoal.counted(
             -self.critic(made).sum(), len(y)
         )
 
