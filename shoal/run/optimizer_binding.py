@@ -24,6 +24,7 @@ Scalars = dict[str, dict[str, float | int | bool | None]]
 NEED_FULL_TENSORS = {
     "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards "
     "of them",
+    "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
     "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
 """Optimizers that fail on shards in their first step, with the reason."""

@@ -351,6 +351,21 @@ def _runs_a_unit_without_calling_it() -> bool:
     return named == {"named": 1} and gathered and isinstance(model[0].weight, DTensor)
 
 
+def _is_gathered_until_reset() -> bool:
+    from shoal.platform.torch_private.fsdp import is_gathered, pre_forward, reset_after_error
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 2)).sum().backward()
+    before = is_gathered(model[0])
+    pre_forward(model[0], {})
+    during = is_gathered(model[0])
+    reset_after_error(model)
+    return (before, during, is_gathered(model[0])) == (False, True, False)
+
+
 def _cuts_in_strides(placement: Any) -> bool:
     made = placement(0, split_factor=2)
     return (made.dim, made.split_factor) == (0, 2) and all(world.run(4, _whole_of_strides))
@@ -457,6 +472,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fsdp.StridedShard": _cuts_in_strides,
     "fsdp.pre_forward": _over(2, _runs_a_unit_without_calling_it),
     "fsdp.post_forward": _over(2, _runs_a_unit_without_calling_it),
+    "fsdp.is_gathered": _over(2, _is_gathered_until_reset),
+    "fsdp.reset_after_error": _over(2, _is_gathered_until_reset),
     "pipelining.stage_backward_input": _halves,
     "pipelining.stage_backward_weight": _halves,
 }

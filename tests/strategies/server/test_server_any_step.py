@@ -55,8 +55,9 @@ def penalty_first(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 def functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
     """Weights of units and of the head in functions, in lists, and by `.data`; no model call."""
-    norms = torch.stack(torch._foreach_norm([block.weight for block in net.blocks]))
-    hidden = F.linear(net.encode(x), net.blocks[1].weight.T, bias=net.stem.bias.data)
+    weights: Any = [block.weight for block in net.blocks]
+    norms = torch.stack(torch._foreach_norm(weights))
+    hidden = F.linear(net.encode(x), weights[1].T, bias=net.stem.bias.data)
     return F.cross_entropy(hidden @ net.head.weight.T, y) + norms.sum().detach() * 1e-3
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.errors import StrategyRefused
 from shoal.testing import world
 
 QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
@@ -47,7 +48,7 @@ def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
 def parts(net: Net, x: Tensor, y: Tensor) -> Tensor:
     """A method, a part of the model, and a weight of the root; a unit alone, and not all units."""
     hidden = net.encode(x)
-    penalty = (net.head.weight @ net.blocks[1](hidden).T).square().mean()
+    penalty: Tensor = (net.head.weight @ net.blocks[1](hidden).T).square().mean()
     return F.cross_entropy(net.head(hidden), y) + penalty
 
 
@@ -68,7 +69,8 @@ def forces(net: Net, x: Tensor, y: Tensor) -> Tensor:
     """Forces only: the gradient is the output."""
     x = x.clone().requires_grad_()
     (force,) = torch.autograd.grad(net(x).logsumexp(1).sum(), x, create_graph=True)
-    return (force[:, :4] - F.one_hot(y, 4)).square().mean()
+    distance: Tensor = (force[:, :4] - F.one_hot(y, 4)).square().mean()
+    return distance
 
 
 def attacked(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -85,7 +87,8 @@ def ungraded(net: Net, x: Tensor, y: Tensor) -> Tensor:
     if y[0] > 1:
         with torch.no_grad():
             target = net(x).softmax(1)
-        return F.cross_entropy(net(x), y) + (net(x).softmax(1) - target).abs().mean()
+        distance: Tensor = (net(x).softmax(1) - target).abs().mean()
+        return F.cross_entropy(net(x), y) + distance
     return F.cross_entropy(net(x), y)
 
 
@@ -181,7 +184,8 @@ class Several:
         between = (made + x).requires_grad_()
         (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square().mean()
-        return self.critic(made).mean() - self.critic(x).mean() + penalty
+        loss: Tensor = self.critic(made).mean() - self.critic(x).mean() + penalty
+        return loss
 
     def deceive(self, x: Tensor, y: Tensor) -> Any:
         made = self.make(x)
@@ -254,7 +258,7 @@ class FlatStep(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         used = [p for p in group["params"] if p.grad is not None]
         flat = torch.cat([p.grad.reshape(-1) for p in used])
@@ -282,3 +286,16 @@ def test_sparse_gradients_and_flattening_optimizers(strategy: str, optimizer_cla
     for found in world.run(2, with_rows, strategy, optimizer_class):
         for key, value in expected.items():
             assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+
+
+def steps_rows() -> str:
+    run, bags = shoal.init("zero2", **QUIET), nn.ModuleList([nn.EmbeddingBag(9, 5, sparse=True)])
+    optimizer = torch.optim.SparseAdam([*bags.parameters()])
+    with pytest.raises(StrategyRefused) as refusal:
+        run.prepare(bags, optimizer, loader())
+    return str(refusal.value)
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    for said in world.run(2, steps_rows):
+        assert "SparseAdam cannot step the shards of 0.weight" in said
