@@ -51,19 +51,14 @@ def gather_rows(x: Tensor, axis: Axis, rows_per_rank: Sequence[int] | None = Non
 
     Returns: (sum of rows_per_rank, ...), the same on every rank, and differentiable once.
 
-    Raises: UsageError: `x` has no dim of rows, or other dims or another dtype than on other ranks.
+    Raises: UsageError: see `count_rows`; or a gradient of the result is differentiated again.
     """
-    if x.dim() == 0:
-        raise UsageError(
-            "gather was given a scalar tensor; it gathers rows. Give it a tensor with one row for "
-            "each sample."
-        )
     if axis.size == 1:
         return x
     # A tensor in slices (tensor parallelism) becomes whole by a function that knows no slices.
     x = x.narrow(0, 0, len(x))
     if rows_per_rank is None:
-        rows_per_rank = _rows_of_all(x, axis)
+        rows_per_rank = count_rows(x, axis)
     gathered: Tensor = _GatherRows.apply(x, _Placement(axis, tuple(rows_per_rank)))
     return gathered
 
@@ -79,11 +74,20 @@ def sum_over_ranks(x: Tensor, axis: Axis) -> Tensor:
     return total
 
 
-def _rows_of_all(x: Tensor, axis: Axis) -> list[int]:
-    """Return the number of rows of each rank. Collective.
+def count_rows(x: Tensor, axis: Axis) -> list[int]:
+    """Return the number of rows of each rank, in order of ranks. Collective.
 
-    Raises: UsageError, on all ranks: rows or dtypes differ between ranks.
+    Args: x: as for `gather_rows`.
+
+    Raises: UsageError: `x` has no dim of rows; or, on all ranks, other dims or dtypes differ.
     """
+    if x.dim() == 0:
+        raise UsageError(
+            "gather was given a scalar tensor; it gathers rows. Give it a tensor with one row for "
+            "each sample."
+        )
+    if axis.size == 1:
+        return [len(x)]
     row = f"{x.dtype}, rows of shape {tuple(x.shape[1:])}"
     own = torch.tensor([len(x), zlib.crc32(row.encode())], device=x.device)
     table = own.new_empty(axis.size, 2)

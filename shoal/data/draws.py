@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import UsageError
+from shoal.platform.torch_private.subclasses import DispatchMode
 
 ROWWISE = frozenset(
     ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal")
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
 
     first: int
     """Index of the first row within the global batch."""
-    count: int
+    size: int
     """At least 1: a stand-in is row 0 of the global batch."""
     total: int
     """Rows of the global batch."""
 
 
-class GlobalDraws(TorchDispatchMode):
+class GlobalDraws(DispatchMode):
     """Inside, random tensors are drawn for the global batch, and cut to the rows of this rank.
 
     All ranks must enter with equal random generators.
@@ -78,7 +78,7 @@ class GlobalDraws(TorchDispatchMode):
             return func(*args, **options)
         shape = (*call.shape[: window.dim], window.total, *call.shape[window.dim + 1 :])
         self.digest = zlib.crc32(f"{call.name} {shape}".encode(), self.digest)
-        if self.rows.count == self.rows.total:
+        if self.rows.size == self.rows.total:
             return func(*args, **options)
         if call.name not in ROWWISE or (call.name in COUPLING and len(call.shape) == 1):
             raise UsageError(_refusal(call, self.rows))
@@ -155,12 +155,12 @@ def _window(shape: Sequence[int], rows: Rows) -> _Window | None:
     """Return where the rows of a tensor of this shape lie; None if it has no rows."""
     if not shape:
         return None
-    if len(shape) > 1 and shape[0] != rows.count and shape[1] == rows.count:
-        return _Window(1, rows.first, rows.count, rows.total)
-    each, rest = divmod(shape[0], rows.count)
+    if len(shape) > 1 and shape[0] != rows.size and shape[1] == rows.size:
+        return _Window(1, rows.first, rows.size, rows.total)
+    each, rest = divmod(shape[0], rows.size)
     if rest or not each:
         return None
-    return _Window(0, each * rows.first, each * rows.count, each * rows.total)
+    return _Window(0, each * rows.first, each * rows.size, each * rows.total)
 
 
 def _draw(
@@ -209,7 +209,7 @@ def _enlarged(value: Tensor, shape: tuple[int, ...], window: _Window) -> Tensor:
     sizes[dim] = window.total
     order = list(range(value.dim()))
     if not value.is_contiguous():
-        order.sort(key=lambda d: -value.stride(d))
+        order.sort(key=lambda d: -value.stride()[d])
     # A half is a valid probability, weight and deviation.
     whole = value.new_full([sizes[d] for d in order], 0.5)
     whole = whole.permute([order.index(d) for d in range(value.dim())])
@@ -220,7 +220,7 @@ def _enlarged(value: Tensor, shape: tuple[int, ...], window: _Window) -> Tensor:
 def _refusal(call: _Call, rows: Rows) -> str:
     if call.name in COUPLING:
         return (
-            f'draws="global": {call.name} over the {rows.count} samples of this rank couples them, '
+            f'draws="global": {call.name} over the {rows.size} samples of this rank couples them, '
             f"and one device draws over all {rows.total}. Draw for each sample by itself, or use "
             'draws="rank".'
         )

@@ -7,15 +7,20 @@ There are two streams of random numbers. Inside of `forward_backward` all ranks 
 is equal everywhere, for the whole global batch (`shoal/data/draws.py`). Outside of it each data
 rank draws from a stream of its own, for nobody knows there which rows a tensor belongs to.
 
-Each micro-batch begins with the same state of the global stream and keeps other rows of it.
+Each micro-batch begins with the same state of the global stream and keeps other rows of it. So do
+the generators of Python and NumPy, whose numbers count for the whole batch: they are equal on all
+ranks anyway, and go on from step to step.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,14 +44,17 @@ STATE = "global_draws.state"
 """Name of the state of the global stream in a checkpoint."""
 
 
-@dataclass(frozen=True)
 class DrawGlobally(Strategy):
     """Passes draw random numbers for the global batch. It applies after all other strategies.
 
     Args: seed: of the run.
     """
 
-    seed: int
+    can_apply_again: ClassVar[bool] = True
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._stream: GlobalStream | None = None
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `forward` and `strategy_state`.
@@ -63,7 +71,9 @@ class DrawGlobally(Strategy):
                 'draws="global" needs ranks that take each step together; with this strategy they '
                 'do not. Use draws="rank".'
             )
-        stream = GlobalStream(mesh.data, derive_seed(self.seed, 0))
+        # Applied again, it goes on where it was.
+        stream = self._stream or GlobalStream(mesh.data, derive_seed(self.seed, 0))
+        self._stream = stream
 
         def forward(batch: LocalBatch) -> ForwardOutput:
             stream.begin_microbatch(batch)
@@ -86,6 +96,7 @@ class GlobalStream:
     def __init__(self, axis: Axis, seed: int) -> None:
         self.axis = axis
         self._draws = GlobalDraws(Rows(0, 1, 1))
+        self._others: tuple[Any, Any] = random.getstate(), np.random.get_state()
         with self._generators_of_rank():
             torch.manual_seed(seed)
             self.state = self._generator_states()
@@ -96,6 +107,7 @@ class GlobalStream:
 
         Raises: UsageError: ranks have drawn different numbers.
         """
+        self._others = random.getstate(), np.random.get_state()
         with self._generators_of_rank():
             with self._draws:
                 yield
@@ -104,10 +116,17 @@ class GlobalStream:
 
     def begin_microbatch(self, batch: LocalBatch) -> None:
         """Draw for the rows of this micro-batch, from the beginning of the step on."""
+        if not batch.sizes_known:
+            raise UsageError(
+                'draws="global" must know which rows of the global batch this rank computes. Give '
+                'forward_backward what a prepared loader yields, or use draws="rank".'
+            )
         total = batch.global_batch_size
         first, count = (batch.first_row, batch.num_samples) if batch.num_samples else (0, 1)
         self._draws.begin(Rows(first, count, total))
         self._load(self.state)
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])
 
     def _check_equal(self) -> None:
         """Raise UsageError, on all ranks, if their generators differ. Collective."""

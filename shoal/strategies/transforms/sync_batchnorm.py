@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,8 @@ class SyncBatchNorm(Strategy):
 
     It applies after the strategy that splits the batch, which must step all ranks together.
     """
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward` of the BatchNorm layers.
