@@ -24,11 +24,11 @@ class BatchShard:
     global_rows: int
 
 
-def rows_of_rank(global_rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a global batch that one rank computes; empty if it has none."""
-    base, extra = divmod(global_rows, ranks)
+def row_window(rows: int, rank: int, ranks: int) -> slice:
+    """Return the rows of a global batch that belong to `rank`; empty if there are too few."""
+    base, extra = divmod(rows, ranks)
     begin = rank * base + min(rank, extra)
-    return range(begin, begin + base + (rank < extra))
+    return slice(begin, begin + base + (rank < extra))
 
 
 def shard_batch(
@@ -48,7 +48,9 @@ def shard_batch(
         batch = order[first : first + batch_size]
         if drop_last and len(batch) < batch_size:
             return
-        rows = rows_of_rank(len(batch), rank, ranks)
+        base, extra = divmod(len(batch), ranks)
+        begin = rank * base + min(rank, extra)
+        rows = base + (rank < extra)
         # Collectives need every rank: a rank without rows computes on a sample of weight zero.
-        indices = tuple(batch[rows.start : rows.stop]) or (batch[0],)
-        yield BatchShard(epoch, first + len(batch), indices, len(rows), len(batch))
+        indices = tuple(batch[begin : begin + rows]) or (batch[0],)
+        yield BatchShard(epoch, first + len(batch), indices, rows, len(batch))

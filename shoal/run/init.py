@@ -123,7 +123,7 @@ def init_with_place(
     # Helper processes are forked from a process that starts before the mesh does.
     helpers = any(strategy.needs_helper_processes for strategy in chosen)
     mesh = init_mesh(read(os.environ), helpers, ParallelDims(**mesh_sizes(chosen)))
-    _seed_generators(seed)
+    seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms: list[base.Strategy] = [Precision(precision, loss_scale)]
     if compile:
@@ -142,7 +142,7 @@ def init_with_place(
     )
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """Seed torch, Python and NumPy alike on every rank."""
     torch.manual_seed(seed)
     random.seed(seed)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShoalError
 from shoal.testing import world
 
 Result = tuple[dict[str, Tensor], list[float], list[str]]
