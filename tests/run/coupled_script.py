@@ -141,5 +141,25 @@ def batchnorm_model() -> nn.Module:
     ).double()
 
 
+def batchnorm_over_space() -> nn.Module:
+    """Return a model whose BatchNorm has several values for each channel of a sample."""
+    layers = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(1), nn.Linear(6, 4)
+    return nn.Sequential(*layers).double()
+
+
 def plain_loss(_run: Any, model: nn.Module) -> Loss:
     return lambda x, _z, y: F.cross_entropy(model(x), y)
+
+
+def permuting_loss(_run: Any, model: nn.Module) -> Loss:
+    return lambda x, _z, y: F.cross_entropy(model(x + x[torch.randperm(len(x))]), y)
+
+
+def loss_of_ones_own_batch(run: Any, model: nn.Module) -> Loss:
+    def compute_loss(x: Tensor, _z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    run.forward_backward(
+        compute_loss, *[torch.ones(3, 6).double()] * 2, torch.ones(3).long(), rows=3
+    )
+    return compute_loss

@@ -183,15 +183,18 @@ def batch_norm(
     sums = sum_over_ranks(torch.cat((counted.sum(dims), own_count)), axis)
     count = sums[-1].detach()
     _check_count(counted.numel() // x.shape[1], count, x)
-    mean = sums[:-1] / count
+    # A micro-batch may be a stand-in on all ranks; then nothing counts, and nothing may be NaN.
+    divisor = count.clamp(min=1)
+    mean = sums[:-1] / divisor
     deviations = counted - mean.view(shape)
     squares = sum_over_ranks(deviations.square().sum(dims), axis)
-    variance = squares / count
+    variance = squares / divisor
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            unbiased = squares / (count - 1)
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+            unbiased = squares / (count - 1).clamp(min=1)
+            share = (count > 0) * momentum
+            running_mean.lerp_(mean.to(running_mean.dtype), share.to(running_mean.dtype))
+            running_var.lerp_(unbiased.to(running_var.dtype), share.to(running_var.dtype))
     scale = torch.rsqrt(variance + eps)
     if not counts:
         # The loss of a stand-in has no weight, but a gradient inside of the loss has none either.
@@ -214,7 +217,7 @@ def _check_count(own: int, total: Tensor, x: Tensor) -> None:
     """Raise ValueError, as torch does, if all ranks together have one value for each channel."""
     # A rank with two values need not ask the device, and neither may another rank have just one of
     # one in all.
-    if own <= 1 and total.item() <= 1:
+    if own <= 1 and total.item() == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
             f"{tuple(x.shape)}, the only one of all ranks"

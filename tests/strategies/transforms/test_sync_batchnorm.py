@@ -136,6 +136,11 @@ def other_circumstances() -> None:
     forward.rows.count = axis.rank == 0
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(x[:1, :, 0])
+    # Stand-ins on all ranks leave the statistics as they are.
+    forward.rows.count = False
+    before = layer.running_mean.clone()
+    assert layer(x[:1]).isfinite().all()
+    assert torch.equal(layer.running_mean, before)
 
 
 def test_half_precision_copies_pickles_evaluation_and_single_values() -> None:
