@@ -28,7 +28,7 @@ from shoal.comm.equal_chunks import all_gather
 from shoal.errors import UsageError
 
 
-class _Placement(NamedTuple):
+class _RowsOfRanks(NamedTuple):
     """Rows of each rank of an axis, and where those of this rank begin."""
 
     axis: Axis
@@ -55,11 +55,11 @@ def gather_rows(x: Tensor, axis: Axis, rows_per_rank: Sequence[int] | None = Non
     """
     if axis.size == 1:
         return x
-    # A tensor in slices (tensor parallelism) becomes whole by a function that knows no slices.
-    x = x.narrow(0, 0, len(x))
     if rows_per_rank is None:
         rows_per_rank = count_rows(x, axis)
-    gathered: Tensor = _GatherRows.apply(x, _Placement(axis, tuple(rows_per_rank)))
+    # A tensor in slices (tensor parallelism) becomes whole by a function that knows no slices.
+    x = x.narrow(0, 0, len(x))
+    gathered: Tensor = _GatherRows.apply(x, _RowsOfRanks(axis, tuple(rows_per_rank)))
     return gathered
 
 
@@ -104,7 +104,7 @@ def count_rows(x: Tensor, axis: Axis) -> list[int]:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, placement: _Placement) -> Tensor:
+    def forward(ctx: Any, x: Tensor, placement: _RowsOfRanks) -> Tensor:
         ctx.placement = placement
         rows, axis = placement.rows_per_rank, placement.axis
         # Bits of a bool are sent as bytes: not every backend sends bools.

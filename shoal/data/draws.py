@@ -142,7 +142,7 @@ class _Call(NamedTuple):
         return cls(name, shape, is_certain)
 
 
-class _Window(NamedTuple):
+class _OwnPart(NamedTuple):
     """The place of this rank's rows in a tensor of the global batch."""
 
     dim: int
@@ -151,20 +151,20 @@ class _Window(NamedTuple):
     total: int
 
 
-def _window(shape: Sequence[int], rows: Rows) -> _Window | None:
+def _window(shape: Sequence[int], rows: Rows) -> _OwnPart | None:
     """Return where the rows of a tensor of this shape lie; None if it has no rows."""
     if not shape:
         return None
     if len(shape) > 1 and shape[0] != rows.size and shape[1] == rows.size:
-        return _Window(1, rows.first, rows.size, rows.total)
+        return _OwnPart(1, rows.first, rows.size, rows.total)
     each, rest = divmod(shape[0], rows.size)
     if rest or not each:
         return None
-    return _Window(0, each * rows.first, each * rows.size, each * rows.total)
+    return _OwnPart(0, each * rows.first, each * rows.size, each * rows.total)
 
 
 def _draw(
-    func: Any, call: _Call, window: _Window, shape: tuple[int, ...], args: Any, options: Any
+    func: Any, call: _Call, window: _OwnPart, shape: tuple[int, ...], args: Any, options: Any
 ) -> Any:
     """Call `func` for the global batch, and return or write this rank's rows.
 
@@ -193,11 +193,11 @@ def _draw(
     return args[0].copy_(own) if is_in_place else own
 
 
-def _own_rows(drawn: Tensor, window: _Window) -> Tensor:
+def _own_rows(drawn: Tensor, window: _OwnPart) -> Tensor:
     return drawn.narrow(window.dim, window.start, window.length).clone()
 
 
-def _enlarged(value: Tensor, shape: tuple[int, ...], window: _Window) -> Tensor:
+def _enlarged(value: Tensor, shape: tuple[int, ...], window: _OwnPart) -> Tensor:
     """Return a tensor like `value` with the rows of all ranks; those of others have any value.
 
     The order of dims in memory stays, because numbers are drawn in that order.

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ import torch
 from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
-from shoal.errors import ConfigError
 from shoal.launch.environment import read
+from shoal.run.init_checks import check_arguments, integer_from
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
@@ -80,7 +80,7 @@ def init(
     return init_with_place(
         os.environ.get("SHOAL_STRATEGY", strategy),
         seed=seed,
-        accumulate=int(os.environ.get("SHOAL_ACCUMULATE", accumulate)),
+        accumulate=integer_from("SHOAL_ACCUMULATE", accumulate),
         precision=precision,
         compile=compile,
         step_in_backward=step_in_backward,
@@ -112,10 +112,9 @@ def init_with_place(
     them.
     """
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
-    if accumulate < 1:
-        raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
-    if draws not in get_args(Draws):
-        raise ConfigError([f'draws: {draws!r} must be "rank" or "global"'])
+    check_arguments(
+        strategy, seed=seed, accumulate=accumulate, precision=precision, trace=trace, draws=draws
+    )
     if step_in_backward:
         check_settings(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")

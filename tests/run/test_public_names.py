@@ -11,7 +11,9 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "allreduce",
         "barrier",
         "broadcast",
+        "counted",
         "init",
+        "summed",
     ]
     assert sorted(shoal.__all__) == [*names, "verify"]
     assert all(getattr(shoal, name) is not None for name in shoal.__all__)
@@ -24,6 +26,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "end_trace",
         "evaluate",
         "forward_backward",
+        "gather",
         "gradients",
         "is_synchronous",
         "layout_of",
@@ -34,6 +37,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "remote",
         "report",
         "request_stop",
+        "rows",
         "save",
         "state",
         "stopping",

@@ -192,8 +192,8 @@ def batch_norm(
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = squares / (count - 1).clamp(min=1)
-            share = (count > 0) * momentum
-            running_mean.lerp_(mean.to(running_mean.dtype), share.to(running_mean.dtype))
+            share = (count > 0).to(running_mean.dtype) * momentum
+            running_mean.lerp_(mean.to(running_mean.dtype), share)
             running_var.lerp_(unbiased.to(running_var.dtype), share.to(running_var.dtype))
     scale = torch.rsqrt(variance + eps)
     if not counts:
