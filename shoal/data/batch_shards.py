@@ -24,6 +24,13 @@ class BatchShard:
     global_rows: int
 
 
+def row_window(rows: int, rank: int, ranks: int) -> slice:
+    """Return the rows of a global batch that belong to `rank`; empty if there are too few."""
+    base, extra = divmod(rows, ranks)
+    begin = rank * base + min(rank, extra)
+    return slice(begin, begin + base + (rank < extra))
+
+
 def shard_batch(
     order: Sequence[int],
     epoch: int,

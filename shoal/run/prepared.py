@@ -178,10 +178,10 @@ class Prepared:
             check_loader_not_needed(self.settings.step_in_backward)
         if self.needs_example and self.mesh.size > 1:
             self.mesh.broadcast_module(self.root)
-            seed_this_rank(self.mesh, self.settings.seed)
+            seed_this_rank(self.mesh, self.settings)
             return
         self._apply(None, groups)
-        seed_this_rank(self.mesh, self.settings.seed)
+        seed_this_rank(self.mesh, self.settings)
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies with the first batch. Collective."""
@@ -202,12 +202,26 @@ class Prepared:
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
-        self.step = TrainingStep(local_model, self.mesh, in_backward, scale_guard, self.tracing)
+        is_first = self.step is None
+        self.step = TrainingStep(
+            local_model,
+            self.mesh,
+            in_backward,
+            scale_guard,
+            self.tracing,
+            self._announce if is_first and self._draws_differ else None,
+        )
         self._watch_steps()
         for model in self.models:
             self.step.guard.watch(model)
         if self.tracing is not None:
             self.tracing.wrap_step(local_model, self.optimizers[0])
+
+    @property
+    def _draws_differ(self) -> bool:
+        """True if random numbers of a step are not those of one device."""
+        divided = self.mesh.data.size * self.settings.accumulate > 1
+        return self.settings.draws == "rank" and (divided or self.mesh.pipeline.size > 1)
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""

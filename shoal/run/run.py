@@ -22,6 +22,7 @@ from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
+from shoal.run.row_gathering import RowGathering
 from shoal.run.step_batch import example_of, make_batch
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
@@ -59,6 +60,7 @@ class Run:
         self._tracing = tracing
         self._stop_requested = False
         self._prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing)
+        self._gathering = RowGathering(mesh, settings.accumulate)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -130,7 +132,8 @@ class Run:
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        output = self._step_of(local_batch).forward_backward(local_batch)
+        with self._gathering.step(local_batch):
+            output = self._step_of(local_batch).forward_backward(local_batch)
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
@@ -147,6 +150,28 @@ class Run:
             prepared.apply(example_of(batch, prepared.models, self.mesh, accumulate))
         assert prepared.step is not None
         return prepared.step
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the global batch. Collective.
+
+        For a loss that couples samples: compute it from gathered rows, whole on every rank or, as
+        a mean over `rows`, for this rank's own samples. Gradients flow back to all ranks, so
+        every rank's loss must depend on the result, unless it needs no gradient.
+
+        Args: tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
+
+        Returns: (rows of all ranks, ...), the same on every rank.
+
+        Raises:
+            StrategyRefused: the global batch is not computed at once, or by different weights.
+            UsageError: rows of different shapes or dtypes; inside of `evaluate`.
+        """
+        return self._gathering.gather(tensor, self._local_model())
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows in the tensor that `gather` has returned last."""
+        return self._gathering.rows
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
@@ -235,14 +260,15 @@ class Run:
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
-        return evaluate(
-            self.mesh.data,
-            compute_sums,
-            loader,
-            [*self._prepared.models, *models],
-            self.to_device,
-            self._local_model() if self._prepared.models else None,
-        )
+        with self._gathering.evaluation():
+            return evaluate(
+                self.mesh.data,
+                compute_sums,
+                loader,
+                [*self._prepared.models, *models],
+                self.to_device,
+                self._local_model() if self._prepared.models else None,
+            )
 
     def to_device(self, batch: Any) -> Any:
         """Return a nest of tensors on this rank's device.

@@ -5,6 +5,7 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from shoal.run.checks import BackwardGuard, check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
+from shoal.run.random_notes import noting_draws
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 
@@ -41,6 +43,8 @@ class TrainingStep:
             `optimizer.step()` does.
         loss_scale_guard: None without fp16.
         tracing: None without a trace.
+        announce_draws: takes a note of what draws random numbers in the first step; None where
+            these are those of one device.
 
     Attributes:
         guard: makes a bare `.backward()` an error; it must watch the prepared models.
@@ -53,6 +57,7 @@ class TrainingStep:
         optimizer_in_backward: OptimizerInBackward | None,
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
+        announce_draws: Callable[[str], None] | None = None,
     ) -> None:
         self.guard = BackwardGuard()
         self.optimizer_in_backward = optimizer_in_backward
@@ -60,6 +65,7 @@ class TrainingStep:
         self._mesh = mesh
         self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
+        self._announce_draws = announce_draws
         self._has_stepped = False
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
@@ -96,7 +102,11 @@ class TrainingStep:
             earlier = detach_gradients(self._local_model)
         else:
             stepping = self.optimizer_in_backward.stepping()
-        with self.guard, stepping:
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._announce_draws is not None:
+            noting = noting_draws(self._local_model.module, self._announce_draws)
+            self._announce_draws = None
+        with self.guard, stepping, noting:
             if self._tracing is None:
                 result = local_step.forward_backward(self._local_model, batch)
             else:
