@@ -24,6 +24,7 @@ from shoal.data.tree_map import in_dtype, tree_map
 from shoal.run import optimizer_binding, startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import check_not_scaled, check_settings_for_servers
+from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.tracing import Tracing
@@ -129,6 +130,7 @@ def make_step(
     settings: RunSettings,
     loss_scale: LossScale | None,
     tracing: Tracing | None,
+    guards: Guards,
 ) -> TrainingStep:
     """Bind `optimizer` to what this rank owns, and return the step of this run. Collective.
 
@@ -142,7 +144,7 @@ def make_step(
     _bind_optimizer(optimizer, groups, local_model, settings, scaled=loss_scale is not None)
     in_backward = OptimizerInBackward(optimizer, local_model) if settings.step_in_backward else None
     scale_guard = None if loss_scale is None else LossScaleGuard(local_model, loss_scale, optimizer)
-    return TrainingStep(local_model, BatchSizes(loader), in_backward, scale_guard, tracing)
+    return TrainingStep(local_model, BatchSizes(loader), in_backward, scale_guard, tracing, guards)
 
 
 def seed_this_rank(mesh: Mesh, seed: int) -> None:

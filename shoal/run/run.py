@@ -28,6 +28,7 @@ from shoal.run.checks import (
 )
 from shoal.run.exact_evaluation import Measures, evaluate, evaluate_local_model
 from shoal.run.gradients import clip_gradients, gather_gradients
+from shoal.run.guards import Guards
 from shoal.run.optimizer_binding import group_param_names
 from shoal.run.preparation import (
     RunSettings,
@@ -64,6 +65,7 @@ class Run:
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
         tracing: Tracing | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = mesh.rank
@@ -75,6 +77,7 @@ class Run:
         self._loss_scale = loss_scale
         self._announce = announce
         self._tracing = tracing
+        self._guards = guards or Guards(announce=announce)
         self._stop_requested = False
         # Set by `prepare`:
         self._model: nn.Module | None = None
@@ -108,16 +111,24 @@ class Run:
             check_loader_not_needed(settings.accumulate, settings.step_in_backward)
         # By name, because a strategy may replace parameters by shards of them.
         groups = group_param_names(optimizer, model)
+        self._guards.remember({"": model})
         recorder = None if tracing is None else self.mesh.recorder
         sharded_loader = shard_loader(loader, self.mesh, settings.seed, recorder)
         local_model = make_local_model(
             model, sharded_loader, self.mesh, self._strategies, settings.accumulate, self._announce
         )
         step = make_step(
-            local_model, optimizer, groups, sharded_loader, settings, self._loss_scale, tracing
+            local_model,
+            optimizer,
+            groups,
+            sharded_loader,
+            settings,
+            self._loss_scale,
+            tracing,
+            self._guards,
         )
-        step.guard.watch(model)
         optimizer.register_step_post_hook(lambda *_: local_model.gather_params())
+        self._guards.install({"": model}, [optimizer], [groups], local_model, self.mesh)
         if tracing is not None:
             tracing.wrap_step(local_model, optimizer)
         seed_this_rank(self.mesh, settings.seed)
@@ -236,6 +247,17 @@ class Run:
         """
         return self._prepared().strategy_state.synchronize()
 
+    def edit(self) -> AbstractContextManager[None]:
+        """Return a context in which you may write weights, the same on all ranks. Collective.
+
+        All ranks hold the weights of all steps when it begins. Parameter servers get the weights
+        when it ends, if any was changed. No other strategy needs it.
+
+        Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
+        """
+        self._prepared()
+        return self._guards.edit()
+
     def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
         """Sum a measure over every sample of a data set, each counted once. Collective.
 
@@ -342,6 +364,7 @@ class Run:
     def _prepared(self) -> base.LocalModel:
         local_model = check_prepared(self._part)
         check_frozen_unchanged(self._frozen)
+        self._guards.check_weights()
         return local_model
 
     def _check_has_gradients(self, call: str, reason: str) -> None:

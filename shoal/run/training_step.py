@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.run.batch_size import BatchSizes
-from shoal.run.checks import BackwardGuard
 from shoal.run.gradients import add_gradients, detach_gradients
+from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.tracing import Tracing
@@ -29,7 +29,7 @@ class TrainingStep:
         tracing: None without a trace.
 
     Attributes:
-        guard: makes a bare `.backward()` an error; it must watch the prepared model.
+        guards: of the prepared model; they are told when passes begin and end.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class TrainingStep:
         optimizer_in_backward: OptimizerInBackward | None,
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
+        guards: Guards,
     ) -> None:
-        self.guard = BackwardGuard()
+        self.guards = guards
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._batch_sizes = batch_sizes
@@ -58,6 +59,7 @@ class TrainingStep:
 
         Returns: the global mean loss, a detached scalar; and the totals of the step over all ranks.
         """
+        self.guards.before_step()
         *inputs, target = batch
         loss_fn, num_samples, global_batch_size = self._batch_sizes.resolve(loss_fn, batch)
         if self.optimizer_in_backward is not None:
@@ -72,9 +74,14 @@ class TrainingStep:
         add_gradients(earlier)
         totals = result.step_totals
         if result.is_sum_and_count:
-            return totals[base.LOSS_SUM] / local_step.count_or_one(totals), totals
-        divisor = local_step.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
-        return totals[base.LOSS_SUM] / divisor, totals
+            divisor = local_step.count_or_one(totals)
+        else:
+            divisor = local_step.cached_scalar_tensor(
+                global_batch_size, totals.dtype, totals.device
+            )
+        loss = totals[base.LOSS_SUM] / divisor
+        self.guards.after_step(loss)
+        return loss, totals
 
     def _run_passes(
         self, batch: base.LocalBatch
@@ -86,7 +93,7 @@ class TrainingStep:
             earlier = detach_gradients(self._local_model)
         else:
             stepping = self.optimizer_in_backward.stepping()
-        with self.guard, stepping:
+        with self.guards.in_step(), stepping:
             if self._tracing is None:
                 result = local_step.forward_backward(self._local_model, batch)
             else:
