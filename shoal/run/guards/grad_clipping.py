@@ -64,7 +64,8 @@ def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if norm_type == 2.0:
         return global_norm(tensors)
     norms = [full_tensor(torch.linalg.vector_norm(tensor, norm_type)) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
 
 
 def _make_uses_lists(_: ProcessWidePatch, original: Callable[..., bool]) -> Any:

@@ -134,15 +134,15 @@ class Guards:
         finally:
             self.phase.in_passes = before
 
-    def after_step(self, loss: Tensor) -> None:
+    def after_step(self, loss: Tensor | None) -> None:
         """Show stand-ins for gradients that are elsewhere, and look at the loss.
 
-        Args: loss: the global mean, a detached scalar.
+        Args: loss: the global mean, a detached scalar; None where another check looks at it.
         """
         self.phase.has_gradients = True
         if self._absent is not None:
             self._absent.show()
-        if self.enabled:
+        if self.enabled and loss is not None:
             self._loss_watch.look(loss)
 
     @contextmanager

@@ -93,7 +93,7 @@ class WeightWatch:
         ]
         self._arriving = False
         for _, parameter in self._parameters:
-            parameter.__class__ = RemoteParameter
+            _become(parameter, RemoteParameter)
         self._hooks: list[Removable] = [
             optimizer.register_step_post_hook(self._on_step) for optimizer in guarded.optimizers
         ]
@@ -113,7 +113,7 @@ class WeightWatch:
         if self._arriving:
             self._arriving = False
             for _, parameter in self._parameters:
-                parameter.__class__ = RemoteParameter
+                _become(parameter, RemoteParameter)
                 ArrivingParameter.watches.pop(id(parameter), None)
 
     def wait(self) -> None:
@@ -145,16 +145,21 @@ class WeightWatch:
         for hook in self._hooks:
             hook.remove()
         for _, parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
+            _become(parameter, nn.Parameter)
 
     def _on_step(self, *_: Any) -> None:
         self._arriving = True
-        for _, parameter in self._parameters:
-            parameter.__class__ = ArrivingParameter
+        for _name, parameter in self._parameters:
+            _become(parameter, ArrivingParameter)
             ArrivingParameter.watches[id(parameter)] = self
 
     def _on_forward(self, *_: Any) -> None:
         self.begin_passes()
+
+
+def _become(parameter: Any, kind: type[nn.Parameter]) -> None:
+    """Change the class of a parameter: the object stays, and all who hold it."""
+    parameter.__class__ = kind
 
 
 def _state(parameter: Tensor) -> tuple[int, int]:
