@@ -193,9 +193,11 @@ class Prepared:
 
     def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
         self._guards.remember(named_models(self.models))
-        local_model = make_local_model(
-            self.root, example, self.mesh, self._strategies, self._announce
-        )
+        # A strategy may try passes of its own.
+        with self._guards.in_step():
+            local_model = make_local_model(
+                self.root, example, self.mesh, self._strategies, self._announce
+            )
         self._local_model = local_model
         self._note_trained()
         scaled = self.loss_scale is not None

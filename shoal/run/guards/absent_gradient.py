@@ -58,10 +58,14 @@ class AbsentGradient(Tensor):
         absent = next(
             item for item in tree_leaves((args, kwargs)) if isinstance(item, AbsentGradient)
         )
-        raise UsageError(
-            f"{getattr(func, '__name__', func)}{call_site()}: the gradient of "
-            f"{absent.parameter_name} is not on this rank{absent.under}. For its norm and for "
-            "clipping use run.clip_gradients(max_norm), for its values run.gradients()."
+        raise absent.refusal(getattr(func, "__name__", str(func)))
+
+    def refusal(self, call: str) -> UsageError:
+        """Return the error about a use of this gradient."""
+        return UsageError(
+            f"{call}{call_site()}: the gradient of {self.parameter_name} is not on this rank"
+            f"{self.under}. For norms and clipping use run.clip_gradients(max_norm), for values "
+            "run.gradients()."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.norm import full_tensor, global_norm
 from shoal.errors import UsageError
 from shoal.platform.torch_private import clip_grad
+from shoal.run.guards.absent_gradient import AbsentGradient
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
@@ -29,6 +30,7 @@ def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:
     local_model = guarded.local_model
     if local_model.is_partial or local_model.has_sharded_params:
         yield _total_norm.add(guarded)
+    if guarded.absent_gradients or local_model.has_sharded_params:
         yield _uses_lists.add(guarded)
 
 
@@ -70,6 +72,9 @@ def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _make_uses_lists(_: ProcessWidePatch, original: Callable[..., bool]) -> Any:
     def uses_lists(tensors: Sequence[Any], device: Any) -> bool:
+        for tensor in tensors:
+            if isinstance(tensor, AbsentGradient):  # before any other gradient is clipped
+                raise tensor.refusal("clipping")
         meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
         # torch takes no lists that mix tensors of several meshes, and plain ones.
         return len(meshes) == 1 and original(tensors, device)
