@@ -38,7 +38,7 @@ class StepPhase:
 
 @dataclass(frozen=True, eq=False)
 class GuardedModels:
-    """What was prepared, after all strategies were applied.
+    """Everything that was prepared, after all strategies were applied.
 
     Attributes:
         models: the user's models by their prefix in names of parameters; "" for a single one.
