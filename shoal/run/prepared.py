@@ -250,7 +250,12 @@ class Prepared:
         Args: groups: for each optimizer and group the names of its parameters.
         """
         self._guards.install(
-            named_models(self.models), self.optimizers, groups, self.local_model(), self.mesh
+            named_models(self.models),
+            self.optimizers,
+            groups,
+            self.local_model(),
+            self.mesh,
+            self.settings.step_in_backward,
         )
 
     def _apply_again(self) -> None:

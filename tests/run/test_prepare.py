@@ -208,3 +208,10 @@ def rank_dependent_start() -> Tensor:
 def test_every_rank_starts_from_rank_0s_weights() -> None:
     first, second = world.run(2, rank_dependent_start)
     assert torch.equal(first, second)
+
+
+def test_all_wrong_arguments_of_init_are_told_at_once() -> None:
+    with pytest.raises(shoal.ShoalError) as error:
+        shoal.init(5, seed="a", accumulate=2.5, precision="fp23", trace=3)  # type: ignore[arg-type]
+    for words in ("strategy: 5", "seed: 'a'", "accumulate: 2.5", "did you mean 'fp", "trace: 3"):
+        assert words in str(error.value)

@@ -45,6 +45,7 @@ class GuardedModels:
         group_names: for each optimizer and each of its groups, the names of parameters as they
             were before `prepare`.
         strategy: name for messages, such as "zero3"; may be empty.
+        steps_in_backward: gradients are used and freed in the backward pass.
     """
 
     models: Mapping[str, nn.Module]
@@ -53,6 +54,7 @@ class GuardedModels:
     local_model: LocalModel
     mesh: Mesh
     strategy: str
+    steps_in_backward: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -68,6 +70,8 @@ class GuardedModels:
         """Parameters of the user's models whose `.grad` is None after a step because the gradient
         is elsewhere: on servers, in another stage, or in a shard.
         """
+        if self.steps_in_backward:
+            return {}
         owned = {id(parameter) for parameter in self.local_model.trainable_params.values()}
         remote = self.local_model.remote_optimizer is not None
         return {

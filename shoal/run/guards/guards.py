@@ -71,14 +71,23 @@ class Guards:
         group_names: Sequence[Sequence[Sequence[str]]],
         local_model: LocalModel,
         mesh: Mesh,
+        steps_in_backward: bool = False,
     ) -> None:
         """Guard models and optimizers from now on, instead of those before. Called on all ranks.
 
-        Args: group_names: for each optimizer and group the names of parameters before `prepare`.
+        Args:
+            group_names: for each optimizer and group the names of parameters before `prepare`.
+            steps_in_backward: gradients are used and freed in the backward pass.
         """
         self.remove()
         guarded = GuardedModels(
-            dict(models), optimizers, group_names, local_model, mesh, self._strategy
+            dict(models),
+            optimizers,
+            group_names,
+            local_model,
+            mesh,
+            self._strategy,
+            steps_in_backward,
         )
         self._guarded = guarded
         self._names.add(guarded.parameters.items())

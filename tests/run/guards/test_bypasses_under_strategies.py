@@ -255,6 +255,7 @@ STAGES = REFUSED | {
     "model_state": r"another rank's stage.*run\.save",
     "optimizer_state": r"its own stage.*run\.state",
     "other_weights": r"functional_call.*Use ddp",
+    "bare_backward": "does not require grad",
 }
 SERVERS = REFUSED | {
     **dict.fromkeys(READS, ABSENT),
