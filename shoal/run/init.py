@@ -15,6 +15,7 @@ from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.launch.environment import read
+from shoal.run.guards import Guards
 from shoal.run.init_checks import check_arguments, integer_from
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
@@ -43,6 +44,7 @@ def init(
     draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Join the ranks that a launcher has started, and return the run. Collective: call it first.
@@ -70,6 +72,9 @@ def init(
             overrides it.
         trace_to: directory of trace.json, which `shoal trace` reads and https://ui.perfetto.dev
             opens.
+        guards: False leaves out the checks that cost time in each step: of backward passes outside
+            of `forward_backward`, of weights written between steps, of ranks whose learning rates
+            differ, of gradients that are not on this rank, and of losses that are not finite.
         announce: is called with each line of the startup summary, on rank 0 only.
 
     Raises:
@@ -88,6 +93,7 @@ def init(
         draws=draws,
         trace=os.environ.get("SHOAL_TRACE", trace),
         trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
+        guards=guards,
         announce=announce,
     )
 
@@ -104,6 +110,7 @@ def init_with_place(
     draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Do what `init` does, without reading SHOAL_* variables. Collective.
@@ -138,6 +145,7 @@ def init_with_place(
         loss_scale,
         announce if mesh.rank == 0 else _ignore,
         None if window is None else Tracing(window, Path(trace_to), mesh),
+        Guards(guards, announce if mesh.rank == 0 else _ignore, strategy),
     )
 
 

@@ -24,6 +24,13 @@ def as_one_module(models: Sequence[nn.Module]) -> nn.Module:
     return models[0] if len(models) == 1 else ModelGroup(models)
 
 
+def named_models(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the models by the prefix of their parameters' names in `as_one_module`."""
+    if len(models) == 1:
+        return {"": models[0]}
+    return {f"model{index}.": model for index, model in enumerate(models)}
+
+
 def is_trained(model: nn.Module) -> bool:
     """Return True if a parameter of the model requires a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())

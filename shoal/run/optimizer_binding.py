@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from shoal.errors import CheckpointError, StrategyRefused
+from shoal.comm.shards import shard_like
+from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
+from shoal.run.state_access import access_by_shoal
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -48,10 +50,40 @@ def bind_optimizer(
 ) -> None:
     """Replace the parameters of every group by those that this rank owns, by name.
 
-    Frozen parameters leave their group: they are never stepped.
+    Frozen parameters leave their group: they are never stepped. State that a parameter has by now,
+    from a checkpoint of the script's own for example, is cut as the parameter is.
     """
     for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for old, name in zip(group["params"], names, strict=True):
+            if old is owned.get(name):
+                continue
+            state = optimizer.state.pop(old, None)
+            if state and name in owned:
+                optimizer.state[owned[name]] = cut_parameter_state(state, old.shape, owned[name])
         group["params"] = [owned[name] for name in names if name in owned]
+
+
+def cut_parameter_state(
+    values: Mapping[str, Any], full_shape: torch.Size, parameter: Tensor
+) -> dict[str, Any]:
+    """Return the optimizer state of one parameter, cut as the parameter is.
+
+    Args:
+        values: of the full parameter; scalars and numbers stay as they are.
+        full_shape: shape of the full parameter.
+
+    Raises: UsageError: a tensor of another shape, of which nobody knows how it is cut.
+    """
+    cut: dict[str, Any] = {}
+    for key, value in values.items():
+        is_full = isinstance(value, Tensor) and value.dim() > 0
+        if is_full and value.shape != full_shape and shard_like(value, parameter) is not value:
+            raise UsageError(
+                f"the optimizer's state '{key}' has shape {tuple(value.shape)} for a parameter of "
+                f"shape {tuple(full_shape)}, which is divided over ranks. Load it under ddp."
+            )
+        cut[key] = shard_like(value, parameter) if is_full else value
+    return cut
 
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
@@ -173,13 +205,14 @@ def load_optimizer_state(
             f"the checkpoint holds optimizer state of {listed(unknown)}, which the model lacks."
         )
     # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
-    state = optimizer.state_dict()
+    with access_by_shoal():
+        state = optimizer.state_dict()
     index = {
         id(p): i
         for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
     }
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
-    with torch.no_grad():
+    with torch.no_grad(), access_by_shoal():
         optimizer.load_state_dict(state)
     # torch casts floating state to the parameter's dtype. Some state has another dtype by design,
     # such as the mu_product of NAdam.

@@ -19,6 +19,7 @@ from shoal.run import train_state
 from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
+from shoal.run.guards import Guards
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
@@ -49,6 +50,7 @@ class Run:
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
         tracing: Tracing | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = mesh.rank
@@ -59,7 +61,10 @@ class Run:
         self._loss_scale = loss_scale
         self._tracing = tracing
         self._stop_requested = False
-        self._prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing)
+        self._guards = guards or Guards(announce=announce)
+        self._prepared = Prepared(
+            mesh, strategies, settings, loss_scale, announce, tracing, self._guards
+        )
         self._gathering = RowGathering(mesh, settings.accumulate)
 
     def prepare(self, *things: Any) -> Any:
@@ -246,6 +251,17 @@ class Run:
         """
         return self._local_model().strategy_state.synchronize()
 
+    def edit(self) -> AbstractContextManager[None]:
+        """Return a context in which you may write weights, the same on all ranks. Collective.
+
+        All ranks hold the weights of all steps when it begins. Parameter servers get the weights
+        when it ends, if any was changed. No other strategy needs it.
+
+        Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
+        """
+        self._local_model()
+        return self._guards.edit()
+
     def evaluate(
         self, compute_sums: ComputeSums, loader: Any, *models: nn.Module
     ) -> dict[str, float]:
@@ -357,7 +373,9 @@ class Run:
         )
 
     def _local_model(self) -> base.LocalModel:
-        return self._prepared.local_model()
+        local_model = self._prepared.local_model()
+        self._guards.check_weights()
+        return local_model
 
     def _check_has_gradients(self, call: str, reason: str) -> None:
         """Raise UsageError if gradients are stepped and freed in the backward pass."""

@@ -38,3 +38,8 @@ is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
 # take it from this module. Without: draws of a batch could not be handed to its parts. Checked:
 # 2.13.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
+
+# Why: a subclass that only adds properties must not slow down every function of torch, and the
+# documented `super().__torch_function__` runs Python for each. Without: a parameter that servers
+# own would cost microseconds at each use. Checked: 2.13.
+DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
