@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.strategies.loss_terms import Term, split_result
-from shoal.trial.verdict import CannotTry
+from shoal.trial.loss_verdict import CannotTry
 
 SKETCH_SIZE = 4096
 """Numbers that stand for the gradient of a parameter with more than 2**20 of them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.platform.torch_private.subclasses import DispatchMode
-from shoal.trial.verdict import CannotTry
+from shoal.trial.loss_verdict import CannotTry
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _HALF = (torch.float16, torch.bfloat16)

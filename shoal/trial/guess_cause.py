@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from shoal.data.tree_map import tensors_in
 from shoal.trial.draws_of_parts import RecordedDraws
+from shoal.trial.loss_verdict import LossKind, LossVerdict
 from shoal.trial.saved_objects import reachable
-from shoal.trial.verdict import LossKind, Verdict
 
 MOST_CLASSES = 100_000
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def guess_cause(
-    verdict: Verdict, compute_loss: Callable[..., Any], batch: Any, draws: RecordedDraws
-) -> Verdict:
+    verdict: LossVerdict, compute_loss: Callable[..., Any], batch: Any, draws: RecordedDraws
+) -> LossVerdict:
     """Return an objection with a guess at its cause, unless it has one already."""
     if verdict.cause or verdict.kind is LossKind.SUM:
         return verdict

@@ -15,15 +15,15 @@ from shoal.trial.batch_rows import take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.guess_cause import guess_cause, user_line
+from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
 from shoal.trial.untouched import Untouched
-from shoal.trial.verdict import CannotTry, LossKind, Verdict
 
 MAX_ROWS = 16
 """Rows of a batch that are enough for the passes through whole models."""
 TOLERANCE = 1e-4
 """float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
 TOLERANCE_IN_FLOAT64 = 1e-5
-"""Of recorded outputs that were converted to float64. The function may compute in float32."""
+"""For recorded outputs, converted to float64. The function may compute in float32."""
 TOLERANCE_IN_HALF = 0.4
 """16 bits hide what is smaller, so below it nothing is said."""
 _DROPPING = (DropoutBase, nn.RNNBase, nn.MultiheadAttention)
@@ -36,7 +36,7 @@ def try_loss(
     num_samples: int,
     models: Sequence[nn.Module],
     parameters: Sequence[Tensor],
-) -> Verdict:
+) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
     Runs the models about ten times on at most `MAX_ROWS` rows. Changes nothing, and makes no
@@ -48,7 +48,9 @@ def try_loss(
         parameters: whose gradients are compared.
     """
     if num_samples < 2:
-        return Verdict(LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank")
+        return LossVerdict(
+            LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank"
+        )
 
     def compute(rows: Tensor) -> Any:
         taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
@@ -62,7 +64,7 @@ def try_loss(
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
     except CannotTry as why:
-        return Verdict(LossKind.NOT_TRIED, reason=f"it meets {why}")
+        return LossVerdict(LossKind.NOT_TRIED, reason=f"it meets {why}")
 
 
 class LossJudge:
@@ -100,7 +102,7 @@ class LossJudge:
         self._num_splits = num_splits
         self.draws = RecordedDraws(num_rows)
 
-    def verdict(self, all_rows: int) -> Verdict:
+    def verdict(self, all_rows: int) -> LossVerdict:
         """Judge the loss.
 
         Args: all_rows: of the batch, for a function that fails on the first `num_rows` of them.
@@ -124,7 +126,7 @@ class LossJudge:
     def _measure_whole(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), None)
 
-    def _compare(self, whole: Measured) -> Verdict:
+    def _compare(self, whole: Measured) -> LossVerdict:
         """Compare the whole with its parts in all splits, and with its rows in another order."""
         errors: list[SplitError] = []
         failure: _FailedError | None = None
@@ -141,26 +143,26 @@ class LossJudge:
         if self._num_splits > 1 and self._order_error(whole) >= self._tolerance:
             return self._order_matters(whole)
         kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
-        return Verdict(kind, max(error.mean for error in errors))
+        return LossVerdict(kind, max(error.mean for error in errors))
 
     def _difference(
         self, whole: Measured, errors: list[SplitError], failure: _FailedError | None
-    ) -> Verdict:
+    ) -> LossVerdict:
         """Return the verdict where parts do not add up, or fail, as a mean would not."""
         if all(error.sum < self._tolerance for error in errors):
-            return Verdict(LossKind.SUM, max(error.sum for error in errors))
+            return LossVerdict(LossKind.SUM, max(error.sum for error in errors))
         worst = max(errors, key=lambda error: error.mean)
         if self._num_rows >= 4 and self._needs_two_rows(whole, errors):
             reason = failure.text if failure else "it gives a loss that is not finite"
-            return Verdict(LossKind.NEEDS_TWO_ROWS, reason=reason)
+            return LossVerdict(LossKind.NEEDS_TWO_ROWS, reason=reason)
         sizes = (*worst.sizes, self._num_rows)
         if failure is not None:
-            return Verdict(
+            return LossVerdict(
                 LossKind.FAILS_ON_PARTS,
                 sizes=(failure.num_rows, self._num_rows),
                 reason=failure.text,
             )
-        return Verdict(LossKind.COUPLED, worst.mean, sizes)
+        return LossVerdict(LossKind.COUPLED, worst.mean, sizes)
 
     def _needs_two_rows(self, whole: Measured, errors: list[SplitError]) -> bool:
         """Return True if only parts of a single row are wrong, and by no finite number."""
@@ -180,8 +182,8 @@ class LossJudge:
         except _FailedError:
             return 1.0
 
-    def _order_matters(self, whole: Measured) -> Verdict:
-        return Verdict(
+    def _order_matters(self, whole: Measured) -> LossVerdict:
+        return LossVerdict(
             LossKind.COUPLED,
             self._order_error(whole),
             (self._num_rows, self._num_rows),
@@ -198,7 +200,7 @@ class LossJudge:
         ]
         return splits[: self._num_splits]
 
-    def _confirmed(self, verdict: Verdict, whole: Measured) -> Verdict:
+    def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
         """Return the objection, if it is neither randomness nor rounding."""
         try:
             again = self._pass(lambda: self._loss.whole(self._all), self._all)
@@ -216,7 +218,7 @@ class LossJudge:
             return _cannot("it computes in 16 bits, whose rounding hides the answer")
         return verdict
 
-    def _without_dropout(self) -> Verdict:
+    def _without_dropout(self) -> LossVerdict:
         """Judge again without the dropout of modules, whose draws could not be cut."""
         reason = f"the random numbers of {self.draws.uncut} have no rows of their own"
         self._state.stop_dropout(_DROPPING)
@@ -230,7 +232,7 @@ class LossJudge:
         except _FailedError:
             return _cannot(reason)
 
-    def _failed_whole(self, failed: _FailedError, all_rows: int) -> Verdict:
+    def _failed_whole(self, failed: _FailedError, all_rows: int) -> LossVerdict:
         """Return the verdict on a function that fails already on the rows of the whole."""
         if all_rows > self._num_rows:
             self.draws = RecordedDraws(all_rows)
@@ -239,7 +241,7 @@ class LossJudge:
             except _FailedError:
                 pass
             else:
-                return Verdict(
+                return LossVerdict(
                     LossKind.FAILS_ON_PARTS,
                     sizes=(self._num_rows, all_rows),
                     reason=failed.text,
@@ -280,5 +282,5 @@ class _FailedError(Exception):
         super().__init__(self.text)
 
 
-def _cannot(reason: str) -> Verdict:
-    return Verdict(LossKind.CANNOT_JUDGE, reason=reason)
+def _cannot(reason: str) -> LossVerdict:
+    return LossVerdict(LossKind.CANNOT_JUDGE, reason=reason)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.platform.torch_private.tensor_state import version
-from shoal.trial.verdict import CannotTry
+from shoal.trial.loss_verdict import CannotTry
 
 DEPTH = 4
 LARGEST_COPY = 1 << 22

@@ -11,17 +11,50 @@ from __future__ import annotations
 import io
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.trial.saved_objects import SavedObjects
+
+
+class GeneratorStates:
+    """The states of the generators of torch, its devices, Python and NumPy at one moment.
+
+    Args: devices: where the models are.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._torch = torch.get_rng_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._devices = [
+            (device, torch.cuda.get_rng_state(device))
+            for device in devices
+            if device.type == "cuda"
+        ]
+
+    def put_back(self, seed: int | None = None) -> None:
+        """Set all generators; those of Python and NumPy to a seed, if there is one."""
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.cuda.set_rng_state(state, device)
+        if seed is None:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+        else:
+            random.seed(seed)
+            np.random.seed(seed)
+
+
+def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
+    """Return the devices on which the parameters of models lie."""
+    return {parameter.device for model in models for parameter in model.parameters()}
 
 
 class Untouched:
@@ -55,8 +88,7 @@ class Untouched:
         else:
             self._objects.skip(module for model in self._models for module in model.modules())
         self._objects.save(self._function)
-        self._generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self._devices = self._states_of_devices()
+        self._generators = GeneratorStates(devices_of(self._models))
         self._parameters = [p for model in self._models for p in model.parameters()]
         self._grads = [parameter.grad for parameter in self._parameters]
         self._hooks = [dict(gradient_hooks(parameter)) for parameter in self._parameters]
@@ -102,24 +134,7 @@ class Untouched:
 
     def _put_back(self) -> None:
         self._objects.restore()
-        torch.set_rng_state(self._generators[0])
-        for device, state in self._devices:
-            torch.cuda.set_rng_state(state, device)
-        if self._seed is None:
-            random.setstate(self._generators[1])
-            np.random.set_state(self._generators[2])
-        else:
-            random.seed(self._seed)
-            np.random.seed(self._seed)
+        self._generators.put_back(self._seed)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             if parameter.grad is not grad:
                 parameter.grad = grad
-
-    def _states_of_devices(self) -> list[tuple[torch.device, Tensor]]:
-        devices = {
-            parameter.device
-            for model in self._models
-            for parameter in model.parameters()
-            if parameter.device.type == "cuda"
-        }
-        return [(device, torch.cuda.get_rng_state(device)) for device in devices]

@@ -42,7 +42,7 @@ class CannotTry(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LossVerdict:
     """The result of one trial.
 
     Attributes:
