@@ -5,6 +5,7 @@ try_loss                is compute_loss a mean over samples? By gradients, on pa
 try_recorded            the same on outputs that the models have given already
 """
 
+from shoal.trial.elementwise import OptimizerAnswer, optimizer_is_elementwise
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_trial import LossTrial
 from shoal.trial.loss_verdict import LossKind, LossVerdict
@@ -14,7 +15,9 @@ __all__ = [
     "LossKind",
     "LossTrial",
     "LossVerdict",
+    "OptimizerAnswer",
     "OutputRecorder",
+    "optimizer_is_elementwise",
     "try_loss",
     "try_recorded",
 ]
