@@ -149,7 +149,8 @@ def _compared(optimizer: Optimizer, sample: _Sample) -> OptimizerAnswer:
 def _steps(optimizer: Optimizer, sample: _Sample, half: int | None) -> list[Tensor]:
     """Return the values of the sample after some steps, once for each group of the optimizer."""
     devices = [p.device for group in optimizer.param_groups for p in group["params"]][:1]
-    device = devices[0] if devices else torch.device("cpu")
+    is_real = bool(devices) and devices[0].type != "meta"
+    device = devices[0] if is_real else torch.device("cpu")
     groups = [
         [nn.Parameter(value.to(device)) for value in sample.values(half)]
         for _ in optimizer.param_groups
