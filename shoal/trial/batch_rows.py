@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.tree_map import tensors_in
 from shoal.trial.loss_verdict import CannotTry
 
 _WITHOUT_ROWS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -34,6 +35,47 @@ def take_rows(value: Any, rows: Tensor, num_samples: int) -> Any:
     if isinstance(value, _WITHOUT_ROWS):
         return value
     return map_nest(value, lambda item: take_rows(item, rows, num_samples))
+
+
+def choose_rows(batch: Any, num_samples: int, most: int) -> Tensor:
+    """Return rows that are to stand for a batch, in order: (m,) int64, m at most `most`.
+
+    They are spread over the batch. Where an integer tensor has negative numbers, which often mark
+    what a loss leaves out, up to half of them are rows with its lowest number.
+    """
+    if num_samples <= most:
+        return torch.arange(num_samples)
+    marked: list[int] = []
+    for tensor in tensors_in(batch):
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.shape[:1] == (num_samples,):
+            lowest = tensor.min()
+            if lowest < 0:
+                has_lowest = (tensor == lowest).reshape(num_samples, -1).any(1)
+                marked += has_lowest.nonzero().flatten().tolist()
+    chosen = dict.fromkeys(marked[:: max(1, 2 * len(marked) // most)][: most // 2])
+    for step in range(most):
+        chosen.setdefault(step * num_samples // most)
+    return torch.tensor(sorted(list(chosen)[:most]))
+
+
+def count_rows(values: Iterable[Any]) -> int:
+    """Return the samples of a batch whose columns are `values`; 0 if nothing tells.
+
+    The first tensor tells by dimension 0, a list of anything but tensors of one length by its own.
+    """
+    for value in values:
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+            return len(value)
+        if type(value) is list and value:
+            lengths = {len(v) if isinstance(v, Tensor) and v.dim() else None for v in value}
+            length = lengths.pop()
+            return len(value) if lengths or length is None else length
+        items = value.values() if isinstance(value, Mapping) else value
+        if isinstance(items, Iterable) and not isinstance(items, (str, bytes, Tensor, np.ndarray)):
+            found = count_rows(items)
+            if found:
+                return found
+    return 0
 
 
 def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.platform.torch_private.module_state import DropoutBase
-from shoal.trial.batch_rows import take_rows
+from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.guess_cause import guess_cause, user_line
@@ -52,13 +52,17 @@ def try_loss(
             LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank"
         )
 
+    chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
+
     def compute(rows: Tensor) -> Any:
+        # More rows than were chosen are those of the whole batch.
+        rows = chosen[rows] if len(rows) <= len(chosen) else rows
         taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
         return compute_loss(*taken_args, **taken_kwargs)
 
     try:
         with Untouched(models, compute_loss) as state:
-            judge = LossJudge(compute, parameters, state, min(num_samples, MAX_ROWS))
+            judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
         if not verdict.objects:
             return verdict
@@ -74,7 +78,7 @@ class LossJudge:
         compute: (rows) -> the result of the user's function on these rows.
         leaves: tensors whose gradients are compared.
         state: entered by the caller.
-        num_rows: rows of the whole, the first ones of the batch.
+        num_rows: rows of the whole.
         tolerance: relative.
         num_splits: 1 to 3 ways to cut the whole in two.
         seed: of the random split.
@@ -105,7 +109,7 @@ class LossJudge:
     def verdict(self, all_rows: int) -> LossVerdict:
         """Judge the loss.
 
-        Args: all_rows: of the batch, for a function that fails on the first `num_rows` of them.
+        Args: all_rows: of the batch, for a function that fails on `num_rows` of them.
 
         Raises: CannotTry: see `take_rows`, `LossOnRows` and `DrawnInParts`.
         """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
+from shoal.trial.batch_rows import count_rows
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
@@ -37,12 +38,13 @@ _INSIDE = (
 class LossTrial:
     """Try the loss of a run in some steps, and tell what was found once.
 
-    Makes no collective itself. The caller sums `objection` over all ranks, so that `after_step`
-    raises on all of them.
+    Makes no collective itself. The caller sums `objection` over all ranks of the mesh, so that
+    `after_step` raises on all of them.
 
     Args:
         models: the modules that compute_loss calls.
-        num_ranks: ranks that share a batch. On one rank an objection is a note.
+        num_parts: parts that a global batch is computed in: ranks of the data axis, times
+            micro-batches. If it is 1, an objection is a note.
         announce: prints a note; on one rank of many.
         whole_models: this rank can run the models without the others, and has all parameters whole.
     """
@@ -50,12 +52,12 @@ class LossTrial:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        num_ranks: int,
+        num_parts: int,
         announce: Callable[[str], None],
         whole_models: bool,
     ) -> None:
         self._models = list(models)
-        self._num_ranks = num_ranks
+        self._num_parts = num_parts
         self._announce = announce
         self._whole_models = whole_models
         self._steps = 0
@@ -107,10 +109,10 @@ class LossTrial:
 
         Args: objections: the sum of `objection` over all ranks.
 
-        Raises: UsageError: on each rank, if there are several and one objects.
+        Raises: UsageError: on each rank, if one objects and batches are computed in parts.
         """
         verdict = self._verdict
-        if objections and self._num_ranks > 1:
+        if objections and self._num_parts > 1:
             if verdict is not None and verdict.objects:
                 raise UsageError(verdict.text())
             raise UsageError(
@@ -136,7 +138,11 @@ class LossTrial:
         if is_idle or is_good or verdict.kind in self._noted:
             return
         self._noted.add(verdict.kind)
-        prefix = "on more than one rank this loss will be refused: " if verdict.objects else ""
+        prefix = (
+            "on more than one rank, or in micro-batches, this loss will be refused: "
+            if verdict.objects
+            else ""
+        )
         self._announce(f"note: {prefix}{verdict.text()}")
 
     def _watching(self, batch: Any, num_splits: int) -> Callable[..., Any]:
@@ -149,7 +155,6 @@ class LossTrial:
             nonlocal due
             if not due:
                 return compute_loss(*args, **kwargs)
-            due = False
             before = GeneratorStates(devices)
             with recorder.recording():
                 result = compute_loss(*args, **kwargs)
@@ -157,7 +162,7 @@ class LossTrial:
             # What was drawn before the models were called must be drawn again in the trial.
             before.put_back()
             try:
-                num_rows = batch.num_samples if args is batch.args else _num_rows((args, kwargs))
+                num_rows = _num_rows(args, kwargs, batch)
                 verdict = _without_autocast(
                     lambda: try_recorded(
                         *(compute_loss, args, kwargs, num_rows, self._models, recorder.calls),
@@ -166,7 +171,8 @@ class LossTrial:
                 )
             finally:
                 after.put_back()
-            recorder.calls = []
+            # A pipeline's first call ends where the function calls the model.
+            due, recorder.calls = False, []
             self._take(verdict)
             return result
 
@@ -209,9 +215,13 @@ def _is_label(tensor: Tensor) -> bool:
     return is_integer and tensor.device.type == "cpu" and 0 < tensor.numel() <= MOST_LABELS
 
 
-def _num_rows(nest: Any) -> int:
-    """Return dimension 0 of the first tensor of a micro-batch."""
-    return next((len(tensor) for tensor in tensors_in(nest) if tensor.dim()), 0)
+def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> int:
+    """Return the samples of a call: those of the batch, or of a micro-batch of it."""
+    given = [*args, *kwargs.values()]
+    whole = [*batch.args, *batch.kwargs.values()]
+    if len(given) == len(whole) and all(a is b for a, b in zip(given, whole, strict=True)):
+        return int(batch.num_samples)
+    return count_rows(given)
 
 
 def _without_autocast(function: Callable[[], LossVerdict]) -> LossVerdict:

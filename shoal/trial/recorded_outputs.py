@@ -95,19 +95,19 @@ def try_recorded(
         return _not_tried("a batch of fewer than 2 samples on this rank")
     verdict = _not_tried("no output of a model")
     for dtype in (torch.float64, None):
-        replay = _Replay(calls, models, num_samples, dtype)
+        outputs = _OutputsOfRows(calls, models, num_samples, dtype)
 
-        def compute(rows: Tensor, replay: _Replay = replay) -> Any:
+        def compute(rows: Tensor, outputs: _OutputsOfRows = outputs) -> Any:
             taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
-            with replay.instead_of_models(rows):
+            with outputs.instead_of_models(rows):
                 return compute_loss(*taken_args, **taken_kwargs)
 
         try:
-            replay.check()
+            outputs.check()
             with Untouched(models, compute_loss, with_modules=False) as state:
                 tolerance = TOLERANCE_IN_FLOAT64 if dtype else TOLERANCE
                 judge = LossJudge(
-                    compute, replay.leaves, state, num_samples, tolerance, num_splits, seed
+                    compute, outputs.leaves, state, num_samples, tolerance, num_splits, seed
                 )
                 verdict = judge.verdict(all_rows=num_samples)
         except CannotTry as why:
@@ -120,7 +120,7 @@ def try_recorded(
     return replace(verdict, outputs_only=True)
 
 
-class _Replay:
+class _OutputsOfRows:
     """Recorded outputs that stand for their models.
 
     Args: dtype: that floating outputs are converted to; None leaves them.
@@ -202,11 +202,11 @@ class _Replay:
 class _Answer:
     """A call of a module while recorded outputs stand for it."""
 
-    def __init__(self, replay: _Replay, module: nn.Module, rows: Tensor) -> None:
-        self._replay, self._module, self._rows = replay, module, rows
+    def __init__(self, outputs: _OutputsOfRows, module: nn.Module, rows: Tensor) -> None:
+        self._outputs, self._module, self._rows = outputs, module, rows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replay.answer(self._module, (args, kwargs), self._rows)
+        return self._outputs.answer(self._module, (args, kwargs), self._rows)
 
 
 def _same_rows(recorded: Any, inputs: Any, rows: Tensor, num_samples: int) -> bool:

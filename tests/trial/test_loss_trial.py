@@ -67,10 +67,47 @@ def test_padding_that_comes_late_is_seen_when_it_comes() -> None:
     targets[3:6] = -100
     step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
     assert len(notes) == 1
-    assert notes[0].startswith("note: on more than one rank this loss will be refused: ")
+    assert notes[0].startswith(
+        "note: on more than one rank, or in micro-batches, this loss will be refused: "
+    )
     assert "targets of -100 look like ignored ones" in notes[0]
     step(trial, lambda a, y: F.cross_entropy(model(a), y), x()[:5], targets[:5])
     assert len(notes) == 1
+
+
+def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> None:
+    model, targets = mlp(), torch.randint(0, 4, (300,))
+    targets[-3:] = -100
+    verdict = judged(
+        lambda a, y: F.cross_entropy(model(a), y), torch.randn(300, 6), targets, models=[model]
+    )
+    assert verdict.kind is LossKind.COUPLED
+
+
+def test_micro_batches_are_tried_as_they_come() -> None:
+    model, weight = nn.Conv2d(3, 4, 3, padding=1), torch.tensor([0.1, 1.0, 2.0, 5.0])
+    images, y = [torch.randn(3, 5, 4 + row) for row in range(N)], labels()
+
+    def loss(images: list[Tensor], y: Tensor) -> Tensor:
+        if len(images) != len(y):
+            raise ValueError("images and labels of other samples")
+        sizes = [image.shape[-1] for image in images]
+        wide = torch.stack([F.pad(i, (0, max(sizes) - s)) for i, s in zip(images, sizes)])
+        return F.cross_entropy(model(wide).mean((2, 3)), y, weight=weight)
+
+    trial = LossTrial([model], 2, print, whole_models=False)
+    watched = trial.before_step(Batch(loss, (images, y), {}, N)).compute_loss
+    watched(images[:6], y[:6])
+    assert trial.verdict is not None
+    assert trial.verdict.kind in (LossKind.COUPLED, LossKind.NOT_TRIED), trial.verdict
+    padded = torch.stack([F.pad(image, (0, 20 - image.shape[-1])) for image in images])
+
+    def mean_of(a: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(a).mean((2, 3)), y, weight=weight)
+
+    watched = trial.before_step(Batch(mean_of, (padded, y), {}, N)).compute_loss
+    watched(padded[:6], y[:6])
+    assert trial.objection == 1
 
 
 def test_on_several_ranks_a_loss_that_is_no_mean_is_an_error_with_its_cures() -> None:

@@ -36,6 +36,7 @@ def steps(strategy: str, padded: bool, with_trials: bool = True) -> tuple[list[s
     model, optimizer, loader = run.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=24)
     )
+    # tensor and pipeline are applied in the first step, after the trial of the whole model.
     whole = "zero" not in strategy
     trial = LossTrial([model], run.world, lambda _: None, whole_models=whole)
 
@@ -50,7 +51,7 @@ def steps(strategy: str, padded: bool, with_trials: bool = True) -> tuple[list[s
             loss = run.forward_backward(batch.compute_loss, x, y)
             kinds.append(trial.verdict.kind.value if trial.verdict else "none")
             try:
-                trial.after_step(int(run.mesh.data.all_reduce(torch.tensor([trial.objection]))))
+                trial.after_step(int(run.mesh.all_reduce(torch.tensor([trial.objection]))))
             except UsageError as error:
                 return [*kinds, str(error)], losses
             losses.append(loss.item())
@@ -70,14 +71,25 @@ def all_of(strategies: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def test_ranks_try_their_rows_alone_and_refuse_together() -> None:
-    strategies = ("ddp", "zero1", "zero3")
-    for found in world.run(2, all_of, strategies):
+def check(ranks: list[dict[str, Any]], strategies: tuple[str, ...]) -> None:
+    for found in ranks:
         for strategy in strategies:
             (kinds, losses), (_, plain), (refused, _) = found[strategy]
-            assert kinds == ["mean", "mean", "none"], strategy
-            assert losses == plain
+            assert kinds[0] == "mean", strategy
+            assert set(kinds) <= {"mean", "none"}, strategy
+            assert losses == plain, strategy
             assert "compute_loss is no mean over samples" in refused[-1]
-    first, last = world.run(2, all_of, ("zero2",))
-    assert "another rank has found" in first["zero2"][2][0][-1]
-    assert "targets of -100 look like ignored ones" in last["zero2"][2][0][-1]
+
+
+def test_ranks_try_their_rows_alone_and_refuse_together() -> None:
+    strategies = ("ddp", "zero1", "zero3")
+    ranks = world.run(2, all_of, strategies)
+    check(ranks, strategies)
+    first, last = (found["zero3"][2][0][-1] for found in ranks)
+    assert "another rank has found" in first
+    assert "targets of -100 look like ignored ones" in last
+
+
+def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None:
+    strategies = ("tensor=2", "pipeline=2")
+    check(world.run(2, all_of, strategies), strategies)
