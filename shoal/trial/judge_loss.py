@@ -68,7 +68,7 @@ def try_loss(
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
     except CannotTry as why:
-        return LossVerdict(LossKind.NOT_TRIED, reason=f"it meets {why}")
+        return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
 
 
 class LossJudge:

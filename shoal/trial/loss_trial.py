@@ -62,18 +62,28 @@ class LossTrial:
         self._whole_models = whole_models
         self._steps = 0
         self._due_step = 1
+        self._is_scheduled = False
         self._news = _News()
         self._noted: set[LossKind] = set()
         self._verdict: LossVerdict | None = None
 
     @property
     def verdict(self) -> LossVerdict | None:
-        """The verdict of this step's trials on this rank; None if there were none."""
+        """The verdict of this step's trials on this rank, or an objection before; None if none."""
         return self._verdict
 
     @property
+    def is_scheduled(self) -> bool:
+        """True in steps 1, 2, 4, 8, ..., on all ranks alike.
+
+        Trials of other steps, because of new shapes or labels, are made by some ranks alone. An
+        objection stays until `after_step` has been told of it.
+        """
+        return self._is_scheduled
+
+    @property
     def objection(self) -> int:
-        """1 if this rank has found in this step that the loss is no mean over samples, else 0."""
+        """1 if this rank has found that the loss is no mean over samples, else 0."""
         return int(self._verdict is not None and self._verdict.objects)
 
     def before_step(self, batch: Any) -> Any:
@@ -84,13 +94,16 @@ class LossTrial:
         Args: batch: a LocalBatch of all samples of this rank.
         """
         self._steps += 1
-        self._verdict = None
+        self._is_scheduled = self._steps >= self._due_step
+        if not self.objection:
+            self._verdict = None
         is_new = self._news.has(batch.args, batch.kwargs)
-        if (self._steps < self._due_step and not is_new) or batch.num_samples < 2:
-            return batch
-        is_first = self._due_step == 1
-        if self._steps >= self._due_step:
+        if self._is_scheduled:
             self._due_step = 2 * self._steps
+        if not (self._is_scheduled or is_new) or batch.num_samples < 2:
+            return batch
+        # Later the models may be divided among ranks.
+        is_first = self._steps == 1
         if is_first and self._whole_models:
             self.try_models(batch)
         return batch._replace(compute_loss=self._watching(batch, 3 if is_first else 1))
@@ -121,6 +134,7 @@ class LossTrial:
             )
         if verdict is not None:
             self._note(verdict)
+            self._verdict = None
 
     def _take(self, verdict: LossVerdict) -> None:
         """Keep the verdict that says more: an objection, then any that could be reached."""
@@ -133,7 +147,7 @@ class LossTrial:
     def _note(self, verdict: LossVerdict) -> None:
         """Announce a verdict that is worth it, once for each kind."""
         # After the first step a trial sees outputs only, and may well fail to tell more.
-        is_idle = verdict.kind in _WITHOUT_ANSWER and self._steps > 1
+        is_idle = verdict.kind in _WITHOUT_ANSWER and (self._steps > 1 or not verdict.reason)
         is_good = verdict.kind in (LossKind.MEAN, LossKind.COUNTED)
         if is_idle or is_good or verdict.kind in self._noted:
             return

@@ -38,7 +38,15 @@ CURES = (
 
 
 class CannotTry(Exception):
-    """Raised where a trial cannot be made; the text completes `not tried: it meets ...`."""
+    """Raised where a trial cannot be made; the text completes `it meets ...`.
+
+    Without a text the user has decided against it, and nothing is to be said.
+    """
+
+    @property
+    def reason(self) -> str:
+        """The reason as a sentence without a full stop; empty if nothing is to be said."""
+        return f"it meets {self}" if str(self) else ""
 
 
 @dataclass(frozen=True)

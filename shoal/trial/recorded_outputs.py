@@ -111,7 +111,7 @@ def try_recorded(
                 )
                 verdict = judge.verdict(all_rows=num_samples)
         except CannotTry as why:
-            return _not_tried(f"it meets {why}")
+            return _not_tried(why.reason)
         if verdict.kind not in (LossKind.CANNOT_JUDGE, LossKind.FAILS_ON_PARTS):
             break
         # A weight of the function's own may refuse to meet float64: once more as they came.

@@ -92,7 +92,9 @@ def test_micro_batches_are_tried_as_they_come() -> None:
         if len(images) != len(y):
             raise ValueError("images and labels of other samples")
         sizes = [image.shape[-1] for image in images]
-        wide = torch.stack([F.pad(i, (0, max(sizes) - s)) for i, s in zip(images, sizes)])
+        wide = torch.stack(
+            [F.pad(i, (0, max(sizes) - s)) for i, s in zip(images, sizes, strict=True)]
+        )
         return F.cross_entropy(model(wide).mean((2, 3)), y, weight=weight)
 
     trial = LossTrial([model], 2, print, whole_models=False)
