@@ -17,7 +17,14 @@ from known_losses import CASES, N, labels, mlp, x
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.trial import LossKind, LossTrial, OutputRecorder, try_loss, try_recorded
+from shoal.trial import (
+    LossKind,
+    LossTrial,
+    OutputRecorder,
+    end_trial,
+    try_loss,
+    try_recorded,
+)
 
 CALLS = Counter[str]()
 
@@ -315,6 +322,20 @@ def test_weights_in_16_bits_are_judged_by_outputs_in_float64() -> None:
     trial = LossTrial([model], 2, print, whole_models=True)
     with pytest.raises(UsageError, match="weights of classes"):
         step(trial, lambda a, y: F.cross_entropy(model(a).float(), y, weight=weight), a, y)
+
+
+def test_a_function_that_gathers_ends_the_trial_in_silence() -> None:
+    model, notes = mlp(), []
+
+    def loss(a: Tensor) -> Tensor:
+        end_trial()
+        output = model(a)
+        return (output - output.mean(0)).square().mean()
+
+    trial = LossTrial([model], 1, notes.append, whole_models=True)
+    step(trial, loss, x())
+    assert notes == []
+    end_trial()
 
 
 def test_a_collective_in_the_function_ends_the_trial() -> None:
