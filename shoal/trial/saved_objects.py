@@ -12,6 +12,7 @@ import random
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,7 +31,13 @@ LARGEST_COPY = 1 << 22
 """Numbers of the largest tensor that is copied. Larger ones are data sets and weights."""
 LARGEST_WALK = 1000
 """Entries of the longest container whose entries are looked at."""
-_LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+_LIBRARIES = (
+    *(sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]),
+    str(Path(__file__).parents[1]),
+)
+"""Folders whose functions keep no state of a script, Shoal's own among them."""
+_OF_MACHINERY = ("torch", "shoal")
+"""Packages whose objects, but for modules and tensors, belong to no script: a run, a scheduler."""
 _LEFT_ALONE = (
     *(type, ModuleType, str, bytes, int, float, complex, type(None)),
     *(Optimizer, DataLoader, Dataset, torch.dtype, torch.device, io.IOBase),
@@ -79,6 +86,8 @@ class SavedObjects:
             self._save_container(value, depth)
         elif isinstance(value, tuple):
             self._save_each(value, depth)
+        elif type(value).__module__.split(".")[0] in _OF_MACHINERY:
+            return
         elif hasattr(value, "__next__"):
             raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
         elif hasattr(value, "__dict__"):
