@@ -7,12 +7,12 @@ every trainable parameter must be in exactly one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from shoal.comm.shards import shard_like
@@ -20,6 +20,7 @@ from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
+from shoal.trial import optimizer_is_elementwise
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -29,7 +30,9 @@ NEED_FULL_TENSORS = {
     "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
     "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
-"""Optimizers that fail on shards in their first step, with the reason."""
+"""Optimizers of torch that fail on shards in their first step, with the reason. Others that need
+whole tensors are found by a trial.
+"""
 
 
 @runtime_checkable
@@ -93,11 +96,6 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
     sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
     if not sharded:
         return
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
-        raise StrategyRefused(
-            f"{kind.__name__} cannot step the shards of {listed(sharded)}: "
-            f"{NEED_FULL_TENSORS[kind.__name__]}. Use ddp, or another optimizer such as AdamW."
-        )
     tensor_parallel = [name for name in sharded if _is_tensor_parallel(owned[name])]
     if tensor_parallel and isinstance(optimizer, QuantizedOptimizer):
         raise StrategyRefused(
@@ -110,6 +108,32 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
             "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
             "shoal.optim.adamw8bit, or ddp."
         )
+    reason = _reason_for_full_tensors(optimizer, [owned[name] for name in sharded])
+    if reason:
+        raise StrategyRefused(
+            f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
+            "Use ddp, or another optimizer such as AdamW."
+        )
+
+
+def _reason_for_full_tensors(optimizer: Optimizer, sharded: Sequence[Tensor]) -> str:
+    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
+        return NEED_FULL_TENSORS[kind.__name__]
+    dims = {dim for parameter in sharded for dim in _sharded_dims(parameter)}
+    for dim in sorted({min(dim, 1) for dim in dims}):
+        answer = optimizer_is_elementwise(optimizer, dim)
+        if answer.is_elementwise is False:
+            return answer.reason
+    return ""
+
+
+def _sharded_dims(parameter: Tensor) -> Iterator[int]:
+    """Yield the dimensions that a parameter is cut along."""
+    if isinstance(parameter, DTensor):
+        for axis in parameter.placements:
+            yield axis.dim if isinstance(axis, Shard) else 0
 
 
 def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:

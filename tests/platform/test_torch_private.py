@@ -105,6 +105,40 @@ def _has_hooks(has_hooks: Any) -> bool:
     return [has_hooks(p) for p in (plain, before, after)] == [False, True, True]
 
 
+def _gradient_hooks(gradient_hooks: Any) -> bool:
+    leaf, seen = torch.zeros(1, requires_grad=True), []
+    empty = gradient_hooks(leaf) == {}
+    leaf.register_hook(seen.append)
+    hooks = dict(gradient_hooks(leaf))
+    gradient_hooks(leaf).clear()
+    (2 * leaf).sum().backward()
+    silent = not seen
+    gradient_hooks(leaf).update(hooks)
+    (2 * leaf).sum().backward()
+    return empty and silent and len(seen) == 1
+
+
+def _replace_call(replace_call: Any) -> bool:
+    layer, seen = nn.Linear(1, 1), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    before = replace_call(layer, lambda text: text * 2)
+    replaced = layer("ab") == "abab" and not seen
+    replace_call(layer, before)
+    return replaced and layer(torch.ones(1)).shape == (1,) and seen == [1]
+
+
+def _dispatch_mode(mode: Any) -> bool:
+    class Random(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    with Random():
+        torch.zeros(2).bernoulli_(0.5)
+    return seen[-1] and not seen[0]
+
+
 def _in_backward_pass(in_backward_pass: Any) -> bool:
     seen = [in_backward_pass()]
     leaf = torch.zeros(1, requires_grad=True)
@@ -412,6 +446,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.base": _base,
     "tensor_state.is_view": _is_view,
     "tensor_state.has_hooks": _has_hooks,
+    "tensor_state.gradient_hooks": _gradient_hooks,
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.schema_of": _schema_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
@@ -438,11 +473,13 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.has_pre_hooks_with_keywords": _says_of("keywords"),
     "module_state.has_backward_hooks": _says_of("backward", "before"),
     "module_state.is_compiled": _is_compiled,
+    "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
     "subclasses.function_modes": _function_modes,
     "subclasses.DeviceMode": _device_mode,
+    "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.is_made_of_tensors": _is_made_of_tensors,
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),
