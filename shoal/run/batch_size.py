@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch_shards import BatchShard
-from shoal.data.loader import DistributedBatchLoader
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.strategies.base import LossFunction
@@ -32,7 +32,7 @@ class BatchSizes:
         loader: yields this rank's shares; None if the user makes the batches.
     """
 
-    def __init__(self, loader: DistributedBatchLoader | None) -> None:
+    def __init__(self, loader: ShardedLoader | None) -> None:
         self._loader = loader
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
@@ -56,7 +56,7 @@ class BatchSizes:
         return loss_fn, share.rows, share.global_rows
 
     def _share_of(
-        self, batch: tuple[Any, ...], loader: DistributedBatchLoader, last: BatchShard
+        self, batch: tuple[Any, ...], loader: ShardedLoader, last: BatchShard
     ) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last."""
         tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]

@@ -10,7 +10,7 @@ computed which batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shoal.comm.axis import Axis
-from shoal.data.batch_shards import BatchShard, shard_batch
-from shoal.data.loader import fetched
-from shoal.errors import UsageError
+from shoal.data.evaluation_batches import EvaluationBatches
 from shoal.strategies.base import LocalModel
 
 Measures = Callable[[Any, Any], dict[str, Tensor]]
@@ -42,11 +40,11 @@ def evaluate(
 
     Returns: name -> sum over all samples.
     Raises:
-        UsageError: the loader has no batch size, or its data set is empty.
+        UsageError: the loader gives no batches.
     """
-    batches = _batches(loader)
+    batches = EvaluationBatches(loader, data.rank, data.size)
     data.broadcast_buffers(model)
-    return _evaluate_batches(data, measure, model, loader, to_device, batches)
+    return _evaluate_batches(data, measure, model, to_device, batches)
 
 
 def evaluate_local_model(
@@ -64,12 +62,11 @@ def evaluate_local_model(
     """
     try:
         data.broadcast_buffers(local_model.module)
-        batches = _batches(loader)
         # Some ranks have one batch less. Where a forward pass is collective they join the last one
         # all the same, with a batch that is not counted.
-        joins = local_model.collective_forward and data.rank >= len(batches) % data.size > 0
-        uncounted = batches[:1] if joins else []
-        return _evaluate_batches(data, measure, model, loader, to_device, batches, uncounted)
+        joins = local_model.collective_forward
+        batches = EvaluationBatches(loader, data.rank, data.size, joins)
+        return _evaluate_batches(data, measure, model, to_device, batches)
     finally:
         local_model.reshard()
 
@@ -78,21 +75,18 @@ def _evaluate_batches(
     data: Axis,
     measure: Measures,
     model: nn.Module,
-    loader: DataLoader,
     to_device: Callable[[Any], Any],
-    batches: list[BatchShard],
-    uncounted: Sequence[BatchShard] = (),
+    batches: EvaluationBatches,
 ) -> dict[str, float]:
-    """Compute this rank's batches, and then `uncounted`. Return the sums over all ranks."""
-    counted = batches[data.rank :: data.size]
+    """Compute this rank's batches. Return the sums over all ranks."""
     rows: list[dict[str, Tensor]] = []
     with torch.no_grad(), _evaluation_mode(model):
-        to_fetch = [*counted, *uncounted]
-        for batch, samples in zip(to_fetch, fetched(loader, to_fetch), strict=True):
-            *inputs, target = to_device(samples)
-            count = torch.tensor(float(batch.rows))
-            rows.append({"samples": count, **measure(model(*inputs), target)})
-    return _sum_table(data, rows[: len(counted)], len(batches))
+        for item in batches:
+            *inputs, target = to_device(item.batch)
+            count = torch.tensor(float(item.rows))
+            row = {"samples": count, **measure(model(*inputs), target)}
+            rows += [row] if item.is_counted else []
+    return _sum_table(data, rows, batches.total)
 
 
 @contextmanager
@@ -126,17 +120,3 @@ def _sum_table(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[
         )
     # Each entry is one rank's value plus zeros, so the sum over ranks is exact.
     return dict(zip(names, data.all_reduce(table).cpu().sum(dim=0).tolist(), strict=True))
-
-
-def _batches(loader: DataLoader) -> list[BatchShard]:
-    """Return the data set in its own order, divided into fixed batches."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        raise UsageError(
-            "evaluation needs a plain DataLoader(dataset, batch_size=...): its batches are what "
-            "ranks take in turn."
-        )
-    samples = len(loader.dataset)  # type: ignore[arg-type]
-    if samples == 0:
-        raise UsageError("there is nothing to evaluate: the data set is empty.")
-    size = loader.batch_size
-    return list(shard_batch(range(samples), 0, 0, size, drop_last=False, rank=0, ranks=1))

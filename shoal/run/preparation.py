@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh, register_cleanup
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.sharding import shard_batches
 from shoal.data.tree_map import in_dtype, tree_map
 from shoal.run import optimizer_binding, startup_summary
 from shoal.run.batch_size import BatchSizes
@@ -47,16 +47,24 @@ class RunSettings:
 
 
 def shard_loader(
-    loader: DataLoader | None, mesh: Mesh, seed: int, recorder: Recorder | None
-) -> DistributedBatchLoader | None:
+    loader: Any,
+    mesh: Mesh,
+    seed: int,
+    recorder: Recorder | None,
+    announce: Callable[[str], None] | None = None,
+) -> ShardedLoader | None:
     """Return a loader of this rank's shares of the global batches of `loader`.
 
     Args:
+        loader: a DataLoader or another iterable of global batches.
         recorder: of a trace, which shows how long batches take to come; None without a trace.
+        announce: prints a note.
     """
     if loader is None:
         return None
-    sharded = DistributedBatchLoader(loader, mesh.data.rank, mesh.data.size, seed, recorder)
+    sharded = shard_batches(
+        loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
+    )
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded
@@ -64,7 +72,7 @@ def shard_loader(
 
 def make_local_model(
     model: nn.Module,
-    loader: DistributedBatchLoader | None,
+    loader: ShardedLoader | None,
     mesh: Mesh,
     strategies: Sequence[base.Strategy],
     accumulate: int,
@@ -83,11 +91,11 @@ def make_local_model(
 
 
 def _example_batch(
-    model: nn.Module, loader: DistributedBatchLoader, mesh: Mesh, accumulate: int
+    model: nn.Module, loader: ShardedLoader, mesh: Mesh, accumulate: int
 ) -> base.ExampleBatch | None:
     """Return inputs as the model will get them: the loader's items without the last, the target."""
     # Rounded up: the largest micro-batch that any rank computes.
-    num_samples = -(-loader.batch_size // (mesh.data.size * accumulate))
+    num_samples = -(-(loader.batch_size or MAX_EXAMPLES) // (mesh.data.size * accumulate))
     batch = _on_device(loader.first(min(num_samples, MAX_EXAMPLES)), mesh.device)
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if floating:
@@ -125,7 +133,7 @@ def make_step(
     local_model: base.LocalModel,
     optimizer: Optimizer,
     groups: list[list[str]],
-    loader: DistributedBatchLoader | None,
+    loader: ShardedLoader | None,
     settings: RunSettings,
     loss_scale: LossScale | None,
     tracing: Tracing | None,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
 from shoal.run import train_state
@@ -80,7 +80,7 @@ class Run:
         self._model: nn.Module | None = None
         self._part: base.LocalModel | None = None
         self._optimizer: Optimizer | None = None
-        self._loader: DistributedBatchLoader | None = None
+        self._loader: ShardedLoader | None = None
         self._step: TrainingStep | None = None
         self._frozen: dict[str, nn.Parameter] = {}
 
@@ -109,7 +109,7 @@ class Run:
         # By name, because a strategy may replace parameters by shards of them.
         groups = group_param_names(optimizer, model)
         recorder = None if tracing is None else self.mesh.recorder
-        sharded_loader = shard_loader(loader, self.mesh, settings.seed, recorder)
+        sharded_loader = shard_loader(loader, self.mesh, settings.seed, recorder, self._announce)
         local_model = make_local_model(
             model, sharded_loader, self.mesh, self._strategies, settings.accumulate, self._announce
         )
