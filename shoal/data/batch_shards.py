@@ -51,6 +51,8 @@ def share_batch(
     rows = rows_of(batch) if rows is None else rows
     window = row_window(rows, rank, ranks)
     count = window.stop - window.start
+    if rows == 0:
+        return batch, BatchShard(0, 0, 0, 0)
     # Collectives need every rank: one without rows computes on a stand-in of weight zero.
     local = take_rows(batch, window if count else slice(0, 1), rows)
     return local, BatchShard(0, 0, count, rows)

@@ -15,6 +15,7 @@ from shoal.data.batch_fetcher import identity_collate, worker_settings
 from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.stream_reader import (
+    FRESH,
     ReadBatch,
     ReaderDataset,
     ReaderState,
@@ -118,7 +119,11 @@ class StreamLoader(ShardedLoader):
                 f"next. Use num_workers={len(states)}, or begin a new epoch."
             )
         self._states, self._first = states, int(state["reader"])
-        again = sum(reader["batches"] for reader in states if reader["state"] is None)
+        again = sum(
+            reader["batches"]
+            for reader in states
+            if reader["state"] is None and not reader["ended"]
+        )
         if again and self._announce is not None:
             name = type(self.dataset).__name__
             self._announce(f"note: {name} has no state_dict: {again:,} batches are read again")
@@ -194,7 +199,7 @@ class StreamLoader(ShardedLoader):
         return isinstance(start, StartReader) and start.first == 0
 
     def _fresh_states(self) -> tuple[ReaderState, ...]:
-        return tuple({"batches": 0, "state": None} for _ in range(max(self.num_workers, 1)))
+        return (FRESH,) * max(self.num_workers, 1)
 
     def _compare(self, batch: ReadBatch) -> None:
         """Compare with the other ranks after 1, 2, 4, 8, ... batches."""

@@ -29,7 +29,10 @@ from shoal.data.tree_map import items_of
 from shoal.platform.torch_private.data_workers import as_only_process, set_worker_info
 
 ReaderState = dict[str, Any]
-"""`batches`: read so far; `state`: what the source's `state_dict` returned after them, or None."""
+"""`batches`: read so far; `state`: what the source's `state_dict` returned after them, or None;
+`ended`: True if no more come.
+"""
+FRESH: ReaderState = {"batches": 0, "state": None, "ended": False}
 COMPARED = 256
 """Elements at either end of a tensor that go into its checksum."""
 
@@ -70,6 +73,8 @@ class StreamReaders:
     def read(self, number: int) -> Iterator[ReadBatch]:
         """Yield the batches of one reader from its state on."""
         done, state = self.states[number]["batches"], self.states[number]["state"]
+        if self.states[number]["ended"]:
+            return
         with self._draws(number, done):
             if hasattr(self.source, "set_epoch"):
                 self.source.set_epoch(self.epoch)
@@ -88,7 +93,12 @@ class StreamReaders:
                     *self._rows(items),
                     number,
                     self._checksum(items),
-                    {"batches": skipped, "state": _state_of(self.source, iterator)},
+                    # A source that has ended may be back at its start.
+                    {
+                        "batches": skipped,
+                        "state": None if is_short else _state_of(self.source, iterator),
+                        "ended": is_short,
+                    },
                 )
             yield found
 
@@ -127,7 +137,7 @@ class ReaderDataset(IterableDataset):
         info = get_worker_info()
         assert info is not None
         readers = self.readers
-        fresh = tuple({"batches": 0, "state": None} for _ in readers.states)
+        fresh = tuple(FRESH for _ in readers.states)
         self.readers = replace(readers, epoch=readers.epoch + 1, states=fresh)
         return readers.read(info.id)
 
