@@ -102,7 +102,8 @@ class StreamLoader(ShardedLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: each remaining sample of its epoch comes exactly once.
 
-        A source without `state_dict` is read again from its start, and what was seen is skipped.
+        A source without `state_dict`, or with samples in a shuffle buffer, is read again from its
+        start, and what was seen is skipped.
 
         Raises: UsageError: another number of workers has read the data.
         """
@@ -126,7 +127,10 @@ class StreamLoader(ShardedLoader):
         )
         if again and self._announce is not None:
             name = type(self.dataset).__name__
-            self._announce(f"note: {name} has no state_dict: {again:,} batches are read again")
+            self._announce(
+                f"note: {again:,} batches of {name} are read again: it has no state_dict that "
+                "tells all of its position"
+            )
 
     def close(self) -> None:
         self._workers = None

@@ -195,7 +195,11 @@ def _begin(source: Any, state: Any) -> Iterator[Any]:
 
 
 def _state_of(source: Any, iterator: Any) -> Any:
-    """Return the state of a source, or of its iterator; None if it has none that JSON can hold."""
+    """Return the state of a source, or of its iterator; None if it has none that JSON can hold, or
+    none that holds all.
+    """
+    if _has_shuffle_buffer(source):
+        return None
     for owner in (source, iterator):
         if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
             try:
@@ -203,6 +207,18 @@ def _state_of(source: Any, iterator: Any) -> Any:
             except (TypeError, ValueError):
                 return None
     return None
+
+
+def _has_shuffle_buffer(source: Any) -> bool:
+    """Return True for a stream of Hugging Face that is shuffled in a buffer: the samples in the
+    buffer are not in its state, and would be lost.
+    """
+    stage = getattr(source, "_ex_iterable", None)
+    while stage is not None:
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        stage = getattr(stage, "ex_iterable", None)
+    return False
 
 
 def _checksum(value: Any, start: int) -> int:

@@ -32,14 +32,20 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
         window = slice(start, start + num_samples) if num_samples else slice(0, 1)
         is_last = index == count - 1
         yield batch._replace(
-            # The tuple of inputs is no list of samples, though it may be as long as one.
-            inputs=tuple(chunk(item, window, batch.num_samples) for item in batch.inputs),
-            target=chunk(batch.target, window, batch.num_samples),
+            args=chunk_args(batch.args, window, batch.num_samples),
+            kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
             num_samples=num_samples,
             is_last_microbatch=is_last,
             stop_requested=batch.stop_requested and is_last,
         )
         start += num_samples
+
+
+def chunk_args(args: tuple[Any, ...], window: slice, num_samples: int) -> tuple[Any, ...]:
+    """Return the samples `window` of each argument: `args` itself is no list of samples, though it
+    may be as long as one.
+    """
+    return tuple(chunk(value, window, num_samples) for value in args)
 
 
 def chunk(value: Any, window: slice, num_samples: int) -> Any:

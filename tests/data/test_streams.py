@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -180,7 +181,10 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
             "readers": [{"batches": 3, "state": None, "ended": False}],
         }  # as a stream without a state has it
     )
-    assert notes == ["note: Stream has no state_dict: 3 batches are read again"]
+    assert notes == [
+        "note: 3 batches of Stream are read again: it has no state_dict that tells all of its "
+        "position"
+    ]
 
 
 def test_another_number_of_workers_in_the_middle_is_refused() -> None:
@@ -256,6 +260,10 @@ def test_a_workers_own_init_function_sees_the_users_data_set() -> None:
     assert rows(own) == [batch.tolist() for batch in own]
 
 
+def squared_error(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
 def trained_on_a_stream(workers: int) -> list[Tensor]:
     """Two epochs; ranks are hidden from the data while it is read and seen again after it."""
     torch.manual_seed(0)
@@ -268,8 +276,7 @@ def trained_on_a_stream(workers: int) -> list[Tensor]:
     for _ in range(2):
         for batch in batches:
             assert dist.is_initialized() == (run.world > 1)
-            x = batch.double()[:, None]
-            run.forward_backward(F.mse_loss, model, x, x)
+            run.forward_backward(partial(squared_error, model), batch.double()[:, None])
             optimizer.step()
             optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -288,9 +295,26 @@ def trained_on_other_orders() -> None:
     order = [torch.full((4, 1), float(run.rank + n)) for n in range(3)]
     _, _, batches = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), order)
     for batch in batches:
-        run.forward_backward(F.mse_loss, model, batch, batch)
+        run.forward_backward(partial(squared_error, model), batch)
 
 
 def test_ranks_that_read_other_samples_are_told_so() -> None:
     with pytest.raises(LaunchError, match="ranks have not read the same batches from list"):
         world.run(2, trained_on_other_orders)
+
+
+class Shuffled(Resumable):
+    """The protocol of a stream of Hugging Face whose state lacks its shuffle buffer."""
+
+    class BufferShuffledExamplesIterable:
+        pass
+
+    _ex_iterable = BufferShuffledExamplesIterable()
+
+
+def test_a_state_without_the_shuffle_buffer_is_not_believed() -> None:
+    loader = shard_batches(DataLoader(Shuffled(), 4), 0, 1, seed=0)
+    next(iter(loader))
+    stream = iter(loader)
+    next(stream)
+    assert loader.state_dict()["readers"] == [{"batches": 1, "state": None, "ended": False}]
