@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -24,9 +25,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data.batch_fetcher import rows_of_whole
 from shoal.data.batch_shards import row_window, share_batch
-from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
+from shoal.data.hidden_ranks import hidden_ranks, one_process
+from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import items_of
-from shoal.platform.torch_private.data_workers import as_only_process, set_worker_info
+from shoal.platform.torch_private.data_workers import set_worker_info
 
 ReaderState = dict[str, Any]
 """`batches`: read so far; `state`: what the source's `state_dict` returned after them, or None;
@@ -102,8 +104,8 @@ class StreamReaders:
                 )
             yield found
 
-    def _draws(self, number: int, batch: int) -> Any:
-        return _one_process(derive_seed(self.seed, self.epoch, number, batch))
+    def _draws(self, number: int, batch: int) -> AbstractContextManager[None]:
+        return one_process(derive_seed(self.seed, self.epoch, number, batch))
 
     def _rows(self, items: list[Any]) -> tuple[Any, int, int]:
         """Return this rank's rows, how many they are, and the rows of the whole batch."""
@@ -161,25 +163,8 @@ class StartReader:
         number = (worker + self.first) % self.readers
         set_worker_info(number, self.readers, derive_seed(self.seed, number), self.source)
         if self.user_fn is not None:
-            with as_only_process():
+            with hidden_ranks():
                 self.user_fn(number)
-
-
-class _one_process:  # noqa: N801
-    """A block in which a source sees no ranks, and draws under `seed`."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._contexts = preserve_rng_state(), as_only_process()
-        for context in self._contexts:
-            context.__enter__()
-        seed_all(self._seed)
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
 
 
 def _begin(source: Any, state: Any) -> Iterator[Any]:
