@@ -397,7 +397,8 @@ class _Renumbered(IterableDataset):
 
 
 def _replaces_worker_info(_: Any) -> bool:
-    return next(iter(DataLoader(_Renumbered(), None, num_workers=1))) == (7, 9, "the user's")
+    found = next(iter(DataLoader(_Renumbered(), None, num_workers=1)))
+    return list(found) == [7, 9, "the user's"]
 
 
 def _hides_group() -> bool:
