@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch_shards import BatchShard
-from shoal.data.loader import DistributedBatchLoader
-from shoal.data.tree_map import tensors_in
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.tree_map import row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 
 Layouts = set[tuple[int, int]]
@@ -45,7 +45,7 @@ class BatchSizes:
         loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
     """
 
-    def __init__(self, loaders: Sequence[DistributedBatchLoader]) -> None:
+    def __init__(self, loaders: Sequence[ShardedLoader]) -> None:
         self._loaders = loaders
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
@@ -56,7 +56,7 @@ class BatchSizes:
         """Return the samples of a batch on this rank and on all ranks.
 
         Args:
-            batch: a nest of tensors.
+            batch: a nest of tensors; of several arguments a dict.
             rows: as the user has said it; None to find out.
             ranks: ranks of the data axis.
 
@@ -75,7 +75,7 @@ class BatchSizes:
         # all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
-    def _share_of(self, batch: Any, loaders: Sequence[DistributedBatchLoader]) -> BatchShard:
+    def _share_of(self, batch: Any, loaders: Sequence[ShardedLoader]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
         Args: loaders: those that have yielded batches.
@@ -95,9 +95,11 @@ class BatchSizes:
                 "it one."
             )
         share = known[0] if known else last
+        # A share without samples has one stand-in sample. Lists with an entry for each sample are
+        # sure to fit.
+        tensors = [tensor for tensor in row_tensors(batch, share.rows) if tensor.dim()]
         to_learn = bool(known), share.rows, [tensor.shape for tensor in tensors]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
-            # A share without samples has one stand-in sample.
             self._learn_layout(tensors, max(share.rows, 1), is_certain=bool(known))
             self._last_learned = to_learn
         return share
@@ -143,18 +145,18 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
 
 
 def _length(batch: Any) -> int:
-    """Return the length of the last argument's first tensor, the target of most batches."""
+    """Return the number of samples that the tensors and lists of a batch agree on."""
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     if not tensors:
         raise UsageError(
             "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
             "it: run.forward_backward(compute_loss, *batch, rows=8)."
         )
-    lengths = {len(tensor) for tensor in tensors}
-    if len(lengths) > 1:
+    try:
+        return rows_of(batch)
+    except UsageError:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
         raise UsageError(
             f"forward_backward: tensors of shapes {found} have different lengths, so the number of "
             "samples is unknown. Say it: run.forward_backward(compute_loss, *batch, rows=8)."
-        )
-    return lengths.pop()
+        ) from None

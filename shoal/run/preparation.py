@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh, register_cleanup
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.sharding import shard_batches
 from shoal.run import optimizer_binding
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
 from shoal.run.optimizer_groups import owned_by
@@ -42,14 +42,22 @@ class RunSettings:
 
 
 def shard_loader(
-    loader: DataLoader, mesh: Mesh, seed: int, recorder: Recorder | None
-) -> DistributedBatchLoader:
+    loader: Any,
+    mesh: Mesh,
+    seed: int,
+    recorder: Recorder | None,
+    announce: Callable[[str], None] | None = None,
+) -> ShardedLoader:
     """Return a loader of this rank's shares of the global batches of `loader`.
 
     Args:
+        loader: a DataLoader or another iterable of global batches.
         recorder: of a trace, which shows how long batches take to come; None without a trace.
+        announce: prints a note.
     """
-    sharded = DistributedBatchLoader(loader, mesh.data.rank, mesh.data.size, seed, recorder)
+    sharded = shard_batches(
+        loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
+    )
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
@@ -78,7 +78,7 @@ class Prepared:
         self.tracing = tracing
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.loaders: list[DistributedBatchLoader] = []
+        self.loaders: list[ShardedLoader] = []
         self.sizes = BatchSizes(self.loaders)
         self.step: TrainingStep | None = None
         self._guards = guards
@@ -130,7 +130,7 @@ class Prepared:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
         loaders = [
-            shard_loader(loader, self.mesh, self.settings.seed, recorder)
+            shard_loader(loader, self.mesh, self.settings.seed, recorder, self._announce)
             for loader in arguments.loaders
         ]
         self.loaders += loaders

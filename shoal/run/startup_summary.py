@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.strategies.base import Strategy
 from shoal.strategies.transforms.global_draws import DrawGlobally
 from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm, batchnorms
@@ -21,13 +21,14 @@ from shoal.strategies.wrap_units import has_dropout
 
 def lines(
     model: nn.Module,
-    loader: DistributedBatchLoader | None,
+    loader: ShardedLoader | None,
     mesh: Mesh,
     accumulate: int,
     strategies: Sequence[Strategy],
 ) -> list[str]:
     """Return all lines of the startup summary."""
-    summary = [] if loader is None else [_describe_batch(loader.batch_size, mesh, accumulate)]
+    size = None if loader is None else loader.batch_size
+    summary = [] if size is None else [_describe_batch(size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
         summary.append(mesh.place.describe())
     # Shoal's own backend runs on CPUs, and torch uses one GPU for each rank or none.

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import full_tensor
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import load_random_state, random_state
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
@@ -35,7 +35,7 @@ class TrainState:
 
     local_model: LocalModel
     optimizers: Sequence[Optimizer]
-    loaders: Sequence[DistributedBatchLoader]
+    loaders: Sequence[ShardedLoader]
     loss_scale: LossScale | None
     mesh: Mesh
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shoal.platform.torch_private
+from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
 from shoal.testing import world
 
 HOME = Path(shoal.platform.torch_private.__file__).parent
@@ -433,6 +435,27 @@ def _halves(_: Any) -> bool:
     return nothing_yet and all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+class _Renumbered(IterableDataset):
+    """Gives the number of the worker, and the data set, that it is told after a replacement."""
+
+    def __iter__(self) -> Iterator[Any]:
+        set_worker_info(7, 9, 0, "the user's")
+        info = get_worker_info()
+        assert info is not None
+        yield info.id, info.num_workers, info.dataset
+
+
+def _replaces_worker_info(_: Any) -> bool:
+    found = next(iter(DataLoader(_Renumbered(), None, num_workers=1)))
+    return list(found) == [7, 9, "the user's"]
+
+
+def _hides_group() -> bool:
+    with without_default_group():
+        hidden = not dist.is_initialized()
+    return hidden and dist.get_world_size() == 2
+
+
 def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
     return lambda _: all(world.run(ranks, function))
 
@@ -481,6 +504,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "subclasses.DeviceMode": _device_mode,
     "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.is_made_of_tensors": _is_made_of_tensors,
+    "data_workers.set_worker_info": _replaces_worker_info,
+    "data_workers.without_default_group": _over(2, _hides_group),
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),
     "pytree.treespec_dumps": lambda found: callable(found),
