@@ -28,6 +28,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mappings import copy_to_region, reduce_scatter_dim
 from shoal.errors import UsageError
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
+from shoal.strategies.tensor.narrowed_input import full_inputs
 from shoal.strategies.tensor.sequence import (
     GatherForward,
     SequenceParallelTensor,
@@ -72,6 +73,7 @@ class Region:
         Raises:
             UsageError: the layer was called from outside of the region.
         """
+        x = full_inputs(x)
         if not self.depth:
             if in_backward_pass():  # activation checkpointing computes the layer again, alone
                 return to_column_input(x, self.axis)

@@ -54,6 +54,7 @@ from shoal.strategies.colocation import Colocation
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.options import TensorOptions
 from shoal.strategies.tensor.apply import apply
+from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.user_plan import match_modules
@@ -252,17 +253,24 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        output = self.model.forward(batch)
+        mode = GatherParameters(self.axis, self._parameter_names())
+        with mode:
+            output = self.model.forward(batch)
+        mode.check_writes()
         if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
-        result = self.model.run(forward, batch)
+        with GatherParameters(self.axis, self._parameter_names(), in_backward=True):
+            result = self.model.run(forward, batch)
         if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(result.step_totals[STOP])
         return result
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.module.named_parameters()}
 
     def reduce_gradients(self) -> None:
         """Reduce gradients; in the first step, compare those of replicated parameters."""
@@ -280,7 +288,7 @@ class TensorParallelStep:
         gradients = {
             name: parameter.grad
             for name, parameter in self.model.module.named_parameters()
-            if parameter.grad is not None and not _is_tensor_sharded(parameter)
+            if parameter.grad is not None and not is_tensor_sharded(parameter)
         }
         if not gradients:
             return
@@ -302,13 +310,6 @@ class TensorParallelStep:
                 "that are not drawn from torch's generator, the rank, or the time. Make it a "
                 "function of its inputs, or use ddp."
             )
-
-
-def _is_tensor_sharded(parameter: Tensor) -> bool:
-    """Return True for a shard along the tensor axis; FSDP's shards are along the data axis."""
-    if not isinstance(parameter, DTensor):
-        return False
-    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _sum_of_local(gradient: Any) -> Tensor:
