@@ -239,6 +239,7 @@ class TensorParallelStep:
     """A step of which the ranks of a tensor group compute replicated values alike.
 
     Attributes:
+        own: ids of the parameters as this strategy has made them.
         checked: True after the first step, in which replicated gradients are compared.
     """
 
@@ -246,6 +247,7 @@ class TensorParallelStep:
         self.model = model
         self.axis = mesh.tensor
         self.checked = False
+        self.own = {id(parameter) for parameter in model.module.parameters()}
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run a forward pass. A stop request of one rank becomes one of the group. Collective.
@@ -253,7 +255,7 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        mode = GatherParameters(self.axis, self._parameter_names())
+        mode = GatherParameters(self.model.module, self.axis, self.own)
         with mode:
             output = self.model.forward(batch)
         mode.check_writes()
@@ -263,14 +265,12 @@ class TensorParallelStep:
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
-        with GatherParameters(self.axis, self._parameter_names(), in_backward=True):
+        recomputing = GatherParameters(self.model.module, self.axis, self.own, in_backward=True)
+        with recomputing:
             result = self.model.run(forward, batch)
         if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(result.step_totals[STOP])
         return result
-
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.module.named_parameters()}
 
     def reduce_gradients(self) -> None:
         """Reduce gradients; in the first step, compare those of replicated parameters."""

@@ -120,3 +120,135 @@ class SlicedSequential(nn.Module):
         self.seen.append(x)
         scores: Tensor = self.net[3:](nn.Tanh()(self.net[:3](x)))
         return scores
+
+
+class MadeInForward(nn.Module):
+    """A layer with weights is made on the way: nobody can divide what lies around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 8)
+        self.last = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.Linear(12, 12)(self.one(x))
+        scores: Tensor = self.last(self.two(x))
+        return scores
+
+
+class Words(nn.Module):
+    """Words and positions, blocks of attention with hidden units, and a head."""
+
+    def __init__(self, attention: type[nn.Module]) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*(ShortBlock(attention()) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        B, T = idx.shape
+        x = self.words(idx) + self.positions(torch.arange(T, device=idx.device))
+        logits: Tensor = self.head(self.blocks(x))
+        return logits
+
+
+class ShortBlock(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.ln1, self.ln2, self.sa = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), attention
+        self.ffwd = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.sa(self.ln1(x))
+        return x + self.ffwd(self.ln2(x))
+
+
+class NamedAttention(nn.Module):
+    """Key, query and value by their names; counts its own forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.proj, self.attn_drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.n_head, self.passes = HEADS, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        B, T, C = x.shape
+        k, q, v = (
+            layer(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for layer in (self.key, self.query, self.value)
+        )
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+        att = (q @ k.mT / math.sqrt(C // self.n_head)).masked_fill(later, -torch.inf)
+        y = self.attn_drop(att.softmax(-1)) @ v
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return out
+
+
+def turned(x: Tensor) -> Tensor:
+    """Turn pairs of features by an angle that grows with the position."""
+    angle = torch.arange(x.shape[1], dtype=x.dtype).view(1, -1, 1, 1)
+    one, two = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
+
+
+class TurnedAttention(nn.Module):
+    """Four heads of queries, two of keys and values, in the names of Llama's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.n_rep, self.head_dim = 4, 2, 2, WIDTH // 4
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bsz, seqlen, _ = x.shape
+        q = turned(self.wq(x).view(bsz, seqlen, self.n_heads, self.head_dim))
+        k = turned(self.wk(x).view(bsz, seqlen, self.n_kv_heads, self.head_dim))
+        v = self.wv(x).view(bsz, seqlen, self.n_kv_heads, self.head_dim)
+        k, v = (
+            part[:, :, :, None]
+            .expand(bsz, seqlen, self.n_kv_heads, self.n_rep, self.head_dim)
+            .reshape(bsz, seqlen, self.n_heads, self.head_dim)
+            for part in (k, v)
+        )
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.wo(y.transpose(1, 2).contiguous().view(bsz, seqlen, -1))
+        return out
+
+
+class InterleavedAttention(nn.Module):
+    """One matrix, in which each head's query, key and value follow one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_attention_heads, self.hidden_size = HEADS, WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        qkv = self.query_key_value(x).view(b, t, self.num_attention_heads, -1)
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.dense(y.transpose(1, 2).reshape(b, t, self.hidden_size))
+        return out
+
+
+class LecturesGPT(Words):
+    def __init__(self) -> None:
+        super().__init__(NamedAttention)
+
+
+class TurnedGPT(Words):
+    def __init__(self) -> None:
+        super().__init__(TurnedAttention)
+
+
+class InterleavedGPT(Words):
+    def __init__(self) -> None:
+        super().__init__(InterleavedAttention)
