@@ -1,6 +1,7 @@
 """Models in the shapes that training scripts give them are divided, and train as on one device."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,9 @@ def train_all(strategy: str) -> dict[str, tuple[list[float], dict[str, Tensor], 
     for name, (make, loss_of) in MODELS.items():
         losses, weights, model = train(strategy, make, words(), loss_of)
         regions = {n: getattr(m, "forward", None) for n, m in model.named_modules()}
-        whole = [n for n, region in regions.items() if getattr(region, "chosen", {}).get(True, 1) is None]
+        whole = [
+            n for n, region in regions.items() if getattr(region, "chosen", {}).get(True, 1) is None
+        ]
         found[name] = (losses, weights, whole)
     return found
 
@@ -119,8 +122,22 @@ def test_the_plan_of_a_script_names_heads_hidden_units_and_words(old: bool) -> N
     assert found["lm_head"] == found["transformer.wte"] == "vocabulary"
 
 
-@pytest.mark.timeout(60)
-def test_modules_that_a_forward_pass_makes_end_no_trace() -> None:
+@pytest.fixture
+def one_minute() -> Iterator[None]:
+    """End a test that would run for ever."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError("the plan took more than a minute")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("one_minute")
+def test_modules_that_a_forward_pass_makes_end_no_trace_for_ever() -> None:
     model = SlicedSequential()
     assert styles(model) == {"net.0": "column", "net.2": "row"}
     assert (model.calls, model.seen, float(model.passes)) == (0, [], 0.0)
