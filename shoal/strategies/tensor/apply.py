@@ -162,7 +162,9 @@ class _TensorParallelizer:
             if type(module) not in BETWEEN_CLASSES:  # pooling: the same on fewer channels
                 continue
             dims = {key: 0 for key in CHANNEL_TENSORS if hasattr(module, key)}
-            self.swap_class(name, BETWEEN_CLASSES[type(module)], dims).dim = channel_dim
+            between = self.swap_class(name, BETWEEN_CLASSES[type(module)], dims)
+            between.dim = channel_dim
+            between.region = region
             if isinstance(module, CONVOLUTIONS):
                 module.groups = module.groups // self.mesh.tensor.size
 

@@ -31,6 +31,7 @@ Sources: Shoeybi et al., arXiv:1909.08053 (Megatron-LM); Korthikanti et al., arX
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,7 @@ class TensorParallel(TensorOptions, Strategy):
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
+            call=step.call,
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 
@@ -255,13 +257,22 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        mode = GatherParameters(self.model.module, self.axis, self.own)
-        with mode:
-            output = self.model.forward(batch)
-        mode.check_writes()
+        output = self._with_full_parameters(self.model.forward, batch)
         if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the models outside of a step. Collective over the tensor axis."""
+        return self._with_full_parameters(self.model.call, function, *args, **kwargs)
+
+    def _with_full_parameters(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that may use parameters directly."""
+        mode = GatherParameters(self.model.module, self.axis, self.own)
+        with mode:
+            result = function(*args, **kwargs)
+        mode.check_writes()
+        return result
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
