@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import all_gather_dim
+from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
@@ -275,13 +276,18 @@ class HeadsRegion(Region):
 
 
 def _gather_parameters(layer: nn.Module, axis: Axis) -> None:
-    """Replace the layer's shards by full tensors, differentiable. Collective."""
+    """Replace the layer's shards by full tensors, differentiable if gradients are. Collective."""
     parameters: dict[str, Any] = dict(own_parameters(layer))
+    needs_gradients = torch.is_grad_enabled()
     for key, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             # Collectives must not receive into inference tensors.
             with torch.inference_mode(False):
-                parameters[key] = gathered_parameter(parameter, axis)
+                parameters[key] = (
+                    gathered_parameter(parameter, axis)
+                    if needs_gradients
+                    else full_tensor(parameter)
+                )
     own_parameters(layer).update(parameters)
 
 

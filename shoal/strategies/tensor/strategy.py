@@ -257,7 +257,7 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        output = self._with_full_parameters(self.model.forward, batch)
+        output: ForwardOutput = self._with_full_parameters(self.model.forward, batch)
         if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output

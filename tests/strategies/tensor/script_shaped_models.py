@@ -23,20 +23,20 @@ class FusedAttention(nn.Module):
             self.register_buffer("bias", mask)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
+        b, t, c = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        k = k.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        q = q.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
+        v = v.view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
         if self.flash:
             y = F.scaled_dot_product_attention(
                 q, k, v, None, self.dropout if self.training else 0, True
             )
         else:
             att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+            att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
             y = self.attn_dropout(F.softmax(att, dim=-1)) @ v
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -84,7 +84,7 @@ class ScriptGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         device = idx.device
-        b, t = idx.size()
+        _, t = idx.size()
         assert t <= self.block_size, f"{t} words are more than {self.block_size}"
         pos = torch.arange(0, t, dtype=torch.long, device=device)
         parts = self.transformer
@@ -144,8 +144,8 @@ class Words(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, idx: Tensor) -> Tensor:
-        B, T = idx.shape
-        x = self.words(idx) + self.positions(torch.arange(T, device=idx.device))
+        _, t = idx.shape
+        x = self.words(idx) + self.positions(torch.arange(t, device=idx.device))
         logits: Tensor = self.head(self.blocks(x))
         return logits
 
@@ -174,15 +174,15 @@ class NamedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
-        B, T, C = x.shape
+        b, t, c = x.shape
         k, q, v = (
-            layer(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            layer(x).view(b, t, self.n_head, c // self.n_head).transpose(1, 2)
             for layer in (self.key, self.query, self.value)
         )
-        later = torch.ones(T, T, dtype=torch.bool).triu(1)
-        att = (q @ k.mT / math.sqrt(C // self.n_head)).masked_fill(later, -torch.inf)
+        later = torch.ones(t, t, dtype=torch.bool).triu(1)
+        att = (q @ k.mT / math.sqrt(c // self.n_head)).masked_fill(later, -torch.inf)
         y = self.attn_drop(att.softmax(-1)) @ v
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, t, c))
         return out
 
 
