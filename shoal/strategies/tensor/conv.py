@@ -22,6 +22,7 @@ from shoal.strategies.tensor.region import (
     Region,
     between_outside,
     column_outside,
+    local_part,
     local_shard,
     shard_outside,
 )
@@ -63,7 +64,7 @@ class _RowParallelConv:
         if self.bias is None:
             return y
         # Added after the sum, so that it counts once; (channels, 1, ...) for the image's dims.
-        bias = local_shard(self.bias).to(y.dtype)
+        bias = local_part(self.bias).to(y.dtype)
         output: Tensor = y + bias.view(-1, *[1] * len(self.kernel_size))
         return output
 

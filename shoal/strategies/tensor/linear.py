@@ -28,6 +28,7 @@ from shoal.strategies.tensor.fused_qkv import regroup_qkv
 from shoal.strategies.tensor.region import (
     Region,
     column_outside,
+    local_part,
     local_shard,
     reduce_scatter_sequence,
     shard_outside,
@@ -148,7 +149,7 @@ def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Add a replicated bias after the sum over ranks, so that it counts once."""
-    output: Tensor = y if bias is None else y + local_shard(bias).to(y.dtype)
+    output: Tensor = y if bias is None else y + local_part(bias).to(y.dtype)
     return output
 
 

@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import (
-    all_gather_dim,
     copy_to_region,
     gather_from_region,
-    local_slice,
     reduce_scatter_dim,
+    slice_to_region,
 )
-from shoal.errors import UsageError
+from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
+from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.narrowed_input import full_inputs
 from shoal.strategies.tensor.sequence import (
     GatherForward,
@@ -148,8 +148,7 @@ def shard_outside(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Its gradient is gathered in the backward pass.
     """
-    shard: Tensor = _Shard.apply(full_tensor(x), axis, dim)
-    return shard
+    return slice_to_region(full_tensor(x), axis, dim)
 
 
 def between_outside(compute: Callable[[Tensor], Tensor], x: Tensor, layer: Any) -> Tensor:
@@ -213,6 +212,23 @@ def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def local_shard(tensor: Tensor | None) -> Any:
+    """Return this rank's shard of a parameter or buffer of a divided layer, differentiable.
+
+    None, of a layer without one, is returned as it is.
+
+    Raises:
+        StrategyRefused: somebody has put a full tensor in its place.
+    """
+    if tensor is None or isinstance(tensor, DTensor):
+        return local_part(tensor)
+    raise StrategyRefused(
+        "tensor: a layer whose parameters lie in slices was given a full one "
+        f"{tuple(tensor.shape)} instead, by torch.func.functional_call for example. Call the model itself, keep the layer "
+        "whole by the strategy's option `whole`, or use ddp."
+    )
+
+
+def local_part(tensor: Tensor | None) -> Any:
     """Return this rank's shard, differentiable; a replicated tensor, or None, as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -238,24 +254,12 @@ class RegatherInBackward:
         return full
 
 
-class _Shard(torch.autograd.Function):
-    """A slice forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
-        return local_slice(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_gather_dim(gradient, ctx.axis, ctx.dim, ctx.length), None, None
-
-
 class _AllGather(GatherForward):
     """All-gather forward, reduce-scatter backward: each rank has a part of the gradient."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         shard = reduce_scatter_dim(gradient, ctx.axis, ctx.shard_dim)
         length = gradient.shape[ctx.shard_dim]
         return SequenceParallelTensor.from_local(
@@ -273,6 +277,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         return gathered_gradient(gradient), None, None
 
 
@@ -295,6 +300,7 @@ class _LinearOfGathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         shards, weight = ctx.saved_tensors
         needs_full, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)

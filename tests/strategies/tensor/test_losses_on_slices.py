@@ -75,9 +75,15 @@ def with_parts_of_a_pair(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return plain(model, x, y) + model.last(channels.tanh()).square().mean()
 
 
+def with_a_gradient_penalty(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return plain(model, x, y) + (slope.norm(dim=1) - 1).square().mean()
+
+
 EXACT = (
     *(plain, with_l1, with_l2, with_weights_as_values),
-    *(with_a_method, methods_only, with_parts_of_a_pair),
+    *(with_a_method, methods_only, with_parts_of_a_pair, with_a_gradient_penalty),
 )
 
 
@@ -98,9 +104,16 @@ def ask_for_its_gradient(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return loss + gradient.square().sum()
 
 
+def step_inside(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    moved = {name: p - 0.1 * p.detach() for name, p in model.named_parameters()}
+    scores = torch.func.functional_call(model, moved, (x,))
+    return F.cross_entropy(scores, y)
+
+
 REFUSED = {
     write_in_place: "writes into up.weight, .* Write after the step, .*whole=up",
     write_a_detached_one: "writes into up.weight",
+    step_inside: "given a full one .*functional_call",
     ask_for_its_gradient: "asks for the gradient of up.weight",
 }
 
