@@ -223,8 +223,8 @@ def local_shard(tensor: Tensor | None) -> Any:
         return local_part(tensor)
     raise StrategyRefused(
         "tensor: a layer whose parameters lie in slices was given a full one "
-        f"{tuple(tensor.shape)} instead, by torch.func.functional_call for example. Call the model itself, keep the layer "
-        "whole by the strategy's option `whole`, or use ddp."
+        f"{tuple(tensor.shape)} instead, by torch.func.functional_call for example. Call the model "
+        "itself, keep the layer whole by the strategy's option `whole`, or use ddp."
     )
 
 
