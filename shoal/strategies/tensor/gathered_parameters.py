@@ -22,7 +22,8 @@ from shoal.comm.mappings import gather_from_region
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
-from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS
+from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS, LazyGatherTensor
+from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 TENSOR_PROPERTIES = {
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
@@ -61,6 +62,8 @@ class GatherParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        if func is torch.autograd.grad:
+            _check_differentiated(args, options)
         if not _has_sliced_tensor(args, options) or not self._is_active():
             return func(*args, **options)
         name = getattr(func, "__name__", str(func))
@@ -140,6 +143,21 @@ class GatherParameters(TorchFunctionMode):
 
     def _whole_option(self, name: str) -> str:
         return f"tensor={self.axis.size},whole={name.rpartition('.')[0] or '...'}"
+
+
+def _check_differentiated(args: Any, options: Any) -> None:
+    """Check the arguments of torch.autograd.grad.
+
+    Raises:
+        StrategyRefused: one is a tensor in slices, which is not what the graph was recorded with.
+    """
+    kinds = (LazyGatherTensor, SequenceParallelTensor)
+    if any(isinstance(leaf, kinds) for leaf in tree_leaves((args, options))):
+        raise StrategyRefused(
+            "tensor: compute_loss asks torch.autograd.grad for the gradient of, or with respect "
+            "to, logits or tokens of which each rank has a slice. Leave out sequence, keep the "
+            "layer that gives them whole by the strategy's option `whole`, or use ddp."
+        )
 
 
 def gathered_parameter(parameter: DTensor, axis: Axis) -> Tensor:
