@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as _DeviceContext
 
@@ -33,3 +33,7 @@ DeviceMode = _DeviceContext
 # memory would be counted as none, and an optimizer's state of it would be taken for whole. An
 # alias, for torch.compile knows it. Checked: 2.13.
 is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
+
+# Why: a mode that stands around a whole function is to let a block inside run at full speed, and a
+# mode has no switch. Without: each operation inside a block would be looked at. Checked: 2.13.
+pop_mode_temporarily: Any = _pop_mode_temporarily
