@@ -8,22 +8,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.data.seeds import derive_seed
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
-from shoal.platform.torch_private.pytree import (
-    tree_flatten,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
 from shoal.strategies.base import (
     STOP,
     TOTALS_LENGTH,
+    Extra,
     Forward,
     ForwardOutput,
     LocalBatch,
@@ -43,6 +37,7 @@ from shoal.strategies.pipeline.dry_run import digest
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
 from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.random_streams import draw_seed
+from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.strategies.pipeline.stage_module import StageModule
@@ -52,6 +47,8 @@ from shoal.trace.recorder import Recorder
 
 SUM_COUNT_INDEX = TOTALS_LENGTH
 """Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
+EXTRAS_INDEX = TOTALS_LENGTH + 1
+"""Index of another one: there are values beside the loss."""
 
 
 class _Call(NamedTuple):
@@ -180,7 +177,7 @@ class PipelineExecutor:
             )
             [planned] = self._plan_calls([call])
             with refusals_as_errors():
-                return self._broadcast_output(self._run_stages(planned))
+                return self._broadcast(self._run_stages(planned))
 
     def _run_stage(
         self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]
@@ -263,57 +260,30 @@ class PipelineExecutor:
         self.link.flush()
         return result if self.last_stage in self.stages else None
 
-    def _broadcast_output(self, output: Any) -> Any:
-        """Return the last stage's output on every rank.
-
-        Its structure, and leaves that are no tensors, travel as JSON; tensors in a broadcast each.
-        """
-        source = self.table.rank_of(self.last_stage)
-        is_source = self.axis.rank == source
-        leaves, spec = tree_flatten(output)
-        sent = json.dumps([treespec_dumps(spec), _leaf_headers(leaves)]) if is_source else ""
-        received = next(text for text in self.axis.all_gather_str(sent) if text)
-        spec_text, headers = json.loads(received)
-        results = []
-        for index, header in enumerate(headers):
-            if isinstance(header, dict):
-                results.append(header["is"])
-                continue
-            dtype, shape = header
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.axis.device)
-            if is_source:
-                # The copy is a plain tensor, even if the model returns sharded logits.
-                tensor.copy_(leaves[index])
-            dist.broadcast(tensor, group=self.axis.group, group_src=source)
-            results.append(tensor)
-        return tree_unflatten(results, treespec_loads(spec_text))
+    def _broadcast(self, result: Any) -> Any:
+        """Return on every rank what the last stage has. Collective over the pipeline."""
+        return broadcast_nest(self.axis, result, self.table.rank_of(self.last_stage))
 
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
-        """Return the last stage's totals and all stop requests, on every rank.
+        """Return the last stage's totals and extras and all stop requests, on every rank.
 
-        The sum is in float64: (TOTALS_LENGTH + 1,). Other ranks add zeros.
+        The sum is in float64: (TOTALS_LENGTH + 2,). Other ranks add zeros.
         """
-        totals = torch.zeros(TOTALS_LENGTH + 1, dtype=torch.float64, device=self.axis.device)
+        totals = torch.zeros(TOTALS_LENGTH + 2, dtype=torch.float64, device=self.axis.device)
+        extras = tuple(output.extra for output in outputs if output.extra is not None)
         for output in outputs:
             totals[:TOTALS_LENGTH] += output.step_totals
             totals[SUM_COUNT_INDEX] = output.is_sum_and_count
+        totals[EXTRAS_INDEX] = bool(extras)
         totals[STOP] = batch.stop_requested * batch.grad_weight
         totals = self.axis.all_reduce(totals)
-        is_sum_and_count = bool(totals[SUM_COUNT_INDEX])
+        is_sum_and_count, has_extras = map(bool, totals[TOTALS_LENGTH:].tolist())
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals
-        return StepResult(sums, is_sum_and_count)
-
-
-def _leaf_headers(leaves: list[Any]) -> list[Any]:
-    """Return [dtype, shape] of a tensor, {"is": value} of any other leaf."""
-    return [
-        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-        if isinstance(leaf, Tensor)
-        else {"is": leaf}
-        for leaf in leaves
-    ]
+        if has_extras:
+            extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
+        return StepResult(sums, is_sum_and_count, extras)
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:

@@ -219,13 +219,14 @@ def _keep_local_stages(
     executor = PipelineExecutor(
         staged.divided, local_module, staged.table, axis, ties, mesh.recorder
     )
-    route_calls(module, executor)
+    for user_model in {call.module for call in model.example.calls} if model.example else ():
+        route_calls(user_model, executor)
     return replace(
         model,
         module=local_module,
         forward=executor.forward,
         run=executor.run,
-        evaluate=executor.evaluate,
+        call=executor.evaluate,
         trainable_params=trainable,
         pipeline_axis=axis,
         full_model=staged.full_model,
