@@ -3,7 +3,7 @@
 loader      ──> shard_loader     ──> this rank's shares of each global batch
 models      ──> make_local_model ──> this rank's piece, after all strategies
 optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
-torch       ──> seed_this_rank   ──> other random numbers where samples or layers differ
+torch       ──> seed_this_rank   ──> other random numbers where samples differ
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def bind_optimizers(
 
 
 def seed_this_rank(mesh: Mesh, seed: int) -> None:
-    """Seed torch so that ranks with other samples or other layers draw other random numbers.
+    """Seed torch so that ranks with other samples draw other random numbers.
 
     Equal dropout masks on all ranks would be one mask for the global batch: a smaller sample. Ranks
-    of one tensor axis share samples and layers, and must draw alike.
+    of one pipeline or tensor group share samples, so what a script draws for them must be equal.
     """
-    stage = (mesh.pipeline.rank,) if mesh.pipeline.size > 1 else ()
-    torch.manual_seed(derive_seed(seed, mesh.data.rank, *stage))
+    torch.manual_seed(derive_seed(seed, mesh.data.rank))

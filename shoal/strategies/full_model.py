@@ -59,8 +59,7 @@ class FullModel:
 
     def stages_running(self, path: str) -> Set[int]:
         """Return the stages in which a module's own forward function runs as a whole."""
-        units = [self.stages_by_unit[unit] for unit in _prefixes(path) if unit in self.stages_by_unit]
-        return set().union(*units)
+        return set().union(*(self.stages_by_unit.get(unit, set()) for unit in _prefixes(path)))
 
 
 def _prefixes(path: str) -> list[str]:

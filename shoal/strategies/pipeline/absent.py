@@ -118,9 +118,7 @@ class AbsentTensor(Tensor):
         return self
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called inside units, and in a backward pass; elsewhere the walk's mode comes first."""
         if func in SHAPE_FUNCTIONS:
             with DisableTorchFunctionSubclass():
@@ -129,9 +127,7 @@ class AbsentTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise WalkRefusal(
             f"pipeline: {func} got a value of another stage by a way that torch does not report. "
             "Put the code that does so into a block of the model."

@@ -47,7 +47,7 @@ class DryRun(Walk):
         """
         try:
             with self.units.observed_by(self), self:
-                self._use(tensors_of_result(function()))
+                self._use([*tensors_of_result(function())])
         except StageDone:
             pass
         except WalkRefusal:
@@ -85,9 +85,7 @@ class DryRun(Walk):
 
     def crossing_bytes(self) -> list[int]:
         """Return for each cut the bytes that cross it."""
-        return [
-            sum(self._size_bytes[name] for name in names) for names in self._crossing().names
-        ]
+        return [sum(self._size_bytes[name] for name in names) for names in self._crossing().names]
 
     def _leave_stage(self, last: str) -> None:
         self._paths.append((self._path, last))

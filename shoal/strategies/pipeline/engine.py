@@ -186,7 +186,9 @@ class ScheduleExecutor:
             # Both calls may go through values that were computed from parameters alone.
             torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
         if groups:
-            stage_backward_weight(iter(self._trainable_of(action.stage)), groups)
+            # Weights before a cross attention share a part of their way to the loss.
+            parameters = iter(self._trainable_of(action.stage))
+            stage_backward_weight(parameters, groups, retain_graph=True)
 
     def _trainable_of(self, stage: int) -> list[nn.Parameter]:
         """Return the trainable parameters of a stage. Cached: the look-up takes as long as a

@@ -102,7 +102,8 @@ class PipelineExecutor:
         self.stages = table.stages_of(axis.rank)
         self.last_stage = table.num_stages - 1
         modules = [module for stage in self.stages for module in divided.modules(stage)]
-        self.batchnorm = DeferredBatchNorm(modules)
+        self.batchnorm = DeferredBatchNorm(modules, set(map(id, divided.units.modules.values())))
+        divided.units.on_run = self.batchnorm.on_call
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
         self._planned: _PlannedCall | None = None
@@ -179,13 +180,9 @@ class PipelineExecutor:
             with refusals_as_errors():
                 return self._broadcast(self._run_stages(planned))
 
-    def _run_stage(
-        self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]
-    ) -> StageRun:
+    def _run_stage(self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]) -> StageRun:
         call, crossing = planned
-        run = partial(
-            self.divided.run_stage, stage, call.function, crossing, values, call.seed
-        )
+        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
         found: StageRun = self.home(run)
         return found
 
@@ -210,7 +207,7 @@ class PipelineExecutor:
         try:
             for call in calls:
                 crossings.append(self.divided.crossing(call.function, call.key, call.seed))
-        except (WalkRefusal, Exception) as error:
+        except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
             failure = error
         if not is_known:
             self._compare_over_pipeline(crossings, failure)

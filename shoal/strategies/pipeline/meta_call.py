@@ -1,6 +1,6 @@
 """Torch functions on absent tensors: computed on the meta device, where only shapes are.
 
-      y = x * mask       x is absent, mask follows from the batch      y is absent: x's meta * meta
+y = x * mask       x is absent, mask follows from the batch      y is absent: x's meta * meta
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from shoal.strategies.pipeline.absent import (
 )
 
 VALUE_FUNCTIONS = frozenset(
-    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ "
-    "equal allclose is_nonzero".split()
+    (
+        *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"),
+        *("__complex__", "__contains__", "__array__", "equal", "allclose", "is_nonzero"),
+    )
 )
 """Names of functions that look at values."""
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
@@ -69,7 +71,7 @@ def call_on_meta(
             return torch.device("meta")
         return value
 
-    devices = [x.device for x in tensors_in((args, kwargs)) if not x.is_meta or absent_of(x)]
+    devices = [x.device for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta]
     target = written_target(label, args, kwargs)
     if label == "where":  # torch would make tensors of its numbers on the CPU
         args = tuple(x if isinstance(x, Tensor) else torch.tensor(x, device="meta") for x in args)
@@ -96,7 +98,8 @@ def call_on_meta(
         return make_absent(value, devices[0] if devices else device)
 
     if target is not None and absent_of(target) is None:  # written into a real tensor
-        mark_absent(target, make_absent(target.detach().to("meta"), target.device))
+        if not target.is_meta:
+            mark_absent(target, make_absent(target.detach().to("meta"), target.device))
         return None if out is None else target
     return tree_map(to_absent, out)
 

@@ -140,9 +140,7 @@ class _OnMeta(TorchFunctionMode):
         self.device = device
         self._received = ReceivedValues(None, ["it"])
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DEVICE_FUNCTIONS:
             return device_answer(func, args[0], self.device)

@@ -90,7 +90,8 @@ def observe_units(
 ) -> ObservedUnits:
     """Find the units of a model, and run the function once. The model stays as it was.
 
-    Modules are looked into until there are enough places between calls of units.
+    Modules are looked into until there are enough places between calls of units. Modules without
+    parameters are units only if that does not suffice.
 
     Raises: WalkRefusal: there are too few.
     """
@@ -98,8 +99,10 @@ def observe_units(
     named = set(request.cut_names)
     for name in named:
         _check_cut_name(model, name, request.cuts)
+    with_plain = False
     while True:
-        units = Units(model, find_units(model, request.num_stages, expanded, named), device)
+        names = find_units(model, request.num_stages, expanded, named, with_plain)
+        units = Units(model, names, device)
         profile = observed_run(units, None, function)
         inside = _used_without_call(units, profile)
         num_places = len(open_places(profile, request))
@@ -107,8 +110,9 @@ def observe_units(
             forms = OutputForms(model, units.modules)
             return ObservedUnits(units, forms, observed_run(units, forms, function))
         more = inside or _largest_divisible(units, named)
-        if not more:
+        if not more and with_plain:
             raise WalkRefusal(_too_few_places(profile, request, num_places))
+        with_plain = not more
         expanded |= more
 
 
@@ -119,9 +123,13 @@ def observed_run(
     saved = SavedState(units.model)
     profile = UnitProfile(units, forms, timed)
     try:
-        with preserved_generators(units.device), units.watched(), units.observed_by(profile):
-            with profile:
-                function()
+        with (
+            preserved_generators(units.device),
+            units.watched(),
+            units.observed_by(profile),
+            profile,
+        ):
+            function()
     finally:
         saved.restore()
     return profile
@@ -132,9 +140,7 @@ def open_places(profile: UnitProfile, request: PlanRequest) -> list[int]:
 
     A stage without units is of use only where modules must lie in one stage.
     """
-    closed = {
-        place for way in profile.side_ways for place in range(way.made + 1, way.used + 1)
-    }
+    closed = {place for way in profile.side_ways for place in range(way.made + 1, way.used + 1)}
     first = 0 if request.cuts else 1
     return [place for place in range(first, len(profile.calls)) if place not in closed]
 
@@ -186,9 +192,7 @@ def split_counts(calls: Sequence[UnitCall], colocations: Sequence[Colocation]) -
     """
     counts = [0] * (len(calls) + 1)
     for names, through_output in colocations:
-        indices = [
-            index for index, call in enumerate(calls) if _touches(call.unit, names)
-        ]
+        indices = [index for index, call in enumerate(calls) if _touches(call.unit, names)]
         if not indices:
             continue
         last = len(calls) if through_output else max(indices)

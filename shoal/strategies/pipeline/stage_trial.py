@@ -116,9 +116,7 @@ def _compare(expected: _TrialRun, found: _TrialRun) -> None:
         if one is None or other is None:
             here, there = ("none", "one") if other is None else ("one", "none")
             _refuse(f"{name} has {here} gradient, and {there} in one piece")
-        elif not all(
-            _is_close(a, b, one[0], floor) for a, b in zip(one, other, strict=True)
-        ):
+        elif not all(_is_close(a, b, one[0], floor) for a, b in zip(one, other, strict=True)):
             _refuse(
                 f"the gradient of {name} is {other[0]:.4g}, and {one[0]:.4g} in one piece "
                 "(its 2-norm)"

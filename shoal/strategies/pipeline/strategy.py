@@ -119,9 +119,7 @@ class Pipeline(PipelineOptions, Strategy):
         schedule = self._table(example)
         request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
         function = partial(example.compute_loss, *example.args, **example.kwargs)
-        observed = agreed(
-            mesh, partial(observe_units, module, function, request, mesh.device)
-        )
+        observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         self._check_halves(schedule, observed, module)
         one_stage = _full_model(observed, [], {})
         stage_plan = plan(mesh, observed, request, function, one_stage)
@@ -161,7 +159,7 @@ def agreed(mesh: Mesh, function: Callable[[], Any]) -> Any:
     result = None
     try:
         result = function()
-    except (WalkRefusal, Exception) as error:  # whatever the user's function raises
+    except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
         failure = error
     texts = mesh.all_gather_str(str(failure or "") or ("" if failure is None else repr(failure)))
     if failure is not None:

@@ -70,9 +70,7 @@ class UnitProfile(TorchFunctionMode):
         self._makers: dict[int, int] = {}
         self._alive: list[Tensor] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.registers_hooks = self.registers_hooks or func is Tensor.register_hook
         if func not in SHAPE_FUNCTIONS:
@@ -182,4 +180,3 @@ def _backward(nest: Any) -> None:
     roots = [x for x in tree_leaves(nest) if isinstance(x, Tensor) and x.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-

@@ -52,6 +52,7 @@ class Units:
     Attributes:
         modules: name -> unit, in the order of the model.
         observer: receives the calls of units; None to let them run as they are.
+        on_run: is told the units that run, with their positional arguments; None for nobody.
         is_watching: calls of units are reported.
         draws_beyond_torch: names of units that draw from Python's or NumPy's generator.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
@@ -70,6 +71,7 @@ class Units:
         self.parameters: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
         self.is_watching = False
+        self.on_run: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -107,23 +109,25 @@ class Units:
         finally:
             self.observer = before
 
-    def run(
-        self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, seed: int
-    ) -> Any:
+    def run(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
         """Run a unit, with random numbers of its own."""
+        if self.on_run is not None:
+            self.on_run(self.modules[name], args)
         with seeded(seed, self.device, name in self.draws_beyond_torch):
             return forward(*args, **kwargs)
 
-    def _called(
-        self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.observer is not None:
             return self.observer.call(name, forward, args, kwargs)
         return self.run(name, forward, args, kwargs, draw_seed())
 
 
 def find_units(
-    model: nn.Module, num_stages: int, expanded: Collection[str] = (), named: Collection[str] = ()
+    model: nn.Module,
+    num_stages: int,
+    expanded: Collection[str] = (),
+    named: Collection[str] = (),
+    with_plain: bool = False,
 ) -> dict[str, nn.Module]:
     """Return the units of a model by name, in the order of the model.
 
@@ -131,6 +135,7 @@ def find_units(
         num_stages: a module with more than 1/num_stages of all parameters is looked into.
         expanded: names of modules that are looked into whatever their size.
         named: names of modules that must be units, where the user wants stages to begin.
+        with_plain: modules without parameters, such as nn.ReLU, are units too.
     """
     total = _num_parameters(model) or 1
     found: dict[str, nn.Module] = {}
@@ -141,14 +146,11 @@ def find_units(
             return
         prefix = f"{path}." if path else ""
         holds_named = any(name.startswith(prefix) for name in named)
-        if path in named or (
-            path
-            and path not in expanded
-            and not holds_named
-            and not _is_list(module)
-            and _num_parameters(module) > 0
-            and not (_is_divisible(module) and _num_parameters(module) > total / num_stages)
-        ):
+        size = _num_parameters(module)
+        is_whole = not (_is_divisible(module) and size > total / num_stages)
+        is_plain = with_plain and not any(True for _ in module.children())
+        may_be_unit = path and path not in expanded and not holds_named and not _is_list(module)
+        if path in named or (may_be_unit and (is_whole if size else is_plain)):
             seen.add(id(module))
             found[path] = module
             return

@@ -12,8 +12,8 @@
     received, wherever they turn up.
 [3] It ends where the first unit of the next stage is called, with its arguments complete: code
     between two stages belongs to the earlier one. An exception leaves the function there.
-[4] The *path* is a checksum of the events on the way. It must be that of the dry run (`dry_run.py`),
-    which has found by the same events what crosses each cut.
+[4] The *path* is a checksum of the events on the way. It must be that of the dry run, which has
+    found by the same events what crosses each cut (`dry_run.py`).
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ class Walk(TorchFunctionMode):
 
     # --- functions in the code around units
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DEVICE_FUNCTIONS:
             return device_answer(func, args[0], self.units.device)
@@ -259,9 +257,7 @@ class Walk(TorchFunctionMode):
         if self.is_computing:
             self._check_gradients(name, leaves)
             with self._aside():
-                out = self.units.run(
-                    name, forward, filled_nest(args), filled_nest(kwargs), seed
-                )
+                out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
         else:
             out = self._absent_results(name, args, kwargs)
         self._name_results(out)
