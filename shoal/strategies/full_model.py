@@ -35,6 +35,12 @@ class FullModel:
     output_stage: int
     directly_read: Sequence[str]
 
+    def as_one_stage(self) -> FullModel:
+        """Return the same model as one stage."""
+        return FullModel(
+            self.model, {unit: {0} for unit in self.stages_by_unit}, 0, self.directly_read
+        )
+
     def stages_in(self, graph: fx.Graph, root: str = "") -> dict[fx.Node, int]:
         """Map each node of a forward pass to its stage.
 
@@ -57,8 +63,16 @@ class FullModel:
         paths = (name.rpartition(".") for name in self.directly_read)
         return [getattr(self.model.get_submodule(owner), name) for owner, _, name in paths]
 
+    def runs_whole(self, path: str) -> bool:
+        """Return whether a module's own forward function runs in one piece: it is a unit, lies in
+        one, or contains none.
+        """
+        in_unit = any(prefix in self.stages_by_unit for prefix in _prefixes(path))
+        start = f"{path}." if path else ""
+        return in_unit or not any(unit.startswith(start) for unit in self.stages_by_unit)
+
     def stages_running(self, path: str) -> Set[int]:
-        """Return the stages in which a module's own forward function runs as a whole."""
+        """Return the stages that call a module, or a module that contains it, as a unit."""
         return set().union(*(self.stages_by_unit.get(unit, set()) for unit in _prefixes(path)))
 
 

@@ -77,6 +77,19 @@ class DividedModel:
         read = {name for name, stages in self.parameter_users.items() if stage in stages}
         return units | {name for name in read if enclosing(name, dict.fromkeys(units)) is None}
 
+    def plain_modules(self) -> set[str]:
+        """Return the paths of modules around the units that hold no tensors, such as nn.Dropout.
+
+        Code around the units calls them, on every rank.
+        """
+        return {
+            name
+            for name, module in self.units.model.named_modules()
+            if name
+            and enclosing(name, self.units.modules) is None
+            and not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
+        }
+
     def modules(self, stage: int) -> list[nn.Module]:
         """Return the units of a stage and all modules inside them."""
         paths = sorted(name for name in self.targets(stage) if name in self.units.modules)

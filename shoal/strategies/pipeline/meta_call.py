@@ -71,7 +71,8 @@ def call_on_meta(
             return torch.device("meta")
         return value
 
-    devices = [x.device for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta]
+    held = [x for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta]
+    devices = [x.device for x in held]
     target = written_target(label, args, kwargs)
     if label == "where":  # torch would make tensors of its numbers on the CPU
         args = tuple(x if isinstance(x, Tensor) else torch.tensor(x, device="meta") for x in args)

@@ -97,19 +97,24 @@ def observe_units(
     """
     expanded: set[str] = set()
     named = set(request.cut_names)
+    writers: set[str] = set()
     for name in named:
         _check_cut_name(model, name, request.cuts)
     with_plain = False
     while True:
-        names = find_units(model, request.num_stages, expanded, named, with_plain)
+        names = find_units(model, request.num_stages, expanded, named | writers, with_plain)
         units = Units(model, names, device)
         profile = observed_run(units, None, function)
         inside = _used_without_call(units, profile)
+        more_writers = _writers_around(units, profile) - writers
+        if more_writers:
+            writers |= more_writers
+            continue
         num_places = len(open_places(profile, request))
         if not inside and (num_places + 1 >= request.num_stages or request.cuts):
             forms = OutputForms(model, units.modules)
             return ObservedUnits(units, forms, observed_run(units, forms, function))
-        more = inside or _largest_divisible(units, named)
+        more = inside or _largest_divisible(units, named | writers)
         if not more and with_plain:
             raise WalkRefusal(_too_few_places(profile, request, num_places))
         with_plain = not more
@@ -130,6 +135,7 @@ def observed_run(
             profile,
         ):
             function()
+        profile.mutated_buffers = saved.mutated()
     finally:
         saved.restore()
     return profile
@@ -302,6 +308,20 @@ def _used_without_call(units: Units, profile: UnitProfile) -> set[str]:
         if name is not None
         and name not in called
         and any(True for _ in units.modules[name].children())
+    }
+
+
+def _writers_around(units: Units, profile: UnitProfile) -> set[str]:
+    """Return the modules around units that write into buffers of their own, as a BatchNorm without
+    weights does. They must be units; a module that contains units cannot be one.
+    """
+    return {
+        name
+        for name, module in units.model.named_modules()
+        if name
+        and any(id(buffer) in profile.mutated_buffers for buffer in module.buffers(recurse=False))
+        and enclosing(name, units.modules) is None
+        and not any(unit.startswith(f"{name}.") for unit in units.modules)
     }
 
 

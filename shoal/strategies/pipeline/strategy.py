@@ -262,7 +262,7 @@ def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageM
     if staged.table.rank_of(0) == rank:
         all_targets = (divided.targets(stage) for stage in range(divided.num_stages))
         others = unused(module, set().union(*all_targets))
-    return collect(module, targets, others)
+    return collect(module, targets | divided.plain_modules(), others)
 
 
 def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:

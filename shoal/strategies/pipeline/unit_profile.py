@@ -50,6 +50,7 @@ class UnitProfile(TorchFunctionMode):
         calls: of units, in order.
         times_s: of each call; empty if not timed.
         side_ways: values that leave units.
+        mutated_buffers: ids of the buffers into which the run has written; set by its caller.
         registers_hooks: code registers hooks on tensors.
         parameters_around: names of parameters that the code around units uses.
     """
@@ -63,6 +64,7 @@ class UnitProfile(TorchFunctionMode):
         self.times_s: list[float] = []
         self.side_ways: list[SideWay] = []
         self.registers_hooks = False
+        self.mutated_buffers: set[int] = set()
         self.parameters_around: set[str] = set()
         self._turns: Counter[str] = Counter()
         self._call = -1  # index of the call inside which the run is; -1 around units
