@@ -154,11 +154,11 @@ class DividedModel:
                 walk,
             ):
                 result = function()
+                walk.end()
         except StageDone:
             return StageRun(walk.values_to_send(), None)
         finally:
             walk.received.walking = False
-        walk.check_returned()
         return StageRun((), filled_result(result))
 
 

@@ -47,7 +47,9 @@ class DryRun(Walk):
         """
         try:
             with self.units.observed_by(self), self:
-                self._use([*tensors_of_result(function())])
+                result = [*tensors_of_result(function())]
+                self.end()
+                self._use(result)
         except StageDone:
             pass
         except WalkRefusal:

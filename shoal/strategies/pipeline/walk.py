@@ -135,6 +135,7 @@ class Walk(TorchFunctionMode):
         self._grad_at_start = torch.is_grad_enabled()
         self._path = 0
         self._inside = 0
+        self._is_done = False
         self._turns: Counter[str] = Counter()
         self.num_seeds = 0
         self._token = object()  # marks tensors that are staged in this walk
@@ -161,19 +162,20 @@ class Walk(TorchFunctionMode):
             sent.append(value)
         return tuple(sent)
 
-    def check_returned(self) -> None:
-        """Raise WalkRefusal if the function should not have returned in this stage."""
-        if self.stage != self.stage_map.last:
+    def end(self) -> None:
+        """Pass to the last stage, whose result the function's is: the function has returned.
+
+        It may have called no block of the last stages, as where one of several models is evaluated.
+
+        Raises: StageDone: the stage of this walk is an earlier one. WalkRefusal: as `pass_to`.
+        """
+        if self._is_done:
             raise WalkRefusal(
                 f"pipeline: the function returned in stage {self.stage} of "
-                f"{self.stage_map.last + 1}: it catches BaseException, by which a stage ends; or "
-                "it calls fewer blocks than for the same shapes before."
+                f"{self.stage_map.last + 1}: it catches BaseException, by which a stage ends. "
+                "Catch Exception."
             )
-        if not self.is_computing:
-            raise WalkRefusal(
-                f"pipeline: the function returned without calling a block of stage {self.stage}, "
-                "unlike for the same shapes before. What it does must not follow from values."
-            )
+        self.pass_to(self.stage_map.last, "the end")
 
     # --- functions in the code around units
 
@@ -281,6 +283,7 @@ class Walk(TorchFunctionMode):
                 )
             self._leave_stage(last)
             if self.is_computing:
+                self._is_done = True
                 raise StageDone
             self.at += 1
 
