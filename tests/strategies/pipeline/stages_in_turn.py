@@ -28,10 +28,15 @@ class OneRank:
 
 
 def divided(
-    model: nn.Module, function: Callable[..., Any], args: Any, num_stages: int, cuts: str = ""
+    model: nn.Module,
+    function: Callable[..., Any],
+    args: Any,
+    num_stages: int,
+    cuts: str = "",
+    by: str = "parameters",
 ) -> DividedModel:
     """Plan the stages of a model, and try them."""
-    request = PlanRequest(num_stages, "parameters", cuts)
+    request = PlanRequest(num_stages, by, cuts)
 
     def call() -> Any:
         return function(*args)
@@ -61,13 +66,14 @@ def difference(
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     values: tuple[Tensor, ...] = ()
+    result: Any = None
     names = made.crossing(lambda: function(*args), shape_key(model, args), 1)
     if crossing is not None:
         crossing += names.makers
     for stage in range(num_stages):
         values, result = made.run_stage(stage, lambda: function(*args), names, values, 1)
     result.backward()
-    differences = [abs(float(result) - float(loss)) / abs(float(loss))]
+    differences = [abs(float(result.detach()) - float(loss.detach())) / abs(float(loss.detach()))]
     for name, parameter in model.named_parameters():
         want, got = expected[name], parameter.grad
         if want is None or got is None:
