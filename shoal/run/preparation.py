@@ -3,7 +3,7 @@
 loader      ──> shard_loader     ──> this rank's shares of each global batch
 models      ──> make_local_model ──> this rank's piece, after all strategies
 optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
-torch       ──> seed_this_rank   ──> other random numbers where samples or layers differ
+torch       ──> seed_this_rank   ──> other random numbers where samples differ
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ Every rank has the same description, so decisions that follow from it are the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -25,61 +24,56 @@ class FullModel:
 
     Attributes:
         model: all modules. A tensor of another rank's stage has a shape and no memory.
-        graphs: fx graphs of the forward pass in training and in evaluation. A wrap unit is one
-            node.
-        steps: for each graph the nodes that are computed once, in order.
-        begins: indices into `steps` at which stages 1, 2, ... begin.
+        stages_by_unit: path of each unit -> the stages that call it. A unit is a module that stages
+            call whole; modules around units run in parts, in several stages.
+        output_stage: index of the stage that returns the model's output.
+        directly_read: paths of the parameters that code around units reads.
     """
 
     model: nn.Module
-    graphs: tuple[fx.Graph, fx.Graph]
-    steps: tuple[Sequence[fx.Node], Sequence[fx.Node]]
-    begins: Sequence[int]
+    stages_by_unit: Mapping[str, Set[int]]
+    output_stage: int
+    directly_read: Sequence[str]
 
-    @property
-    def output_stage(self) -> int:
-        """Index of the stage that returns the model's output."""
-        return len(self.begins)
+    def as_one_stage(self) -> FullModel:
+        """Return the same model as one stage."""
+        return FullModel(
+            self.model, {unit: {0} for unit in self.stages_by_unit}, 0, self.directly_read
+        )
 
-    def stages_in(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """Map each step of one of `graphs` to its stage."""
-        steps = self.steps[self.graphs.index(graph)]
-        boundaries = [0, *self.begins, len(steps)]
+    def stages_in(self, graph: fx.Graph, root: str = "") -> dict[fx.Node, int]:
+        """Map each node of a forward pass to its stage.
+
+        What is computed between two units belongs to the stage of the first one.
+
+        Args: root: path of the module whose forward pass the graph is.
+        """
         stages = {}
-        for stage, (start, end) in enumerate(pairwise(boundaries)):
-            stages.update(dict.fromkeys(steps[start:end], stage))
+        prefix = f"{root}." if root else ""
+        stage = max(self.stages_running(root), default=0)
+        for node in graph.nodes:
+            if node.op == "call_module":
+                stage = max(self.stages_running(f"{prefix}{node.target}"), default=stage)
+            stages[node] = stage
         return stages
 
     @cached_property
-    def stages_by_module(self) -> dict[str, set[int]]:
-        """Map the path of each module that is called to the stages that call it."""
-        stages_by_path: dict[str, set[int]] = {}
-        for step, stage in self.stages_in(self.graphs[0]).items():
-            if step.op == "call_module":
-                stages_by_path.setdefault(str(step.target), set()).add(stage)
-        return stages_by_path
-
-    @cached_property
     def directly_read_tensors(self) -> list[Tensor]:
-        """Parameters and buffers that a stage reads without calling the module that owns them."""
-        paths = {
-            str(node.target).rpartition(".")
-            for node in self.graphs[0].nodes
-            if node.op == "get_attr"
-        }
-        return [getattr(self.model.get_submodule(owner), name) for owner, _, name in sorted(paths)]
+        """Parameters that a stage reads without calling the module that owns them."""
+        paths = (name.rpartition(".") for name in self.directly_read)
+        return [getattr(self.model.get_submodule(owner), name) for owner, _, name in paths]
 
-    def stages_running(self, path: str) -> set[int]:
-        """Return the stages in which a module's own forward function runs.
-
-        They call the module itself, or a module that contains it.
+    def runs_whole(self, path: str) -> bool:
+        """Return whether a module's own forward function runs in one piece: it is a unit, lies in
+        one, or contains none.
         """
-        paths = _prefixes(path)
-        return set().union(*(self.stages_by_module.get(prefix, set()) for prefix in paths))
+        in_unit = any(prefix in self.stages_by_unit for prefix in _prefixes(path))
+        start = f"{path}." if path else ""
+        return in_unit or not any(unit.startswith(start) for unit in self.stages_by_unit)
 
-    def called_twice(self, path: str) -> bool:
-        """Return True if a module is called, and a module that contains it is called too."""
-        return sum(prefix in self.stages_by_module for prefix in _prefixes(path)) > 1
+    def stages_running(self, path: str) -> Set[int]:
+        """Return the stages that call a module, or a module that contains it, as a unit."""
+        return set().union(*(self.stages_by_unit.get(unit, set()) for unit in _prefixes(path)))
 
 
 def _prefixes(path: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as _DeviceContext
 
@@ -43,3 +43,7 @@ DispatchMode: Any = _python_dispatch.TorchDispatchMode
 # documented `super().__torch_function__` runs Python for each. Without: a parameter that servers
 # own would cost microseconds at each use. Checked: 2.13.
 DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+# Why: a mode that stands around a whole function is to let a block inside run at full speed, and a
+# mode has no switch. Without: each operation inside a block would be looked at. Checked: 2.13.
+pop_mode_temporarily: Any = _pop_mode_temporarily

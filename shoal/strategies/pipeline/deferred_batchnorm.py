@@ -16,7 +16,7 @@ would lose all digits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,14 +47,19 @@ class _Moments(NamedTuple):
 class DeferredBatchNorm:
     """The BatchNorm modules of one rank's stages.
 
-    Args: modules: the BatchNorms among them are used.
+    Args:
+        modules: the BatchNorms among them are used.
+        reported: ids of modules whose calls `on_call` is told; the others get hooks. Hooks of a
+            unit would see absent values.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], reported: Set[int] = frozenset()) -> None:
         norms = {
             id(m): m for m in modules if isinstance(m, BatchNormBase) and m.track_running_stats
         }
         self._norms = list(norms.values())
+        self._reported = reported
+        self._counting: set[int] = set()  # ids of the norms whose calls count now
         self._moments: dict[_CallKey, _Moments] = {}
         self._num_calls: dict[int, int] = {}
         self._stage = 0
@@ -72,19 +77,28 @@ class DeferredBatchNorm:
         saved = [(norm, norm.momentum, _batch_counter(norm).clone()) for norm in norms]
         # Hooks exist only during this pass, so a recomputation in the backward pass is not counted.
         hooked = norms if num_samples else []
-        hooks = [norm.register_forward_pre_hook(self._on_forward) for norm in hooked]
+        self._counting = {id(norm) for norm in hooked}
+        hooks = [
+            norm.register_forward_pre_hook(self.on_call)
+            for norm in hooked
+            if id(norm) not in self._reported
+        ]
         for norm in norms:
             norm.momentum = 0.0  # the module's own update changes nothing
         try:
             yield
         finally:
+            self._counting = set()
             for norm, momentum, counter in saved:
                 norm.momentum = momentum
                 _batch_counter(norm).copy_(counter)
             for hook in hooks:
                 hook.remove()
 
-    def _on_forward(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def on_call(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add the statistics of one call, if the module counts now."""
+        if id(norm) not in self._counting:
+            return
         with torch.no_grad():
             x = inputs[0]
             dims = [dim for dim in range(x.dim()) if dim != 1]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.p2p import StageComm
+from shoal.strategies.pipeline.parameter_groups import disjoint_groups
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.trace.span import BACKWARD, FORWARD
@@ -170,6 +171,7 @@ class ScheduleExecutor:
                 else [gradient for gradient in dependent.gradients if gradient is not None]
             )
             _, groups = stage_backward_input(dependent.values, gradients, leaves, iter(parameters))
+            groups = disjoint_groups(groups, parameters)
         elif dependent:
             torch.autograd.backward(
                 dependent.values, dependent.gradients, retain_graph=bool(independent)
@@ -186,7 +188,9 @@ class ScheduleExecutor:
             # Both calls may go through values that were computed from parameters alone.
             torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
         if groups:
-            stage_backward_weight(iter(self._trainable_of(action.stage)), groups)
+            # Weights before a cross attention share a part of their way to the loss.
+            parameters = iter(self._trainable_of(action.stage))
+            stage_backward_weight(parameters, groups, retain_graph=True)
 
     def _trainable_of(self, stage: int) -> list[nn.Parameter]:
         """Return the trainable parameters of a stage. Cached: the look-up takes as long as a

@@ -3,96 +3,119 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.data.seeds import preserve_rng_state
+from shoal.data.seeds import derive_seed
+from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
-from shoal.platform.torch_private.module_state import forward_pre_hooks
-from shoal.platform.torch_private.pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
 from shoal.strategies.base import (
     STOP,
     TOTALS_LENGTH,
+    Extra,
     Forward,
     ForwardOutput,
     LocalBatch,
     StepResult,
 )
-from shoal.strategies.local_step import compute_weighted_loss
+from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.microbatch import split_microbatches
-from shoal.strategies.pipeline.constants import Constants
+from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
+from shoal.strategies.pipeline.division import (
+    DividedModel,
+    StageRun,
+    refusals_as_errors,
+    shape_key,
+)
+from shoal.strategies.pipeline.dry_run import digest
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.model_call import call_arguments, replaced_forward
 from shoal.strategies.pipeline.p2p import P2PLink, StageComm
+from shoal.strategies.pipeline.random_streams import draw_seed
+from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
-from shoal.strategies.pipeline.stage import Stage, apply_pre_hooks
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
+from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
+from shoal.strategies.pipeline.walk import Crossing
 from shoal.trace.recorder import Recorder
 
 SUM_COUNT_INDEX = TOTALS_LENGTH
 """Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
+EXTRAS_INDEX = TOTALS_LENGTH + 1
+"""Index of another one: there are values beside the loss."""
+
+
+class _Call(NamedTuple):
+    """The user's function with the arguments of one micro-batch.
+
+    Attributes:
+        key: what determines the shapes of all values.
+        seed: of its random numbers.
+    """
+
+    function: Callable[[], Any]
+    key: Hashable
+    seed: int
+
+
+class _PlannedCall(NamedTuple):
+    """A call of which it is known what crosses the cuts."""
+
+    call: _Call
+    crossing: Crossing
 
 
 class PipelineExecutor:
     """One rank of a pipeline.
 
     Args:
-        model: the user's model; only the modules of this rank have memory.
+        divided: the user's model; only the modules of this rank have memory.
+        home: the modules of this rank.
         table: the schedule.
         axis: the pipeline axis.
-        stages: stage index -> stage, for the stages of this rank.
         ties: sums the gradients of tied parameters.
-        constants: the assumptions of the traced graphs.
         recorder: records passes and messages in a trace.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        divided: DividedModel,
+        home: StageModule,
         table: ScheduleTable,
         axis: Axis,
-        stages: Mapping[int, Stage],
         ties: Ties,
-        constants: Constants,
         recorder: Recorder,
     ) -> None:
-        self.model = model
+        self.divided = divided
+        self.home = home
         self.table = table
         self.axis = axis
-        self.stages = stages
         self.ties = ties
-        self.constants = constants
         self.link = P2PLink(axis, recorder)
-        self.hooks = forward_pre_hooks(model)
+        self.model = divided.units.model
+        self.stages = table.stages_of(axis.rank)
         self.last_stage = table.num_stages - 1
-        modules = [module for stage in stages.values() for module in stage.modules()]
-        self.batchnorm = DeferredBatchNorm(modules)
-        floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        modules = [module for stage in self.stages for module in divided.modules(stage)]
+        self.batchnorm = DeferredBatchNorm(modules, set(map(id, divided.units.modules.values())))
+        divided.units.on_run = self.batchnorm.on_call
+        floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
+        self._planned: _PlannedCall | None = None
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
-        inputs = self._inputs_of(batch)
-        output = self.stages[batch.stage](self.model.training, *inputs, *batch.values)
+        assert self._planned is not None, "`run` plans each micro-batch"
+        found = self._run_stage(batch.stage, self._planned, batch.values)
         if batch.stage == self.last_stage:
-            with replaced_forward(self.model, lambda *_, **__: output):
-                return compute_weighted_loss(batch)
+            return weighted_loss(found.result, batch)
         zero = torch.zeros((), device=self.axis.device)
-        return ForwardOutput(zero, zero, False, values=output)
+        return ForwardOutput(zero, zero, False, values=found.values)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Send all micro-batches through all stages; gradients add up in `.grad`.
@@ -102,16 +125,26 @@ class PipelineExecutor:
         Args:
             forward: `self.forward`, or a function that other strategies have put around it.
         """
-        self.constants.check_unchanged()
         count = self.table.num_microbatches
         # Every rank runs as many micro-batches as the table has. Where samples are fewer, stand-ins
         # of zero samples fill up.
         single = batch._replace(previous_totals=None, stop_requested=False)
         microbatches = list(split_microbatches(single, count, min_count=count))
+        seed = self._common_seed()
+        calls = [
+            _Call(
+                partial(micro.compute_loss, *micro.args, **micro.kwargs),
+                shape_key(self.model, (micro.args, micro.kwargs)),
+                derive_seed(seed, index) % 2**31,
+            )
+            for index, micro in enumerate(microbatches)
+        ]
+        planned = self._plan_calls(calls)
         outputs: list[ForwardOutput] = []
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:
             micro = microbatches[microbatch]
+            self._planned = planned[microbatch]
             with self.batchnorm.counting(micro.num_samples, stage):
                 output = forward(micro._replace(stage=stage, values=values))
             if stage != self.last_stage:
@@ -120,113 +153,134 @@ class PipelineExecutor:
             outputs.append(output._replace(loss=output.step_totals))
             return StageOutput(output.values, output.loss)
 
-        # Cached, for it is asked several times for each message.
-        key_of = cache(lambda microbatch: self._shape_key(microbatches[microbatch][1:3]))
-        comm = StageComm(self.link, self.table, key_of)
-        engine = ScheduleExecutor(
-            self.table, comm, compute, lambda stage: self.stages[stage].parameters()
-        )
-        for _ in engine.run():
-            pass
+        comm = StageComm(self.link, self.table, lambda microbatch: calls[microbatch].key)
+        engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
+        # Checkpoints in the user's code call units again in a backward pass.
+        with self.divided.units.watched(), refusals_as_errors():
+            for _ in engine.run():
+                pass
+        self._planned = None
         self.batchnorm.commit()
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
         return self._reduce_totals(outputs, batch)
 
-    def _inputs_of(self, batch: LocalBatch) -> tuple[Any, ...]:
-        """Return the arguments with which the user's function calls the model."""
-        with preserve_rng_state():
-            inputs = call_arguments(self.model, batch)
-        return apply_pre_hooks(self.model, self.hooks, inputs)
+    def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function of the batch returns, without a graph, on every rank.
 
-    def evaluate(self, *inputs: Any) -> Any:
-        """Return the model's output, without a graph, on every rank of the pipeline.
-
-        Collective over the pipeline.
+        Collective over the pipeline: all ranks call it with the same arguments.
         """
-        self.constants.check_unchanged()
         with torch.no_grad():
-            output = self._run_stages(inputs)
-            return self._broadcast_output(output)
+            call = _Call(
+                partial(function, *args, **kwargs),
+                ("evaluation", shape_key(self.model, (args, kwargs))),
+                self._common_seed(),
+            )
+            [planned] = self._plan_calls([call])
+            with refusals_as_errors():
+                return self._broadcast(self._run_stages(planned))
 
-    def _run_stages(self, inputs: tuple[Any, ...]) -> Any:
-        """Send the batch in one piece through all stages. Return the output on the rank of the
+    def _run_stage(self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]) -> StageRun:
+        call, crossing = planned
+        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
+        found: StageRun = self.home(run)
+        return found
+
+    def _common_seed(self) -> int:
+        """Return a seed that is the same on all ranks of the pipeline. Collective.
+
+        Code around the blocks must draw the same numbers on all of them, and a script may have
+        drawn on one rank alone.
+        """
+        seed = torch.tensor([draw_seed()], device=self.axis.device)
+        self.axis.broadcast_tensor(seed)
+        return int(seed)
+
+    def _plan_calls(self, calls: Sequence[_Call]) -> list[_PlannedCall]:
+        """Find what crosses the cuts, for each call. Collective if one needs a dry run.
+
+        Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
+        """
+        is_known = all(self.divided.knows(call.key) for call in calls)
+        crossings: list[Crossing] = []
+        failure: BaseException | None = None
+        try:
+            for call in calls:
+                crossings.append(self.divided.crossing(call.function, call.key, call.seed))
+        except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
+            failure = error
+        if not is_known:
+            self._compare_over_pipeline(crossings, failure)
+        if failure is not None:
+            with refusals_as_errors():
+                raise failure
+        return [_PlannedCall(*pair) for pair in zip(calls, crossings, strict=True)]
+
+    def _compare_over_pipeline(
+        self, crossings: Sequence[Crossing], failure: BaseException | None
+    ) -> None:
+        own = json.dumps([str(failure or ""), [digest(crossing) for crossing in crossings]])
+        found = [json.loads(text) for text in self.axis.all_gather_str(own)]
+        refusal = next((text for text, _ in found if text), "")
+        if failure is None and refusal:
+            raise StrategyRefused(f"another rank of the pipeline says: {refusal}")
+        if refusal:
+            return
+        for rank, (_, digests) in enumerate(found):
+            if digests != found[0][1]:
+                raise StrategyRefused(
+                    f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
+                    "function, for the same batch. It must not depend on the rank, the time or "
+                    "random numbers other than those of torch, Python and NumPy."
+                )
+
+    def _run_stages(self, planned: _PlannedCall) -> Any:
+        """Send the batch in one piece through all stages. Return the result on the rank of the
         last stage, None on others.
         """
         comm = StageComm(
             self.link,
             _as_single_microbatch(self.table),
-            lambda _: ("evaluation", self._shape_key(inputs)),
+            lambda _: planned.call.key,
             backward=False,
         )
-        output = None
-        for stage, module in self.stages.items():
+        result = None
+        for stage in self.stages:
             action = Action("F", stage, 0)
             message = message_before(self.table, action)
             values = comm.recv_forward(message)[0] if message else []
-            output = module(self.model.training, *inputs, *values)
+            found = self._run_stage(stage, planned, values)
+            result = found.result
             sent = message_after(self.table, action)
             if sent is not None:
-                comm.send_forward(sent, output)
+                comm.send_forward(sent, found.values)
         self.link.flush()
-        return output if self.last_stage in self.stages else None
+        return result if self.last_stage in self.stages else None
 
-    def _broadcast_output(self, output: Any) -> Any:
-        """Return the last stage's output on every rank.
-
-        Its structure, and leaves that are no tensors, travel as JSON; tensors in a broadcast each.
-        """
-        source = self.table.rank_of(self.last_stage)
-        is_source = self.axis.rank == source
-        leaves, spec = tree_flatten(output)
-        sent = json.dumps([treespec_dumps(spec), _leaf_headers(leaves)]) if is_source else ""
-        received = next(text for text in self.axis.all_gather_str(sent) if text)
-        spec_text, headers = json.loads(received)
-        results = []
-        for index, header in enumerate(headers):
-            if isinstance(header, dict):
-                results.append(header["is"])
-                continue
-            dtype, shape = header
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.axis.device)
-            if is_source:
-                # The copy is a plain tensor, even if the model returns sharded logits.
-                tensor.copy_(leaves[index])
-            dist.broadcast(tensor, group=self.axis.group, group_src=source)
-            results.append(tensor)
-        return tree_unflatten(results, treespec_loads(spec_text))
-
-    def _shape_key(self, inputs: tuple[Any, ...]) -> Hashable:
-        """Return what determines the shapes of all activations."""
-        shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(inputs))
-        return self.model.training, torch.is_grad_enabled(), shapes
+    def _broadcast(self, result: Any) -> Any:
+        """Return on every rank what the last stage has. Collective over the pipeline."""
+        return broadcast_nest(self.axis, result, self.table.rank_of(self.last_stage))
 
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
-        """Return the last stage's totals and all stop requests, on every rank.
+        """Return the last stage's totals and extras and all stop requests, on every rank.
 
-        The sum is in float64: (TOTALS_LENGTH + 1,). Other ranks add zeros.
+        The sum is in float64: (TOTALS_LENGTH + 2,). Other ranks add zeros.
         """
-        totals = torch.zeros(TOTALS_LENGTH + 1, dtype=torch.float64, device=self.axis.device)
+        totals = torch.zeros(TOTALS_LENGTH + 2, dtype=torch.float64, device=self.axis.device)
+        extras = tuple(output.extra for output in outputs if output.extra is not None)
         for output in outputs:
             totals[:TOTALS_LENGTH] += output.step_totals
             totals[SUM_COUNT_INDEX] = output.is_sum_and_count
+        totals[EXTRAS_INDEX] = bool(extras)
         totals[STOP] = batch.stop_requested * batch.grad_weight
         totals = self.axis.all_reduce(totals)
-        is_sum_and_count = bool(totals[SUM_COUNT_INDEX])
+        is_sum_and_count, has_extras = map(bool, totals[TOTALS_LENGTH:].tolist())
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals
-        return StepResult(sums, is_sum_and_count)
-
-
-def _leaf_headers(leaves: list[Any]) -> list[Any]:
-    """Return [dtype, shape] of a tensor, {"is": value} of any other leaf."""
-    return [
-        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-        if isinstance(leaf, Tensor)
-        else {"is": leaf}
-        for leaf in leaves
-    ]
+        if has_extras:
+            extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
+        return StepResult(sums, is_sum_and_count, extras)
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:

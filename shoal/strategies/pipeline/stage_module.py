@@ -65,11 +65,11 @@ class NameTree(nn.ModuleDict):
 class StageModule(NameTree):
     """All modules, parameters and buffers of one rank."""
 
-    def forward(self, function: Callable[..., Any], *values: Any) -> Any:
+    def forward(self, function: Callable[[], Any]) -> Any:
         """Run one stage as a call of this module, so that other strategies can wrap it as they
         wrap any module.
         """
-        return function(self, *values)
+        return function()
 
 
 def collect(model: nn.Module, targets: Set[str], others: Set[str] = frozenset()) -> StageModule:

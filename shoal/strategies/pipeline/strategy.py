@@ -8,8 +8,9 @@
 f3 is the forward pass of micro-batch 3, and b3── its backward pass. The drawing is 1f1b; `shoal
 schedule` draws the other schedules.
 
-[1] *Partition.* The forward pass is traced, and cut so that stages take equally long. A shortcut
-    over a cut is carried along. Parameters keep the names of the full model.
+[1] *Partition.* The user's function is run on a sample, and divided between calls of the model's
+    blocks so that stages take equally long. Every rank runs the function itself; blocks of other
+    stages are absent (`walk.py`). Parameters keep the names of the full model.
 [2] *Run.* A table says which rank computes what in which order; each rank runs its row.
 [3] *Totals.* The last stage knows loss, count and measures, and each rank knows its own stop
     request. One small sum over the pipeline gives all of them to all ranks. Gradients of tied
@@ -24,33 +25,36 @@ of torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.module_state import (
-    forward_pre_hooks,
-    has_backward_hooks,
-    has_forward_hooks,
-    has_pre_hooks_with_keywords,
-)
-from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, Strategy
+from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, PassTraits, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
+from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.options import PipelineOptions
+from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
 from shoal.strategies.pipeline.executor import PipelineExecutor
-from shoal.strategies.pipeline.fx_trace import Traced
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
-from shoal.strategies.pipeline.plan import PlanRequest, StagePlan, full_model, plan, trace_for
+from shoal.strategies.pipeline.plan import (
+    ObservedUnits,
+    PlanRequest,
+    StagePlan,
+    observe_units,
+    parameter_users,
+    plan,
+)
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
-from shoal.strategies.pipeline.stage import Stage, apply_pre_hooks, stages
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
+from shoal.strategies.pipeline.stage_trial import has_gradient_hooks, try_stages
 from shoal.strategies.pipeline.ties import Ties
-from shoal.strategies.wrap_units import innermost, units
 
 GRADS_NOT_READY = "a pipeline adds up the gradients of its micro-batches."
 MICROBATCHES_PER_RANK = 4
@@ -62,18 +66,19 @@ fifth of the time.
 class _StagedModel(NamedTuple):
     """A model divided into stages, the same on all ranks.
 
-    Attributes: stages: all stages, of all ranks.
+    Attributes:
+        mutated_buffers: ids of the buffers that the user's function writes into.
     """
 
     table: ScheduleTable
-    graph: Traced
     stage_plan: StagePlan
     full_model: FullModel
-    stages: list[Stage]
+    divided: DividedModel
+    mutated_buffers: Set[int]
 
-    def rank_of(self) -> dict[int, int]:
-        """Return stage -> rank."""
-        return {stage: self.table.rank_of(stage) for stage in range(self.table.num_stages)}
+    def ranks_of(self, stages: Set[int]) -> set[int]:
+        """Return the ranks of some stages."""
+        return {self.table.rank_of(stage) for stage in stages}
 
 
 class Pipeline(PipelineOptions, Strategy):
@@ -88,62 +93,58 @@ class Pipeline(PipelineOptions, Strategy):
 
         Raises: StrategyRefused: the model cannot be divided into these stages.
         """
-        self._check(model)
-        if mesh.pipeline.size == 1:
-            return model
-        mesh.pipeline.broadcast_module(model.module)
-        partition = self._partition(model, mesh)
-        _check_mutated_buffers(model.module, partition)
-        summary = summary_lines(
-            model.module,
-            partition.table,
-            partition.stage_plan,
-            model.example.num_samples if model.example else 0,
-            microbatches_chosen=self.microbatches == 0,
-        )
-        return _keep_local_stages(model, mesh, partition, summary)
-
-    def _check(self, model: LocalModel) -> None:
-        if self.ranks == 1:
-            return
-        if model.example is None:
+        if self.ranks > 1 and model.example is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared "
                 "loader takes care of. Prepare a loader: run.prepare(model, optimizer, loader)."
             )
-        module = model.module
-        if (
-            has_forward_hooks(module)
-            or has_pre_hooks_with_keywords(module)
-            or has_backward_hooks(module)
-        ):
-            raise StrategyRefused(
-                "pipeline: the model itself has hooks on its output, its gradients or its named "
-                "arguments, and no rank calls all of it. Put them on a module inside; hooks on "
-                "positional inputs are called."
-            )
-
-    def _partition(self, model: LocalModel, mesh: Mesh) -> _StagedModel:
-        """[1] Divide the model into stages. Collective over the world."""
+        if mesh.pipeline.size == 1:
+            return model
         assert model.example is not None
+        mesh.pipeline.broadcast_module(model.module)
+        staged = self._divide(model, model.example, mesh)
+        _check_mutated_buffers(model.module, staged)
+        summary = summary_lines(
+            model.module,
+            staged.table,
+            staged.stage_plan,
+            model.example.num_samples,
+            microbatches_chosen=self.microbatches == 0,
+        )
+        return _keep_local_stages(model, mesh, staged, summary)
+
+    def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
+        """[1] Divide the model into stages. Collective over the world."""
         module = model.module
-        schedule = self._table(model.example)
-        sample = apply_pre_hooks(module, forward_pre_hooks(module), model.example.inputs)
-        wrap_units = set(innermost(units(module)))
-        graph = trace_for(module, schedule.num_stages, wrap_units, len(sample), sample)
-        has_split_backward = any(action.kind == "W" for row in schedule.rows for action in row)
-        if has_split_backward and graph.checked is not None and graph.checked.hooks:
+        schedule = self._table(example)
+        request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
+        function = partial(example.compute_loss, *example.args, **example.kwargs)
+        observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
+        self._check_halves(schedule, observed, module)
+        one_stage = _full_model(observed, [], {})
+        stage_plan = plan(mesh, observed, request, function, one_stage)
+        stage_map = observed.stage_map(stage_plan.stage_starts)
+
+        def divide_and_try() -> tuple[DividedModel, set[int]]:
+            users = parameter_users(observed, stage_map, function)
+            divided = DividedModel(observed.units, observed.forms, stage_map, users)
+            sample = (example.args, example.kwargs)
+            return divided, try_stages(divided, function, partial(_loss, example), sample)
+
+        divided, mutated = agreed(mesh, divide_and_try)
+        full = _full_model(observed, stage_plan.stage_starts, divided.parameter_users)
+        return _StagedModel(schedule, stage_plan, full, divided, mutated)
+
+    def _check_halves(
+        self, schedule: ScheduleTable, observed: ObservedUnits, module: nn.Module
+    ) -> None:
+        in_halves = any(action.kind == "W" for row in schedule.rows for action in row)
+        if in_halves and has_gradient_hooks(module, observed.profile.registers_hooks):
             raise StrategyRefused(
                 f"pipeline: schedule={self.schedule} takes backward passes in halves, and hooks on "
                 "gradients that modules of the model have or register would act in both. Use "
                 "schedule=1f1b or schedule=interleaved."
             )
-        request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
-        stage_plan = plan(mesh, module, graph, request, sample)
-        full = full_model(module, graph, stage_plan.stage_starts)
-        return _StagedModel(
-            schedule, graph, stage_plan, full, stages(module, *full.graphs, full.begins)
-        )
 
     def _table(self, example: ExampleBatch) -> ScheduleTable:
         num_microbatches = self.microbatches or _default_microbatches(
@@ -152,16 +153,52 @@ class Pipeline(PipelineOptions, Strategy):
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
 
 
+def agreed(mesh: Mesh, function: Callable[[], Any]) -> Any:
+    """Return the function's result; raise on all ranks what it raises on one. Collective."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = function()
+    except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
+        failure = error
+    texts = mesh.all_gather_str(str(failure or "") or ("" if failure is None else repr(failure)))
+    if failure is not None:
+        with refusals_as_errors():
+            raise failure
+    for rank, text in enumerate(texts):
+        if text:
+            raise StrategyRefused(f"rank {rank} says: {text}")
+    return result
+
+
+def _loss(example: ExampleBatch, result: Any) -> Any:
+    """Return the scalar that a step would differentiate."""
+    batch = LocalBatch(
+        example.compute_loss, example.args, example.kwargs, example.num_samples, example.num_samples
+    )
+    return weighted_loss(result, batch).loss
+
+
+def _full_model(
+    observed: ObservedUnits, stage_starts: Iterable[int], users: Mapping[str, Set[int]]
+) -> FullModel:
+    """Describe a model with its stages.
+
+    Args: users: parameters that code around units uses, with its stages.
+    """
+    starts = list(stage_starts)
+    divided = DividedModel(observed.units, observed.forms, observed.stage_map(starts), {})
+    read = sorted(users or observed.profile.parameters_around)
+    return FullModel(observed.units.model, divided.stages_by_unit, len(starts), read)
+
+
 def _keep_local_stages(
-    model: LocalModel, mesh: Mesh, partition: _StagedModel, summary: Iterable[str]
+    model: LocalModel, mesh: Mesh, staged: _StagedModel, summary: Iterable[str]
 ) -> LocalModel:
     """Return the stages of this rank as its local model; free the tensors of all other stages."""
     module = model.module
     axis = mesh.pipeline
-    local_stages = {
-        stage: partition.stages[stage] for stage in partition.table.stages_of(axis.rank)
-    }
-    local_module = _collect_local(module, partition, local_stages, axis.rank)
+    local_module = _collect_local(module, staged, axis.rank)
     local_ids = {id(parameter) for parameter in local_module.parameters()}
     full_names = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases = {
@@ -169,30 +206,28 @@ def _keep_local_stages(
         for name, parameter in local_module.named_parameters()
         if full_names[id(parameter)] != name
     }
-    shared = _tied_params(model.trainable_params, partition)
+    shared = _tied_params(model.trainable_params, staged)
     trainable = {
         name: parameter
         for name, parameter in model.trainable_params.items()
         if id(parameter) in local_ids
     }
     free_other_params(module, local_module)
-    for stage in local_stages.values():
-        stage.home = local_module
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
-    constants = partition.graph.constants
     executor = PipelineExecutor(
-        module, partition.table, axis, local_stages, ties, constants, mesh.recorder
+        staged.divided, local_module, staged.table, axis, ties, mesh.recorder
     )
-    # Users evaluate by calling their model.
-    module.forward = executor.evaluate
+    for user_model in {call.module for call in model.example.calls} if model.example else ():
+        route_calls(user_model, executor)
     return replace(
         model,
         module=local_module,
         forward=executor.forward,
         run=executor.run,
+        call=executor.evaluate,
         trainable_params=trainable,
         pipeline_axis=axis,
-        full_model=partition.full_model,
+        full_model=staged.full_model,
         duplicated_params=ties.owned_by_earlier_stage,
         tied_names=aliases,
         pass_traits=PassTraits(module_called=False, complete_after_run=True, recorded=True),
@@ -201,17 +236,33 @@ def _keep_local_stages(
     )
 
 
-def _collect_local(
-    module: nn.Module, partition: _StagedModel, local_stages: Mapping[int, Stage], rank: int
-) -> StageModule:
+def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
+    """Let a call of the model outside of a step go through all stages: users evaluate by calling
+    their model.
+    """
+    forward = model.forward
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if executor.divided.units.is_watching:
+            return forward(*args, **kwargs)
+        return executor.evaluate(forward, *args, **kwargs)
+
+    vars(model)["forward"] = routed
+
+
+def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageModule:
     """Return what the stages of this rank use. The rank of stage 0 also holds what no stage uses,
     so that checkpoints are complete.
     """
-    targets: set[str] = set().union(*(stage.targets for stage in local_stages.values()))
+    divided = staged.divided
+    targets: set[str] = set()
+    for stage in staged.table.stages_of(rank):
+        targets |= divided.targets(stage)
     others: set[str] = set()
-    if partition.table.rank_of(0) == rank:
-        others = unused(module, set().union(*(stage.targets for stage in partition.stages)))
-    return collect(module, targets, others)
+    if staged.table.rank_of(0) == rank:
+        all_targets = (divided.targets(stage) for stage in range(divided.num_stages))
+        others = unused(module, set().union(*all_targets))
+    return collect(module, targets | divided.plain_modules(), others)
 
 
 def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
@@ -233,34 +284,30 @@ def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
 
 
 def _tied_params(
-    trainable: Mapping[str, nn.Parameter], partition: _StagedModel
+    trainable: Mapping[str, nn.Parameter], staged: _StagedModel
 ) -> dict[str, list[int]]:
     """Return the trainable parameters that stages of several ranks use, with these ranks."""
-    rank_of = partition.rank_of()
     users: dict[int, set[int]] = {}
-    for index, stage in enumerate(partition.stages):
-        for parameter in stage.parameters():
-            users.setdefault(id(parameter), set()).add(rank_of[index])
+    for stage in range(staged.divided.num_stages):
+        for parameter in staged.divided.parameters(stage):
+            users.setdefault(id(parameter), set()).add(staged.table.rank_of(stage))
     ranks_by_name = {
         name: sorted(users.get(id(parameter), set())) for name, parameter in trainable.items()
     }
     return {name: ranks for name, ranks in ranks_by_name.items() if len(ranks) > 1}
 
 
-def _check_mutated_buffers(module: nn.Module, partition: _StagedModel) -> None:
+def _check_mutated_buffers(module: nn.Module, staged: _StagedModel) -> None:
     """Raise StrategyRefused if several ranks call a module that writes into its buffers.
 
     A buffer that nobody writes into, such as a mask or a table of sines, may have copies.
     """
-    assert partition.graph.checked is not None, "a pipeline has a sample"
-    mutated: Set[int] = partition.graph.checked.mutated_buffers
-    rank_of = partition.rank_of()
     names = {id(inner): name for name, inner in module.named_modules()}
     users: dict[str, set[int]] = {}
-    for index, stage in enumerate(partition.stages):
-        for inner in stage.modules():
-            if any(id(buffer) in mutated for buffer in inner.buffers(recurse=False)):
-                users.setdefault(names[id(inner)], set()).add(rank_of[index])
+    for stage in range(staged.divided.num_stages):
+        for inner in staged.divided.modules(stage):
+            if any(id(b) in staged.mutated_buffers for b in inner.buffers(recurse=False)):
+                users.setdefault(names[id(inner)], set()).add(staged.table.rank_of(stage))
     for path, ranks in users.items():
         if len(ranks) > 1:
             raise StrategyRefused(

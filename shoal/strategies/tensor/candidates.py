@@ -90,14 +90,12 @@ class Candidates:
         """
         directly_read = {id(tensor) for tensor in full_model.directly_read_tensors}
         for module, name in list(self.remaining.items()):
-            if not full_model.stages_running(name):
-                # Stages call only modules inside of it. The plan says so where it matters.
+            if not full_model.runs_whole(name):
+                # Its code runs in parts, in several stages. The plan says so where it matters.
                 del self.remaining[module]
                 continue
-            if full_model.called_twice(name):
-                self.reasons[name] = "stages call it by itself, and what it lies in"
-            elif any(id(p) in directly_read for p in module.parameters(recurse=False)):
-                self.reasons[name] = "stages read its parameters by themselves"
+            if any(id(p) in directly_read for p in module.parameters(recurse=False)):
+                self.reasons[name] = "code around the blocks reads its parameters"
             else:
                 continue
             del self.remaining[module]

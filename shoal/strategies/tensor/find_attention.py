@@ -164,7 +164,7 @@ def _head_width(owner: nn.Module, width: int) -> int | None:
 
 def _note_traced_by_pipeline(name: str, candidates: Candidates) -> None:
     full_model = candidates.full_model
-    if full_model is not None and not full_model.stages_running(name):
+    if full_model is not None and not full_model.runs_whole(name):
         candidates.reasons[name] = (
             "its forward function does not run as a whole: the pipeline has looked into it"
         )

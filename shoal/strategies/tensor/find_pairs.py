@@ -102,10 +102,9 @@ def find_pairs(graph: fx.Graph, root: str, candidates: Candidates) -> set[Column
         candidates: gains reasons against layers that almost form a pair.
     """
     full_model = candidates.full_model
-    if full_model is not None and graph in full_model.graphs:
-        stages: Mapping[fx.Node, int] = full_model.stages_in(graph)
-    else:
-        stages = dict.fromkeys(graph.nodes, 0)
+    stages: Mapping[fx.Node, int] = (
+        dict.fromkeys(graph.nodes, 0) if full_model is None else full_model.stages_in(graph, root)
+    )
     usage = GraphUsage(graph, stages)
     pairs: set[ColumnRowPair] = set()
     for node in graph.nodes:

@@ -23,7 +23,6 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
-from shoal.strategies.full_model import FullModel
 from shoal.strategies.tensor.candidates import is_gpt2_conv1d
 from shoal.strategies.tensor.module_snapshot import restored_modules
 
@@ -32,7 +31,7 @@ ESCAPES = "kept"
 
 
 def forward_graphs(
-    model: nn.Module, leaves: set[nn.Module], full_model: FullModel | None = None
+    model: nn.Module, leaves: set[nn.Module]
 ) -> Iterator[tuple[str, list[fx.Graph]]]:
     """Yield the name and the graphs of each module that is traced as a root.
 
@@ -40,14 +39,8 @@ def forward_graphs(
 
     Args:
         leaves: modules that are not traced.
-        full_model: the graphs that a pipeline was made from; the modules that its stages call are
-            then the first roots.
     """
-    if full_model is None:
-        queue = [("", model)]
-    else:
-        yield "", list(full_model.graphs)
-        queue = _modules_called_by_stages(model, full_model)
+    queue = [("", model)]
     while queue:
         name, module = queue.pop(0)
         if module in leaves or not any(True for _ in module.parameters()):
@@ -62,22 +55,6 @@ def forward_graphs(
             untraced = opaque - leaves
             next_roots = _outermost([(n, m) for n, m in module.named_modules() if m in untraced])
         queue += [(f"{name}.{n}" if name else n, m) for n, m in next_roots]
-
-
-def _modules_called_by_stages(
-    model: nn.Module, full_model: FullModel
-) -> list[tuple[str, nn.Module]]:
-    """Return modules that stages call in one way only, without torch's own layers."""
-    names = [
-        name for name in sorted(full_model.stages_by_module) if not full_model.called_twice(name)
-    ]
-    modules = [(name, model.get_submodule(name)) for name in names]
-    return [(name, module) for name, module in modules if not _is_torch_layer(module)]
-
-
-def _is_torch_layer(module: nn.Module) -> bool:
-    """Return True for modules that fx does not trace: torch's layers, but not nn.Sequential."""
-    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
 def _outermost(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

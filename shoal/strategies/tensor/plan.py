@@ -165,7 +165,7 @@ def _traced_pairs(
     """Return the pairs that are in every graph of their root, in the order of the model."""
     order = {name: index for index, name in enumerate(candidates.by_name)}
     pairs: list[ColumnRowPair] = []
-    for root, graphs in forward_graphs(model, leaves, candidates.full_model):
+    for root, graphs in forward_graphs(model, leaves):
         common = set.intersection(*(find_pairs(graph, root, candidates) for graph in graphs))
         pairs += sorted(common, key=lambda pair: order[pair.row])
     return pairs

@@ -182,7 +182,7 @@ def _separated_layers(
     """Return layers that are replicated only because a stage begins inside their pair."""
     if full_model is None or NO_PAIR not in made.replicated.values():
         return set()
-    one_stage = replace(full_model, begins=[])
+    one_stage = full_model.as_one_stage()
     divided_in_one_stage = _plan_with_options(model, options, one_stage).parallel_styles()
     return {
         name

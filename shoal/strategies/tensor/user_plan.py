@@ -151,7 +151,7 @@ def _observed_pairs(nearest: NearestByRow, candidates: Candidates) -> Iterator[s
             )
     full_model = candidates.full_model
     for row, (region, _) in nearest.items():
-        if full_model is not None and not full_model.stages_running(region):
+        if full_model is not None and not full_model.runs_whole(region):
             yield (
                 f"{region or 'the model'} holds {row} and its columns, and the pipeline looks into "
                 "it: name pairs inside one of its blocks, or leave out pipeline"

@@ -186,25 +186,16 @@ class Twice(nn.Module):
         return self.last(self.norm(self.first(self.norm(x.flatten(1)))))
 
 
-def watched() -> nn.Module:
-    """Return a model with a hook on its output."""
-    model = matrix_cases.mlp()
-    model.register_forward_hook(lambda _, inputs, output: output * 2)
-    return model
+MODELS = {"mlp": matrix_cases.mlp, "growing": Growing, "twice": Twice}
 
 
-MODELS = {"watched": watched, "mlp": matrix_cases.mlp, "growing": Growing, "twice": Twice}
-
-
-def refusal(
-    strategy: str, model_name: str = "mlp", with_loader: bool = True, **options: Any
-) -> str:
+def refusal(strategy: str, model_name: str = "mlp", **options: Any) -> str:
     """Return the message with which a pipeline refuses; empty if it does not."""
     try:
         run = init_with_place(strategy, announce=lambda _: None, **options)
         model = MODELS[model_name]()
-        loader = matrix_cases.image_loader() if with_loader else None
-        model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _, loader = run.prepare(model, optimizer, matrix_cases.image_loader())
         for x, target in loader:
             run.forward_backward(supervised(nn.functional.cross_entropy, model), x.float(), target)
     except ShoalError as error:

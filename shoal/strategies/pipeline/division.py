@@ -1,0 +1,192 @@
+"""A model that is divided into stages between the calls of its units, and one stage of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import StrategyRefused
+from shoal.platform.torch_private.pytree import tree_leaves
+from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
+from shoal.strategies.pipeline.dry_run import DryRun
+from shoal.strategies.pipeline.output_forms import OutputForms, form_of
+from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.pipeline.units import Units, enclosing
+from shoal.strategies.pipeline.walk import Crossing, StageMap, Walk
+
+MAX_CROSSINGS = 4096
+"""Dry runs of that many shapes are kept."""
+
+
+class StageRun(NamedTuple):
+    """The result of one stage for one micro-batch.
+
+    Attributes:
+        values: for the next stage.
+        result: of the last stage, what the function returned.
+    """
+
+    values: tuple[Tensor, ...]
+    result: Any
+
+
+class DividedModel:
+    """A model with the stages of its units.
+
+    Args:
+        parameter_users: name of a parameter -> stages in which code around the units uses it.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        forms: OutputForms,
+        stage_map: StageMap,
+        parameter_users: dict[str, set[int]],
+    ) -> None:
+        self.units = units
+        self.forms = forms
+        self.stage_map = stage_map
+        self.parameter_users = parameter_users
+        self._crossings: dict[Hashable, Crossing] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return self.stage_map.last + 1
+
+    @cached_property
+    def stages_by_unit(self) -> dict[str, set[int]]:
+        """Map each unit to the stages that call it. One that is not called lies beside the units
+        before it.
+        """
+        stages = {name: {self.stage_map.stage_of(name, 0)} for name in self.units.modules}
+        for call, stage in self.stage_map.stages.items():
+            stages[call.unit].add(stage)
+        return stages
+
+    def targets(self, stage: int) -> set[str]:
+        """Return the paths of the units of a stage, and of parameters that code around them
+        uses.
+        """
+        units = {name for name, stages in self.stages_by_unit.items() if stage in stages}
+        read = {name for name, stages in self.parameter_users.items() if stage in stages}
+        return units | {name for name in read if enclosing(name, dict.fromkeys(units)) is None}
+
+    def plain_modules(self) -> set[str]:
+        """Return the paths of modules around the units that hold no tensors, such as nn.Dropout.
+
+        Code around the units calls them, on every rank.
+        """
+        return {
+            name
+            for name, module in self.units.model.named_modules()
+            if name
+            and enclosing(name, self.units.modules) is None
+            and not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
+        }
+
+    def modules(self, stage: int) -> list[nn.Module]:
+        """Return the units of a stage and all modules inside them."""
+        paths = sorted(name for name in self.targets(stage) if name in self.units.modules)
+        return [inner for path in paths for inner in self.units.modules[path].modules()]
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters that a stage uses, each once.
+
+        The order is the same on all ranks; a split backward pass depends on it.
+        """
+        found: list[nn.Parameter] = []
+        for path in sorted(self.targets(stage)):
+            if path in self.units.modules:
+                found += self.units.modules[path].parameters()
+            else:
+                owner, _, name = path.rpartition(".")
+                found.append(getattr(self.units.model.get_submodule(owner), name))
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def crossing(self, function: Callable[[], Any], key: Hashable, seed: int) -> Crossing:
+        """Return what crosses the cuts: from a dry run, or from an earlier one of the same key.
+
+        Args: key: what determines the shapes of all values; see `shape_key`.
+
+        Raises: WalkRefusal: the function cannot be divided.
+        """
+        known = self._crossings.get(key)
+        if known is not None:
+            return known
+        dry = DryRun(self.units, self.forms, self.stage_map)
+        with self.units.watched(), seeded(seed, self.units.device):
+            before = torch.get_rng_state()
+            found = dry.run(function)
+            if _draws_nothing(before, dry.num_seeds) and len(self._crossings) < MAX_CROSSINGS:
+                self._crossings[key] = found
+        return found
+
+    def knows(self, key: Hashable) -> bool:
+        """Return whether `crossing` needs no dry run."""
+        return key in self._crossings
+
+    def run_stage(
+        self,
+        stage: int,
+        function: Callable[[], Any],
+        crossing: Crossing,
+        received: Sequence[Tensor],
+        seed: int,
+    ) -> StageRun:
+        """Run one stage of the function.
+
+        Args: seed: of the random numbers of this micro-batch; the same for all stages.
+
+        Raises: WalkRefusal: the function does something else than in the dry run.
+        """
+        walk = Walk(self.units, self.forms, self.stage_map, stage, crossing, received)
+        try:
+            with (
+                self.units.watched(),
+                self.units.observed_by(walk),
+                seeded(seed, self.units.device),
+                walk,
+            ):
+                result = function()
+                walk.end()
+        except StageDone:
+            return StageRun(walk.values_to_send(), None)
+        finally:
+            walk.received.walking = False
+        return StageRun((), filled_result(result))
+
+
+def shape_key(model: nn.Module, nest: Any) -> Hashable:
+    """Return what determines the shapes of all values of a run."""
+    return (
+        tuple(module.training for module in model.modules()),
+        torch.is_grad_enabled(),
+        tuple(form_of(leaf) for leaf in tree_leaves(nest)),
+    )
+
+
+@contextmanager
+def refusals_as_errors() -> Iterator[None]:
+    """Raise StrategyRefused for a WalkRefusal, outside of the user's function."""
+    try:
+        yield
+    except WalkRefusal as refusal:
+        raise StrategyRefused(str(refusal)) from refusal
+
+
+def _draws_nothing(before: Tensor, num_seeds: int) -> bool:
+    """Return whether the generator has moved since `before` by the seeds of units alone.
+
+    Else the way of the function may follow from what it draws.
+    """
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    for _ in range(num_seeds):
+        draw_seed()
+    return torch.equal(after, torch.get_rng_state())

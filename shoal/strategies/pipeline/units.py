@@ -1,0 +1,200 @@
+"""The units of a model: modules that are called whole, and never divided between stages.
+
+      GPT   wte  wpe  h.0  h.1  h.2  h.3  ln_f  lm_head        units
+            GPT.forward, the user's compute_loss               glue: all code around them
+
+A module that holds more than its share of all parameters is looked into, and so are lists.
+Layers of torch.nn are not, and modules without parameters belong to the glue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+
+
+class UnitCall(NamedTuple):
+    """One call of a unit: its name, and how often it was called before."""
+
+    unit: str
+    turn: int
+
+
+class UnitObserver(Protocol):
+    """Receives the calls of units while a function runs."""
+
+    def call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the result of a unit that is called with these arguments."""
+
+
+class Units:
+    """The units of a model.
+
+    Args:
+        model: the user's model.
+        names: of the units, in any order.
+        device: of this rank.
+
+    Attributes:
+        modules: name -> unit, in the order of the model.
+        observer: receives the calls of units; None to let them run as they are.
+        on_run: is told the units that run, with their positional arguments; None for nobody.
+        is_watching: calls of units are reported.
+        draws_beyond_torch: names of units that draw from Python's or NumPy's generator.
+        parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], device: torch.device) -> None:
+        self.model = model
+        self.modules = {
+            name: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name in names
+        }
+        self.device = device
+        self.observer: UnitObserver | None = None
+        self.draws_beyond_torch: set[str] = set()
+        self.parameters: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
+        self.is_watching = False
+        self.on_run: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Report calls of units to `observer` inside this context.
+
+        The forward functions are replaced, and not what calls them, so hooks still run. That
+        includes calls in a backward pass, by checkpoints around units; they have no observer.
+        """
+        if self.is_watching:
+            yield
+            return
+        self.parameters = {id(p): name for name, p in self.model.named_parameters()}
+        self.buffers = {id(b): name for name, b in self.model.named_buffers()}
+        replaced = []
+        self.is_watching = True
+        try:
+            for name, module in self.modules.items():
+                replaced.append((module, vars(module).get("forward")))
+                vars(module)["forward"] = partial(self._called, name, module.forward)
+            yield
+        finally:
+            self.is_watching = False
+            for module, forward in replaced:
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
+
+    @contextmanager
+    def observed_by(self, observer: UnitObserver) -> Iterator[None]:
+        """Report calls to `observer` inside this context."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
+
+    def run(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
+        """Run a unit, with random numbers of its own."""
+        if self.on_run is not None:
+            self.on_run(self.modules[name], args)
+        with seeded(seed, self.device, name in self.draws_beyond_torch):
+            return forward(*args, **kwargs)
+
+    def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.observer is not None:
+            return self.observer.call(name, forward, args, kwargs)
+        return self.run(name, forward, args, kwargs, draw_seed())
+
+
+def find_units(
+    model: nn.Module,
+    num_stages: int,
+    expanded: Collection[str] = (),
+    named: Collection[str] = (),
+    with_plain: bool = False,
+) -> dict[str, nn.Module]:
+    """Return the units of a model by name, in the order of the model.
+
+    Args:
+        num_stages: a module with more than 1/num_stages of all parameters is looked into.
+        expanded: names of modules that are looked into whatever their size.
+        named: names of modules that must be units, where the user wants stages to begin.
+        with_plain: modules without parameters, such as nn.ReLU, are units too.
+    """
+    total = _num_parameters(model) or 1
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def search(path: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        prefix = f"{path}." if path else ""
+        holds_named = any(name.startswith(prefix) for name in named)
+        size = _num_parameters(module)
+        is_whole = not (_is_divisible(module) and size > total / num_stages)
+        is_plain = with_plain and not any(True for _ in module.children())
+        may_be_unit = path and path not in expanded and not holds_named and not _is_list(module)
+        if path in named or (may_be_unit and (is_whole if size else is_plain)):
+            seen.add(id(module))
+            found[path] = module
+            return
+        for name, child in module.named_children():
+            search(f"{prefix}{name}", child)
+
+    search("", model)
+    return found
+
+
+def enclosing(name: str, modules: Mapping[str, Any]) -> str | None:
+    """Return the name of the module among `modules` that is `name` or contains it."""
+    words = name.split(".")
+    for count in range(len(words), 0, -1):
+        prefix = ".".join(words[:count])
+        if prefix in modules:
+            return prefix
+    return None
+
+
+def is_local(module: nn.Module) -> bool:
+    """Return whether this rank holds all tensors of a module."""
+    return all(
+        tensor is None or not tensor.is_meta
+        for inner in module.modules()
+        for store in (own_parameters(inner), own_buffers(inner))
+        for tensor in store.values()  # type: ignore[attr-defined]
+    )
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether a module has no forward function, as nn.ModuleList."""
+    return type(module).forward is nn.Module.forward
+
+
+def _is_divisible(module: nn.Module) -> bool:
+    """Return whether a module may be looked into: it has modules inside, and is no layer of
+    torch.nn.
+    """
+    if not any(_num_parameters(child) for child in module.children()):
+        return False
+    containers = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+    return isinstance(module, containers) or not type(module).__module__.startswith("torch.nn.")

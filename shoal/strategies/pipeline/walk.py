@@ -1,0 +1,356 @@
+"""A walk: one run of the user's function for one stage of a pipeline and one micro-batch.
+
+                 wte  wpe  (+)  h.0  h.1 │ h.2  h.3 │ h.4  ln_f  lm_head  (cross_entropy)
+      stage 0    real real real real real│end
+      stage 1     -    -    -    -    -  │real real │end
+      stage 2     -    -    -    -    -  │ -    -   │real real real real
+
+[1] Every rank runs the whole function. What comes of a unit or of a parameter is *staged*: it has a
+    name, and where another stage computes it stands an absent tensor (`absent.py`). All other
+    values follow from the batch; every rank has them, such as masks, positions and labels.
+[2] A stage begins with its first unit. From there on, absent values are replaced by what was
+    received, wherever they turn up.
+[3] It ends where the first unit of the next stage is called, with its arguments complete: code
+    between two stages belongs to the earlier one. An exception leaves the function there.
+[4] The *path* is a checksum of the events on the way. It must be that of the dry run, which has
+    found by the same events what crosses each cut (`dry_run.py`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
+from shoal.platform.torch_private.subclasses import function_modes, pop_mode_temporarily
+from shoal.strategies.pipeline.absent import (
+    SHAPE_FUNCTIONS,
+    AbsentTensor,
+    ReceivedValues,
+    StageDone,
+    ValueName,
+    WalkRefusal,
+    absent_of,
+    filled,
+    filled_nest,
+    tensors_in,
+)
+from shoal.strategies.pipeline.meta_call import VALUE_FUNCTIONS, call_on_meta, written_target
+from shoal.strategies.pipeline.output_forms import DEVICE_FUNCTIONS, OutputForms, device_answer
+from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.pipeline.units import UnitCall, Units
+
+_DRAWING = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "poisson", "rrelu")
+_DRAWING_ALSO = ("exponential_", "cauchy_", "geometric_", "scaled_dot_product_attention")
+
+
+class StageMap(NamedTuple):
+    """The stages of all calls of units in a run on a sample.
+
+    Attributes:
+        names: of units, in the order of the model.
+        stages: call -> stage; calls in the order of the sample.
+    """
+
+    names: Sequence[str]
+    stages: Mapping[UnitCall, int]
+    last: int
+
+    def stage_of(self, name: str, turn: int) -> int:
+        """Return the stage of a call. A call that the sample did not make is beside the ones
+        before it.
+        """
+        stage = self.stages.get(UnitCall(name, turn))
+        if stage is not None:
+            return stage
+        for earlier in range(turn - 1, -1, -1):
+            stage = self.stages.get(UnitCall(name, earlier))
+            if stage is not None:
+                return stage
+        place = self.names.index(name)
+        before = (self.stages.get(UnitCall(other, 0)) for other in reversed(self.names[:place]))
+        return next((stage for stage in before if stage is not None), 0)
+
+
+class Crossing(NamedTuple):
+    """The values that cross the cuts for one shape of the batch.
+
+    Attributes:
+        names: for each cut the names of the values.
+        makers: for each cut the labels of the events that made them, for messages.
+        paths: for each cut the checksum of the events before it, and the label of the last one.
+    """
+
+    names: list[list[ValueName]]
+    makers: list[list[str]]
+    paths: list[tuple[int, str]]
+
+
+class Walk(TorchFunctionMode):
+    """One run of a function.
+
+    Args:
+        stage: the stage to compute; None in a dry run, which computes nothing.
+        crossing: of the dry run; None in a dry run.
+        received: values for the crossing before this stage.
+
+    Attributes:
+        at: the stage that the run has come to.
+        num_seeds: seeds that the run has drawn for units and functions.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        forms: OutputForms,
+        stage_map: StageMap,
+        stage: int | None,
+        crossing: Crossing | None = None,
+        received: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.units = units
+        self.forms = forms
+        self.stage_map = stage_map
+        self.stage = stage
+        self.crossing = crossing
+        self.at = 0
+        self.labels: list[str] = []
+        self.received = ReceivedValues(stage, self.labels)
+        self.kept: dict[ValueName, Tensor] = {}
+        self._wanted: set[ValueName] = set()
+        if crossing is not None and stage is not None:
+            if stage < stage_map.last:
+                self._wanted = set(crossing.names[stage])
+            if stage > 0:
+                names = crossing.names[stage - 1]
+                self.received.by_name = dict(zip(names, received, strict=True))
+        self._grad_at_start = torch.is_grad_enabled()
+        self._path = 0
+        self._inside = 0
+        self._is_done = False
+        self._turns: Counter[str] = Counter()
+        self.num_seeds = 0
+        self._token = object()  # marks tensors that are staged in this walk
+
+    @property
+    def is_computing(self) -> bool:
+        """True if the run has come to its own stage."""
+        return self.at == self.stage
+
+    def values_to_send(self) -> tuple[Tensor, ...]:
+        """Return the values for the next stage, after this stage is done."""
+        assert self.crossing is not None
+        assert self.stage is not None
+        sent = []
+        for name, maker in zip(
+            self.crossing.names[self.stage], self.crossing.makers[self.stage], strict=True
+        ):
+            value = self.kept.get(name, self.received.by_name.get(name))
+            if value is None:
+                raise WalkRefusal(
+                    f"pipeline: stage {self.stage} was to send a result of {maker}, and has none. "
+                    "What the function computes must not follow from values."
+                )
+            sent.append(value)
+        return tuple(sent)
+
+    def end(self) -> None:
+        """Pass to the last stage, whose result the function's is: the function has returned.
+
+        It may have called no block of the last stages, as where one of several models is evaluated.
+
+        Raises: StageDone: the stage of this walk is an earlier one. WalkRefusal: as `pass_to`.
+        """
+        if self._is_done:
+            raise WalkRefusal(
+                f"pipeline: the function returned in stage {self.stage} of "
+                f"{self.stage_map.last + 1}: it catches BaseException, by which a stage ends. "
+                "Catch Exception."
+            )
+        self.pass_to(self.stage_map.last, "the end")
+
+    # --- functions in the code around units
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DEVICE_FUNCTIONS:
+            return device_answer(func, args[0], self.units.device)
+        if self._inside or func in SHAPE_FUNCTIONS:
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        if not any(map(self._is_staged, tensors)):
+            return func(*args, **kwargs)
+        label = getattr(func, "__name__", "")
+        target = written_target(label, args, kwargs)
+        if target is not None and id(target) in self.units.buffers:
+            raise WalkRefusal(
+                f"pipeline: code around the blocks writes into the buffer "
+                f"{self.units.buffers[id(target)]}, which only one rank would see. Do so in a "
+                "block."
+            )
+        self._event(label, tensors)
+        seed = self._draw_seed() if _draws(label) else None
+        if self.is_computing:
+            self._check_local(tensors)
+            args, kwargs, target = tree_map(filled, (args, kwargs, target))
+            with nullcontext() if seed is None else seeded(seed, self.units.device, False):
+                out = func(*args, **kwargs)
+        else:
+            if label in VALUE_FUNCTIONS:
+                self._refuse_look(label)
+            out = call_on_meta(func, args, kwargs, self._make_absent, self.units.device)
+        self._name_results(target if out is None else out)
+        return out
+
+    def _is_staged(self, value: Tensor) -> bool:
+        if isinstance(value, AbsentTensor) or id(value) in self.units.parameters:
+            return True
+        mark = getattr(value, "shoal_staged", None)
+        return absent_of(value) is not None or (mark is not None and mark[0] is self._token)
+
+    def _refuse_look(self, label: str) -> None:
+        raise WalkRefusal(
+            f"pipeline: {label.strip('_')}() looks at a value of "
+            f"{self.labels[-2] if len(self.labels) > 1 else 'a parameter'}, which another rank "
+            "computes. What the function does must not follow from it."
+        )
+
+    def _check_local(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            name = self.units.parameters.get(id(tensor))
+            if name is not None and tensor.is_meta:
+                raise WalkRefusal(
+                    f"pipeline: code around the blocks uses {name} in stage {self.stage}, unlike "
+                    "on the example, and another rank holds it. Use it in the first step too, or "
+                    "cut elsewhere: cuts=NAME."
+                )
+
+    # --- calls of units
+
+    def call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute a unit of this stage; return absent values for a unit of another stage."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        stage = self.stage_map.stage_of(name, self._turns[name])
+        if stage < self.at:
+            raise WalkRefusal(
+                f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
+                "unlike on the example. What the function does must not follow from values."
+            )
+        self._turns[name] += 1
+        self.pass_to(stage, name)
+        leaves = tree_leaves((args, kwargs))
+        self._event(name, leaves)
+        seed = self._draw_seed()
+        if self.is_computing:
+            self._check_gradients(name, leaves)
+            with self._aside():
+                out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
+        else:
+            out = self._absent_results(name, args, kwargs)
+        self._name_results(out)
+        return out
+
+    def pass_to(self, stage: int, name: str) -> None:
+        """Leave the stages before `stage`, for which the unit `name` is called.
+
+        Raises:
+            StageDone: the stage of this walk is among them.
+            WalkRefusal: the run has come by another path than the dry run.
+        """
+        while self.at < stage:
+            last = self.labels[-1] if self.labels else "nothing"
+            if self.crossing is not None and self.crossing.paths[self.at][0] != self._path:
+                raise WalkRefusal(
+                    f"pipeline: in stage {self.at} the function took another way than for the same "
+                    f"shapes before: it called {last} before {name}, and "
+                    f"{self.crossing.paths[self.at][1]} then; or something between them differs. "
+                    "What the function does must not follow from values, nor from earlier calls."
+                )
+            self._leave_stage(last)
+            if self.is_computing:
+                self._is_done = True
+                raise StageDone
+            self.at += 1
+
+    def _absent_results(self, name: str, args: Any, kwargs: Any) -> Any:
+        with self._aside():
+            return self.forms.results(name, args, kwargs, self._make_absent, self.units.device)
+
+    def _check_gradients(self, name: str, leaves: Sequence[Any]) -> None:
+        """Raise WalkRefusal if a unit is called without autograd on what has gradients.
+
+        A reentrant checkpoint does so: it knows of no gradient of an absent value.
+        """
+        if not self._grad_at_start or torch.is_grad_enabled():
+            return
+        if any(filled(x).requires_grad for x in leaves if absent_of(x) is not None):
+            raise WalkRefusal(
+                f"pipeline: {name} receives what has gradients and is called without: "
+                "checkpoint(..., use_reentrant=True)? Use use_reentrant=False."
+            )
+
+    def _draw_seed(self) -> int:
+        self.num_seeds += 1
+        return draw_seed()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let operations inside a unit run at full speed."""
+        modes = function_modes()
+        self._inside += 1
+        try:
+            with pop_mode_temporarily() if modes and modes[-1] is self else nullcontext():
+                yield
+        finally:
+            self._inside -= 1
+
+    # --- events and names
+
+    def _event(self, label: str, used: Sequence[Any]) -> None:
+        """Count an event, which uses some values."""
+        self.labels.append(label)
+        self._path = zlib.crc32(label.encode(), self._path)
+
+    def _leave_stage(self, last: str) -> None:
+        """Do nothing: the walk of one stage knows its path from the dry run."""
+
+    def _name_results(self, out: Any) -> None:
+        event = len(self.labels)
+        for leaf, value in enumerate(tree_leaves(out)):
+            if not isinstance(value, Tensor) or id(value) in self.units.parameters:
+                continue
+            name = ValueName(event, leaf)
+            absent = absent_of(value)
+            self._made(name, value)
+            if absent is not None:
+                absent.value_name = name
+                continue
+            value.shoal_staged = (self._token, name)  # type: ignore[attr-defined]
+            if name in self._wanted:
+                self.kept[name] = value
+
+    def _made(self, name: ValueName, value: Tensor) -> None:
+        """Do nothing: a dry run notes in which stage a value is made."""
+
+    def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
+        return AbsentTensor(meta, device, self.received)
+
+
+def _draws(label: str) -> bool:
+    """Return whether a torch function of this name may draw random numbers."""
+    return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)

@@ -1,0 +1,94 @@
+"""All stages of a pipeline in turn in one process, which has the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.strategies.full_model import FullModel
+from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.division import DividedModel, shape_key
+from shoal.strategies.pipeline.plan import PlanRequest, observe_units, plan
+from shoal.strategies.pipeline.plan import parameter_users
+from shoal.strategies.pipeline.stage_trial import try_stages
+
+DEVICE = torch.device("cpu")
+
+
+class OneRank:
+    """The part of an axis that a plan needs, in a world of one rank."""
+
+    rank = 0
+
+    def broadcast_str(self, text: str) -> str:
+        return text
+
+
+def divided(
+    model: nn.Module,
+    function: Callable[..., Any],
+    args: Any,
+    num_stages: int,
+    cuts: str = "",
+    by: str = "parameters",
+) -> DividedModel:
+    """Plan the stages of a model, and try them."""
+    request = PlanRequest(num_stages, by, cuts)
+
+    def call() -> Any:
+        return function(*args)
+
+    observed = observe_units(model, call, request, DEVICE)
+    made = plan(OneRank(), observed, request, call, FullModel(model, {}, 0, []))  # type: ignore[arg-type]
+    stage_map = observed.stage_map(made.stage_starts)
+    users = parameter_users(observed, stage_map, call)
+    found = DividedModel(observed.units, observed.forms, stage_map, users)
+    try_stages(found, call, lambda loss: loss, args)
+    return found
+
+
+def difference(
+    model: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_stages: int,
+    cuts: str = "",
+    crossing: list[Any] | None = None,
+) -> float:
+    """Return the largest relative difference between the gradients of one run and of stages."""
+    made = divided(model, function, args, num_stages, cuts)
+    torch.manual_seed(1)
+    loss = function(*args)
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    values: tuple[Tensor, ...] = ()
+    result: Any = None
+    names = made.crossing(lambda: function(*args), shape_key(model, args), 1)
+    if crossing is not None:
+        crossing += names.makers
+    for stage in range(num_stages):
+        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1)
+    result.backward()
+    differences = [abs(float(result.detach()) - float(loss.detach())) / abs(float(loss.detach()))]
+    for name, parameter in model.named_parameters():
+        want, got = expected[name], parameter.grad
+        if want is None or got is None:
+            assert want is got, name
+            continue
+        differences.append(float((want - got).norm() / want.norm().clamp_min(1e-30)))
+    return max(differences)
+
+
+def refusal(
+    model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], num_stages: int
+) -> str:
+    """Return the reason why a function cannot be divided; empty if it can."""
+    try:
+        difference(model, function, args, num_stages)
+    except WalkRefusal as error:
+        return str(error)
+    return ""
