@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ def mlp(*widths: int, seed: int = 0) -> nn.Sequential:
     """Return linear layers with tanh between them."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

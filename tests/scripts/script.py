@@ -98,7 +98,7 @@ def _body(function: Callable[..., Result]) -> list[str]:
 
 
 def draw_as_rank_0() -> None:
-    """Seed torch as `prepare` does on rank 0, so that one rank draws what the plain script draws."""
+    """Seed torch as `prepare` does on rank 0, so that one rank draws as the plain script."""
     torch.manual_seed(derive_seed(0, 0))
 
 
