@@ -502,5 +502,3 @@ class ContinuousFlow(Script):
             optimizer.step()
             losses.append(loss)
         return losses, run.weights()
-
-
