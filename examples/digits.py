@@ -1,5 +1,4 @@
-"""Handwritten digits with a script of your own. The lines marked `# shoal` are the five that
-changed.
+"""Handwritten digits with a script of your own. The lines marked `# shoal` are new.
 
 python examples/digits.py                          one process
 shoal launch -n 4 examples/digits.py               four; the same losses
@@ -25,19 +24,24 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(digits.train, batch_size=64, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)  # shoal
 
+
+def compute_loss(x, y):  # shoal
+    return F.cross_entropy(model(x), y)
+
+
 for epoch in range(5):
     for x, y in loader:
         x, y = x.to(run.device), y.to(run.device)
         optimizer.zero_grad()
-        loss = run.forward_backward(F.cross_entropy, model, x, y)  # shoal
+        loss = run.forward_backward(compute_loss, x, y)  # shoal
         optimizer.step()
     print(f"epoch {epoch + 1}  loss {loss.item():.6f}")
 
 
-def correct(output, target):
-    return {"correct": (output.argmax(dim=1) == target).sum()}
+def count_correct(x, y):
+    return {"correct": (model(x).argmax(dim=1) == y).sum()}
 
 
-found = run.evaluate(correct, model, DataLoader(digits.validation, batch_size=200))
+found = run.evaluate(count_correct, DataLoader(digits.validation, batch_size=200))
 print(f"accuracy {100 * found['correct'] / found['samples']:.2f} % of {found['samples']:.0f}")
 run.save("digits.pt")  # shoal

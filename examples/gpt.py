@@ -32,15 +32,15 @@ loader = DataLoader(Subset(text.train, range(320)), batch_size=16, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)
 
 
-def cross_entropy(logits, target):
+def compute_loss(x, target):
     """Mean over all positions."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return F.cross_entropy(model(x).flatten(0, 1), target.flatten())
 
 
 for step, (x, y) in enumerate(loader, start=1):
     x, y = x.to(run.device), y.to(run.device)
     optimizer.zero_grad()
-    loss = run.forward_backward(cross_entropy, model, x, y)
+    loss = run.forward_backward(compute_loss, x, y)
     run.clip_gradients(1.0)
     optimizer.step()
     if step % 5 == 0:

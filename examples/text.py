@@ -4,7 +4,7 @@
     shoal launch -n 2 examples/text.py                 two; the same losses
 
 Sentences of different length in one batch would weigh their tokens wrongly if each rank took its
-own mean: the loss below returns a sum and a count, and the gradients are divided by the count of
+own mean: the function below returns a sum and a count, and the gradients are divided by the count of
 all ranks."""
 
 import torch
@@ -30,17 +30,18 @@ loader = DataLoader(Subset(text.train, range(1200)), batch_size=40, shuffle=True
 model, optimizer, loader = run.prepare(model, optimizer, loader)
 
 
-def letters_only(logits, target):
+def compute_loss(x, target):
     """Cross-entropy of everything but spaces, which are half of the text and teach little."""
+    logits = model(x)
     weights = (target != ord(" ")).to(logits.dtype)
     losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum(), weights.sum()
+    return shoal.counted((losses * weights.flatten()).sum(), weights.sum())
 
 
 for step, (x, y) in enumerate(loader, start=1):
     x, y = x.to(run.device), y.to(run.device)
     optimizer.zero_grad()
-    loss = run.forward_backward(letters_only, model, x, y)
+    loss = run.forward_backward(compute_loss, x, y)
     run.clip_gradients(1.0)
     optimizer.step()
     if step % 10 == 0:

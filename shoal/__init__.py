@@ -2,7 +2,7 @@
 
 run = shoal.init()
 model, optimizer, loader = run.prepare(model, optimizer, loader)
-loss = run.forward_backward(loss_fn, model, x, y)
+loss = run.forward_backward(compute_loss, x, y)  # compute_loss(x, y) calls the model
 run.save("model.pt")
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
     from shoal.errors import ShoalError
     from shoal.run import Run, init
+    from shoal.strategies.loss_terms import counted, summed
     from shoal.train.checkpoint import Checkpoints
     from shoal.verification import Verdict, verify
 
@@ -29,13 +30,17 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "counted",
     "init",
+    "summed",
     "verify",
 ]
 
 _HOMES = {
     "init": "shoal.run",
     "Run": "shoal.run",
+    "counted": "shoal.strategies.loss_terms",
+    "summed": "shoal.strategies.loss_terms",
     "verify": "shoal.verification",
     "Verdict": "shoal.verification",
     "Checkpoints": "shoal.train.checkpoint",

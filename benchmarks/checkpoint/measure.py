@@ -25,6 +25,7 @@ import shoal
 from benchmarks.checkpoint import memory
 from benchmarks.report_page import circumstances
 from shoal.models import build
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.train.checkpoint import AsyncSaver, Checkpoints
 
@@ -50,7 +51,7 @@ def measured(folder: Path) -> dict[str, list[float]]:
         for _ in range(count):
             x, y = next(batches)
             optimizer.zero_grad()
-            run.forward_backward(_loss, model, x, y)
+            run.forward_backward(supervised(_loss, model), x, y)
             optimizer.step()
 
     steps(1)

@@ -26,6 +26,7 @@ from benchmarks.memory.cases import BATCH, CASES, OPTIMIZERS, RANKS, TIME, VOCAB
 from benchmarks.memory.formula import expected
 from benchmarks.report_page import circumstances
 from shoal.errors import StrategyRefused
+from shoal.run.supervised import supervised
 from shoal.strategies.wrap_units import units
 from shoal.testing import world
 
@@ -50,13 +51,13 @@ def counted(case: Case) -> dict[str, int] | str:
         before
     ):  # ddp looks on in the first, makes its buckets in the second, and others in the third
         optimizer.zero_grad()
-        run.forward_backward(_loss, model, *batch)
+        run.forward_backward(supervised(_loss, model), *batch)
         optimizer.step()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [value for p in parameters for value in optimizer.state[p].values()]
     with Peak(parameters, state, run.device) as peak:
         optimizer.zero_grad()
-        run.forward_backward(_loss, model, *last)
+        run.forward_backward(supervised(_loss, model), *last)
         gradients = held_bytes(p.grad for p in parameters if p.grad is not None)
         if not case.offloaded:  # that step computes in host memory
             optimizer.step()

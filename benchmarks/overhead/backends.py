@@ -29,6 +29,7 @@ from benchmarks.interleaved import in_turns
 from benchmarks.report_page import circumstances
 from benchmarks.tensor import measure as tensor
 from benchmarks.zero import measure as zero
+from shoal.run.supervised import supervised
 
 RESULT = Path(__file__).with_name("backends.json")
 BACKENDS = {"Gloo": "gloo", "shoal": "cpu:shoal"}
@@ -105,7 +106,7 @@ def _ddp(make: Callable[[], nn.Module], count: int) -> Epoch:
     def epoch() -> None:
         for x, y in fetched:
             optimizer.zero_grad()
-            run.forward_backward(F.cross_entropy, model, x, y)
+            run.forward_backward(supervised(F.cross_entropy, model), x, y)
             optimizer.step()
 
     return epoch

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import shoal
 from benchmarks.overhead.tasks import RANK_BATCH, Task, optimizer
+from shoal.run.supervised import supervised
 
 
 class HandWritten:
@@ -58,7 +59,7 @@ class Shoal:
     def epoch(self) -> Tensor:
         for x, y in self.loader:
             self.optimizer.zero_grad()
-            loss = self.run.forward_backward(F.cross_entropy, self.model, x, y)
+            loss = self.run.forward_backward(supervised(F.cross_entropy, self.model), x, y)
             self.optimizer.step()
         return loss
 

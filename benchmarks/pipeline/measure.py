@@ -24,6 +24,7 @@ from benchmarks.pipeline.simulated_stages import DIARY, waiting
 from benchmarks.report_page import circumstances
 from shoal.models import build
 from shoal.run import init_with_place
+from shoal.run.supervised import supervised
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedule_timing import (
@@ -142,7 +143,7 @@ def wait_through(
         DIARY.spans, DIARY.peak, DIARY.unit_s = [], 0, unit
         for x, y in loader:
             run.mesh.barrier()
-            run.forward_backward(F.mse_loss, model, x, y)
+            run.forward_backward(supervised(F.mse_loss, model), x, y)
         return DIARY.spans
 
     step(WARM_UP_UNIT_S)  # sends headers, and is not counted
@@ -193,7 +194,7 @@ def compute_through(name: str, ranks: int, microbatches: int) -> tuple[float, fl
             run.mesh.barrier()
             waited_s.clear()
             start = time.monotonic()
-            run.forward_backward(_loss, model, x, y)
+            run.forward_backward(supervised(_loss, model), x, y)
             total = time.monotonic() - start
             # At the end ranks wait for each other; what they wait for totals is idle time too.
             steps.append((sum(waited_s) / total, total))

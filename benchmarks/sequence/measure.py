@@ -23,6 +23,7 @@ from benchmarks.memory.accounting import held_bytes
 from benchmarks.report_page import circumstances
 from shoal.comm import mappings
 from shoal.models import build
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")
@@ -52,7 +53,7 @@ def counted(strategy: str, layers: int) -> tuple[int, int]:
         model, optimizer, DataLoader(TensorDataset(tokens, tokens), BATCH)
     )
     first, second = loader
-    run.forward_backward(loss_of, model, *first)  # which compares
+    run.forward_backward(supervised(loss_of, model), *first)  # which compares
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def counted(strategy: str, layers: int) -> tuple[int, int]:
         return tensor
 
     with _Sent() as sent, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run.forward_backward(loss_of, model, *second)
+        run.forward_backward(supervised(loss_of, model), *second)
     parameters = [*model.parameters()]
     return held_bytes([*kept, *parameters]) - held_bytes(parameters), sent.sent_bytes
 

@@ -32,6 +32,7 @@ import shoal
 from benchmarks.interleaved import in_turns
 from benchmarks.report_page import circumstances
 from shoal.models import build
+from shoal.run.supervised import supervised
 
 RESULT = Path(__file__).with_name("result.json")
 TIME, VOCABULARY, WIDTH, BATCH, STEPS = 64, 256, 256, 8, 6
@@ -103,7 +104,7 @@ def by_shoal(options: str, layers: int = 6) -> Callable[[], None]:
     def epoch() -> None:
         for x, y in loader:
             optimizer.zero_grad()
-            run.forward_backward(loss_of, model, x, y)
+            run.forward_backward(supervised(loss_of, model), x, y)
             optimizer.step()
 
     return epoch

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import shoal
 from benchmarks.collectives.steps import networks
 from benchmarks.report_page import circumstances
+from shoal.run.supervised import supervised
 
 RESULT = Path(__file__).with_name("result.json")
 ROWS, WARM_UP, LATER = 32, 10, "1@1000000000"
@@ -50,7 +51,7 @@ class Loop:
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.optimizer.zero_grad()
-            self.run.forward_backward(F.cross_entropy, self.model, *self.batch)
+            self.run.forward_backward(supervised(F.cross_entropy, self.model), *self.batch)
             self.optimizer.step()
 
 

@@ -8,8 +8,8 @@ in the tensors as they did in earlier batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,51 +18,74 @@ from shoal.data.batch_shards import BatchShard
 from shoal.data.loader import DistributedBatchLoader
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
-from shoal.strategies.base import LossFunction
 
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
 
 
-class BatchSizes:
-    """Finds the sizes of each batch of one training loop.
+class StepSizes(NamedTuple):
+    """Samples of a batch.
 
-    Args:
-        loader: yields this rank's shares; None if the user makes the batches.
+    Attributes:
+        rows: on this rank; 0 for a stand-in sample.
+        global_rows: on all ranks and in all micro-batches.
+        is_known: False if `global_rows` is an estimate from this rank's rows.
     """
 
-    def __init__(self, loader: DistributedBatchLoader | None) -> None:
-        self._loader = loader
+    rows: int
+    global_rows: int
+    is_known: bool
+
+
+class BatchSizes:
+    """Finds the sizes of each batch of a run.
+
+    Args:
+        loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
+    """
+
+    def __init__(self, loaders: Sequence[DistributedBatchLoader]) -> None:
+        self._loaders = loaders
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
         # The last batch that `_learn_layout` has seen: (yielded by the loader, samples, shapes).
         self._last_learned: tuple[bool, int, list[torch.Size]] | None = None
 
-    def resolve(
-        self, loss_fn: LossFunction, batch: tuple[Any, ...]
-    ) -> tuple[LossFunction, int, int]:
-        """Return the loss function to differentiate, and the samples on this rank and on all ranks.
+    def resolve(self, batch: Any, rows: int | None, ranks: int) -> StepSizes:
+        """Return the samples of a batch on this rank and on all ranks.
+
+        Args:
+            batch: a nest of tensors.
+            rows: as the user has said it; None to find out.
+            ranks: ranks of the data axis.
 
         Raises:
-            UsageError: the loader has not yielded such a batch, or the batch has tensors of several
+            UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
-        if self._loader is None or self._loader.share is None:
-            # The sizes on other ranks are unknown. So the loss becomes a sum with a count, and the
-            # counts of all ranks are summed with the gradients.
-            return _with_count(loss_fn, _length(batch[-1])), 1, 1
-        share = self._share_of(batch, self._loader, self._loader.share)
-        return loss_fn, share.rows, share.global_rows
+        yielding = [loader for loader in self._loaders if loader.share is not None]
+        if rows is None and yielding:
+            share = self._share_of(batch, yielding)
+            return StepSizes(share.rows, share.global_rows, is_known=True)
+        # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
+        # of all ranks are summed with the gradients.
+        rows = _length(batch) if rows is None else rows
+        return StepSizes(rows, max(rows, 1) * ranks, is_known=False)
 
-    def _share_of(
-        self, batch: tuple[Any, ...], loader: DistributedBatchLoader, last: BatchShard
-    ) -> BatchShard:
-        """Return the share of these tensors: the one they were yielded with, or else the last."""
+    def _share_of(self, batch: Any, loaders: Sequence[DistributedBatchLoader]) -> BatchShard:
+        """Return the share of these tensors: the one they were yielded with, or else the last.
+
+        Args: loaders: those that have yielded batches.
+        """
         tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+        last = loaders[-1].share
+        assert last is not None
         # If all shares so far have one size, the tensors need not be looked up.
-        only_size = len(loader.yielded.sizes) == 1
-        known = [last] if only_size else loader.yielded.shard_sizes_of(tensors)
+        if len(set().union(*(loader.yielded.sizes for loader in loaders))) == 1:
+            known = [last]
+        else:
+            known = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
         if len(known) > 1:
             sizes = " and ".join(str(share.rows) for share in known)
             raise UsageError(
@@ -117,20 +140,19 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
     )
 
 
-def _with_count(loss_fn: LossFunction, num_samples: int) -> LossFunction:
-    """Return `loss_fn` as a function that returns a (sum, count) pair."""
-
-    def sum_and_count(output: Any, target: Any) -> tuple[Tensor, Tensor]:
-        value = loss_fn(output, target)
-        if isinstance(value, tuple):
-            return value
-        return value * num_samples, value.new_full((), num_samples)
-
-    return sum_and_count
-
-
-def _length(target: Any) -> int:
-    """Return the length of the first tensor of a nest."""
-    if isinstance(target, Mapping):
-        return _length(next(iter(target.values())))
-    return _length(target[0]) if isinstance(target, (tuple, list)) else len(target)
+def _length(batch: Any) -> int:
+    """Return the length of the last argument's first tensor, the target of most batches."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    if not tensors:
+        raise UsageError(
+            "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
+            "it: run.forward_backward(compute_loss, *batch, rows=8)."
+        )
+    lengths = {len(tensor) for tensor in tensors}
+    if len(lengths) > 1:
+        found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
+        raise UsageError(
+            f"forward_backward: tensors of shapes {found} have different lengths, so the number of "
+            "samples is unknown. Say it: run.forward_backward(compute_loss, *batch, rows=8)."
+        )
+    return lengths.pop()

@@ -5,11 +5,12 @@ Every function here raises. None of them changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_leaves
@@ -54,8 +55,8 @@ class BackwardGuard:
 def _raise_for_bare_backward(_: Tensor) -> None:
     raise UsageError(
         "a bare .backward() reached a prepared model: its gradients would be this rank's alone. "
-        "Use loss = run.forward_backward(loss_fn, model, x, y) instead of loss_fn(model(x), y) and "
-        "loss.backward()."
+        "Use loss = run.forward_backward(compute_loss, x, y) with a function compute_loss(x, y) "
+        "instead of loss.backward()."
     )
 
 
@@ -69,16 +70,31 @@ def check_on_device(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_loader_not_needed(accumulate: int, step_in_backward: bool) -> None:
+def check_loader_not_needed(step_in_backward: bool) -> None:
     """Raise UsageError for settings that need to know the global batch size beforehand."""
-    if accumulate > 1:
-        raise UsageError(
-            "accumulate splits what the loader shares out; prepare a loader, or use accumulate=1."
-        )
     if step_in_backward:
         raise UsageError(
             "step_in_backward needs the size of the global batch before the backward pass. Prepare "
             "a loader, or use step_in_backward=False."
+        )
+
+
+def check_one_optimizer(optimizers: Sequence[Optimizer]) -> None:
+    """Raise StrategyRefused if parameter servers were to take the steps of several optimizers."""
+    if len(optimizers) > 1:
+        raise StrategyRefused(
+            f"strategy server: servers step all parameters by one optimizer, and {len(optimizers)} "
+            "were prepared. Use one optimizer with several groups, or ddp or zero1, where each "
+            "optimizer steps by itself."
+        )
+
+
+def check_one_optimizer_in_backward(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError if steps inside the backward pass were to be those of several optimizers."""
+    if len(optimizers) > 1:
+        raise UsageError(
+            f"step_in_backward steps all parameters in each backward pass, and {len(optimizers)} "
+            "optimizers decide for themselves when to step. Use step_in_backward=False."
         )
 
 
@@ -111,33 +127,57 @@ def check_not_scaled(scaled: bool) -> None:
         )
 
 
-def check_prepared(local_model: LocalModel | None) -> LocalModel:
-    """Return the local model. Raise UsageError if there is none yet."""
-    if local_model is None:
-        raise UsageError(
-            "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
-            "optimizer, loader)."
-        )
-    return local_model
-
-
 def check_frozen_unchanged(frozen: Mapping[str, nn.Parameter]) -> None:
     """Raise UsageError if a parameter that was frozen in `prepare` is trainable now."""
     unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
     if unfrozen:
         raise UsageError(
-            f"{', '.join(unfrozen)}: unfrozen after prepare, so no optimizer steps it. Unfreeze it "
-            "before run.prepare(...), or freeze it again."
+            f"{', '.join(unfrozen)}: unfrozen after prepare, so no optimizer steps it. Call "
+            "run.prepare(optimizer) again with an optimizer that has it, unfreeze it before "
+            "run.prepare(...), or freeze it again."
         )
 
 
-def check_same_model(model: nn.Module, prepared: nn.Module) -> None:
-    """Raise UsageError for a model that is not the prepared one.
+def check_compute_loss(compute_loss: Any, args: tuple[Any, ...]) -> None:
+    """Raise UsageError if the first argument of `forward_backward` is no function of the batch."""
+    cure = (
+        "forward_backward(compute_loss, *batch) calls compute_loss(*batch), which returns the loss:"
+        " def compute_loss(x, y): return loss_fn(model(x), y)."
+    )
+    if isinstance(compute_loss, Tensor):
+        raise UsageError(f"forward_backward was given a loss, and takes a function. {cure}")
+    if not callable(compute_loss):
+        kind = type(compute_loss).__name__
+        raise UsageError(f"forward_backward was given a {kind}, and takes a function. {cure}")
+    if any(isinstance(argument, nn.Module) for argument in args):
+        raise UsageError(f"forward_backward was given a model in the place of a batch. {cure}")
 
-    A wrapper or a copy would compute with other parameters than the optimizer steps.
-    """
-    if model is not prepared:
+
+def check_step_options(rows: Any, reduction: Any) -> None:
+    """Raise UsageError for options of `forward_backward` of a wrong kind."""
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 0):
         raise UsageError(
-            f"forward_backward was given a {type(model).__name__} that is not the prepared model. "
-            "Use the one that run.prepare returned."
+            "rows: the number of samples on this rank, an integer. If a batch has a key of that "
+            "name, give it in one piece: run.forward_backward(compute_loss, batch)."
         )
+    if reduction not in ("rows", "ranks"):
+        raise UsageError(
+            f'reduction: {reduction!r} is neither "rows", the mean over all samples, nor "ranks", '
+            "the mean of the ranks' means. If a batch has a key of that name, give it in one "
+            "piece: run.forward_backward(compute_loss, batch)."
+        )
+
+
+def check_some_gradient(local_model: LocalModel) -> None:
+    """Raise UsageError if the first backward pass has reached no parameter of this rank.
+
+    The function of the batch has then called other models than the prepared ones.
+    """
+    elsewhere = local_model.remote_optimizer is not None or local_model.is_partial
+    if elsewhere or any(p.grad is not None for p in local_model.trainable_params.values()):
+        return
+    raise UsageError(
+        "forward_backward: no parameter of the prepared models has a gradient. Does compute_loss "
+        "call a copy or a wrapper of them, or detach their outputs? It must call the models that "
+        "run.prepare returned."
+    )

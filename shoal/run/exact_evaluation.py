@@ -10,8 +10,9 @@ computed which batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,60 +25,54 @@ from shoal.data.loader import fetched
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalModel
 
-Measures = Callable[[Any, Any], dict[str, Tensor]]
-"""(output, target) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
+ComputeSums = Callable[..., dict[str, Tensor]]
+"""(*batch) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
 
 
 def evaluate(
     data: Axis,
-    measure: Measures,
-    model: nn.Module,
+    compute_sums: ComputeSums,
     loader: DataLoader,
+    models: Sequence[nn.Module],
     to_device: Callable[[Any], Any],
+    local_model: LocalModel | None,
 ) -> dict[str, float]:
-    """Sum a measure over every sample of a data set, with a model that is full on every rank.
+    """Sum values over every sample of a data set. Collective over `data`.
 
-    Collective over `data`. Rank 0's buffers are broadcast first. The model is in evaluation mode
-    meanwhile. Sums are float64.
+    Rank 0's buffers are broadcast first. Sums are float64.
+
+    Args:
+        models: are in evaluation mode meanwhile.
+        local_model: of the prepared models; None if there are none.
 
     Returns: name -> sum over all samples.
+
     Raises:
         UsageError: the loader has no batch size, or its data set is empty.
     """
     batches = _batches(loader)
-    data.broadcast_buffers(model)
-    return _evaluate_batches(data, measure, model, loader, to_device, batches)
-
-
-def evaluate_local_model(
-    data: Axis,
-    measure: Measures,
-    model: nn.Module,
-    loader: DataLoader,
-    to_device: Callable[[Any], Any],
-    local_model: LocalModel,
-) -> dict[str, float]:
-    """Sum a measure as `evaluate` does, with a model of which each rank may hold a piece.
-
-    Args:
-        model: the prepared model or a wrapper of it. A wrapper's own buffers are left alone.
-    """
+    if local_model is None:
+        for model in models:
+            data.broadcast_buffers(model)
+        with _evaluation_mode(models):
+            return _evaluate_batches(data, compute_sums, loader, to_device, batches)
+    local_model.strategy_state.synchronize()
     try:
         data.broadcast_buffers(local_model.module)
-        batches = _batches(loader)
         # Some ranks have one batch less. Where a forward pass is collective they join the last one
         # all the same, with a batch that is not counted.
         joins = local_model.collective_forward and data.rank >= len(batches) % data.size > 0
         uncounted = batches[:1] if joins else []
-        return _evaluate_batches(data, measure, model, loader, to_device, batches, uncounted)
+        compute = partial(local_model.call, compute_sums)
+        with _evaluation_mode(models):
+            return _evaluate_batches(data, compute, loader, to_device, batches, uncounted)
     finally:
         local_model.reshard()
 
 
 def _evaluate_batches(
     data: Axis,
-    measure: Measures,
-    model: nn.Module,
+    compute_sums: ComputeSums,
     loader: DataLoader,
     to_device: Callable[[Any], Any],
     batches: list[BatchShard],
@@ -86,23 +81,42 @@ def _evaluate_batches(
     """Compute this rank's batches, and then `uncounted`. Return the sums over all ranks."""
     counted = batches[data.rank :: data.size]
     rows: list[dict[str, Tensor]] = []
-    with torch.no_grad(), _evaluation_mode(model):
+    with torch.no_grad():
         to_fetch = [*counted, *uncounted]
         for batch, samples in zip(to_fetch, fetched(loader, to_fetch), strict=True):
-            *inputs, target = to_device(samples)
             count = torch.tensor(float(batch.rows))
-            rows.append({"samples": count, **measure(model(*inputs), target)})
+            rows.append({"samples": count, **_compute(compute_sums, to_device(samples))})
     return _sum_table(data, rows[: len(counted)], len(batches))
 
 
+def _compute(compute_sums: ComputeSums, batch: Any) -> dict[str, Tensor]:
+    """Call the user's function on a batch.
+
+    Raises: UsageError: it returned something else than a dict of scalars.
+    """
+    if isinstance(batch, Mapping):
+        sums = compute_sums(**batch)
+    elif isinstance(batch, (tuple, list)):
+        sums = compute_sums(*batch)
+    else:
+        sums = compute_sums(batch)
+    if not isinstance(sums, Mapping):
+        raise UsageError(
+            f"evaluate: compute_sums returned a {type(sums).__name__}; it must return a dict of "
+            'sums over its batch, such as {"correct": (scores.argmax(1) == y).sum()}.'
+        )
+    return {name: torch.as_tensor(value) for name, value in sums.items()}
+
+
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and every module back into the mode that it was in.
+def _evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put models into evaluation mode, and every module back into the mode that it was in.
 
     `model.train()` afterwards would not do: a user may keep some BatchNorm layers frozen.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:
@@ -114,7 +128,7 @@ def _sum_table(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[
     """Return the sums over all batches, added in the order of batches. Collective.
 
     Args:
-        rows: the measures of this rank's batches.
+        rows: the sums of this rank's batches.
         batches: number of batches of all ranks.
     """
     # Rank 0 always has a batch. Other ranks may have none, and then do not know the names.

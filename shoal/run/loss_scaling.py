@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class LossScaleGuard:
     """Divides gradients by the loss scale, and skips the next step if one of them is not finite."""
 
     def __init__(
-        self, local_model: LocalModel, loss_scale: LossScale, optimizer: Optimizer
+        self, local_model: LocalModel, loss_scale: LossScale, optimizers: Sequence[Optimizer]
     ) -> None:
         self._local_model = local_model
         self._loss_scale = loss_scale
         self._skip_next = False
-        optimizer.register_step_pre_hook(self._on_step)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._on_step)
 
     def unscale(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
         """Divide `.grad`, the gradients of this call, by the loss scale. Collective.

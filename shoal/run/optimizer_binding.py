@@ -7,8 +7,7 @@ every trainable parameter must be in exactly one group.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from shoal.errors import CheckpointError, StrategyRefused, UsageError
+from shoal.errors import CheckpointError, StrategyRefused
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
+from shoal.run.optimizer_groups import listed
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -42,52 +42,6 @@ class QuantizedOptimizer(Protocol):
         ...
 
 
-def group_param_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return for each group the names of its parameters.
-
-    Raises:
-        UsageError: a trainable parameter is not in exactly one group, or a group has a parameter
-            that is not the model's.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    problems = list(_problems_of_groups(model, names, params))
-    if problems:
-        raise UsageError("\n".join(problems))
-    return [
-        [names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
-    ]
-
-
-def _problems_of_groups(
-    model: nn.Module, names: Mapping[int, str], params: Sequence[Tensor]
-) -> Iterator[str]:
-    """Yield a sentence if trainable parameters are missing, are there twice, or are foreign.
-
-    Args:
-        names: names of the model's parameters by their `id`.
-        params: the parameters in all groups of the optimizer.
-    """
-    counts = Counter(id(parameter) for parameter in params)
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in counts]
-    if missing:
-        yield (
-            f"{_listed(missing)}: trainable, but in no group of the optimizer. Build the optimizer "
-            "after the last change to the model, add them to a group, or freeze them with "
-            "requires_grad_(False)."
-        )
-    twice = [names[key] for key, count in counts.items() if count > 1 and key in names]
-    if twice:
-        yield f"{_listed(twice)}: in more than one group of the optimizer; keep one."
-    foreign = sum(id(parameter) not in names for parameter in params)
-    if foreign:
-        yield (
-            f"{foreign} of the optimizer's {len(params)} parameters do not belong to the model. "
-            "Was the model copied, moved or wrapped after the optimizer was built? Build it from "
-            "the parameters of this model."
-        )
-
-
 def bind_optimizer(
     optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.Parameter]
 ) -> None:
@@ -97,10 +51,6 @@ def bind_optimizer(
     """
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [owned[name] for name in names if name in owned]
-    bound = sum(len(group["params"]) for group in optimizer.param_groups)
-    assert bound == len(owned), (
-        f"{len(owned)} parameters are owned here, {bound} are in the optimizer"
-    )
 
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
@@ -112,18 +62,18 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
         return
     if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         raise StrategyRefused(
-            f"{kind.__name__} cannot step the shards of {_listed(sharded)}: "
+            f"{kind.__name__} cannot step the shards of {listed(sharded)}: "
             f"{NEED_FULL_TENSORS[kind.__name__]}. Use ddp, or another optimizer such as AdamW."
         )
     tensor_parallel = [name for name in sharded if _is_tensor_parallel(owned[name])]
     if tensor_parallel and isinstance(optimizer, QuantizedOptimizer):
         raise StrategyRefused(
-            f"{kind.__name__} quantises blocks of whole rows, and {_listed(tensor_parallel)} are "
+            f"{kind.__name__} quantises blocks of whole rows, and {listed(tensor_parallel)} are "
             "cut along the tensor axis. Use AdamW, or leave out tensor."
         )
     if kind.__module__.startswith("torchao."):
         raise StrategyRefused(
-            f"torchao's {kind.__name__} quantises what each rank holds of {_listed(sharded)}, so "
+            f"torchao's {kind.__name__} quantises what each rank holds of {listed(sharded)}, so "
             "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
             "shoal.optim.adamw8bit, or ddp."
         )
@@ -219,7 +169,7 @@ def load_optimizer_state(
     unknown = sorted(set(by_name) - set(owned))
     if unknown:
         raise CheckpointError(
-            f"the checkpoint holds optimizer state of {_listed(unknown)}, which the model lacks."
+            f"the checkpoint holds optimizer state of {listed(unknown)}, which the model lacks."
         )
     # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
     state = optimizer.state_dict()
@@ -291,8 +241,3 @@ def load_group_settings(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def _listed(names: list[str], max_names: int = 5) -> str:
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more

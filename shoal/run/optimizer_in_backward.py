@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, StrategyRefused, UsageError
-from shoal.strategies.base import LocalModel, LossFunction
+from shoal.strategies.base import ComputeLoss, LocalModel
+from shoal.strategies.loss_terms import split_result
 
 CURE = "Use step_in_backward=False (optimizer.in_backward: false)."
 
@@ -141,17 +142,18 @@ def check_settings(accumulate: int, loss_scale: bool) -> None:
         raise ConfigError(problems)
 
 
-def require_mean(loss_fn: LossFunction) -> LossFunction:
-    """Return `loss_fn` with a check: UsageError if it returns a (sum, count) pair."""
+def require_mean(compute_loss: ComputeLoss) -> ComputeLoss:
+    """Return `compute_loss` with a check: UsageError if its loss has a count."""
 
-    def checked(output: Any, target: Any) -> Tensor:
-        value = loss_fn(output, target)
-        if isinstance(value, tuple):
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = compute_loss(*args, **kwargs)
+        terms, _ = split_result(result)
+        if any(term.count is not None for term in terms):
             raise UsageError(
-                "loss_fn returned a (sum, count) pair: gradients are divided by the count of all "
-                "ranks, which is known only after the backward pass, when step_in_backward has "
+                "compute_loss returned counted(sum, count): gradients are divided by the count of "
+                "all ranks, which is known only after the backward pass, when step_in_backward has "
                 f"stepped. Return a mean. {CURE}"
             )
-        return value
+        return result
 
     return checked

@@ -1,40 +1,30 @@
-"""The parts of `Run.prepare`: the loader, the local model, the optimizer, the random numbers.
+"""The steps of `Run.prepare`: the loader, the local model, the optimizers, the random numbers.
 
-loader     ──> shard_loader     ──> this rank's shares of each global batch
-model      ──> make_local_model ──> this rank's piece, after all strategies
-optimizer  ──> make_step        ──> is bound to what this rank owns
-torch      ──> seed_this_rank   ──> other random numbers where samples or layers differ
+loader      ──> shard_loader     ──> this rank's shares of each global batch
+models      ──> make_local_model ──> this rank's piece, after all strategies
+optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
+torch       ──> seed_this_rank   ──> other random numbers where samples or layers differ
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
-from shoal.data.tree_map import in_dtype, tree_map
-from shoal.run import optimizer_binding, startup_summary
-from shoal.run.batch_size import BatchSizes
-from shoal.run.checks import check_not_scaled, check_settings_for_servers
-from shoal.run.loss_scaling import LossScaleGuard
-from shoal.run.optimizer_in_backward import OptimizerInBackward
-from shoal.run.tracing import Tracing
-from shoal.run.training_step import TrainingStep
+from shoal.run import optimizer_binding
+from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
+from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device
-from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
-
-MAX_EXAMPLES = 8
-"""Samples of the example batch, with which a model is traced and measured."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +37,13 @@ class RunSettings:
 
 
 def shard_loader(
-    loader: DataLoader | None, mesh: Mesh, seed: int, recorder: Recorder | None
-) -> DistributedBatchLoader | None:
+    loader: DataLoader, mesh: Mesh, seed: int, recorder: Recorder | None
+) -> DistributedBatchLoader:
     """Return a loader of this rank's shares of the global batches of `loader`.
 
     Args:
         recorder: of a trace, which shows how long batches take to come; None without a trace.
     """
-    if loader is None:
-        return None
     sharded = DistributedBatchLoader(loader, mesh.data.rank, mesh.data.size, seed, recorder)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
@@ -63,86 +51,51 @@ def shard_loader(
 
 
 def make_local_model(
-    model: nn.Module,
-    loader: DistributedBatchLoader | None,
+    root: nn.Module,
+    example: base.ExampleBatch | None,
     mesh: Mesh,
     strategies: Sequence[base.Strategy],
-    accumulate: int,
     announce: Callable[[str], None],
 ) -> base.LocalModel:
-    """Apply all strategies to the model, and announce the startup summary. Collective."""
-    for line in startup_summary.lines(model, loader, mesh, accumulate, strategies):
-        announce(line)
-    example = None
-    if loader is not None and any(strategy.needs_example_batch for strategy in strategies):
-        example = _example_batch(model, loader, mesh, accumulate)
-    local_model = base.apply_strategies(single_device(model, example), strategies, mesh)
+    """Apply all strategies to the models, and announce how layers are divided. Collective.
+
+    Args:
+        root: the model, or the group of models.
+        example: the first batch, for strategies that need it.
+    """
+    local_model = base.apply_strategies(single_device(root, example), strategies, mesh)
     for line in local_model.summary_lines:
         announce(line)
     return local_model
 
 
-def _example_batch(
-    model: nn.Module, loader: DistributedBatchLoader, mesh: Mesh, accumulate: int
-) -> base.ExampleBatch | None:
-    """Return inputs as the model will get them: the loader's items without the last, the target."""
-    # Rounded up: the largest micro-batch that any rank computes.
-    num_samples = -(-loader.batch_size // (mesh.data.size * accumulate))
-    batch = _on_device(loader.first(min(num_samples, MAX_EXAMPLES)), mesh.device)
-    floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    if floating:
-        # The model may be float64 where the data set is float32.
-        batch = in_dtype(batch, floating[0])
-    if not isinstance(batch, (tuple, list)):
-        return None
-    return base.ExampleBatch(tuple(batch[:-1]), num_samples)
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    return tree_map(batch, lambda item: _on_device(item, device))
-
-
-def _bind_optimizer(
-    optimizer: Optimizer,
-    groups: list[list[str]],
+def bind_optimizers(
+    optimizers: Sequence[Optimizer],
+    groups: Sequence[list[list[str]]],
     local_model: base.LocalModel,
     settings: RunSettings,
     scaled: bool,
 ) -> None:
-    """Point `optimizer` at what this rank owns, or hand that to parameter servers. Collective."""
-    optimizer_binding.check_steps_shards(optimizer, local_model.trainable_params)
-    optimizer_binding.bind_optimizer(optimizer, groups, local_model.trainable_params)
+    """Point the optimizers at what this rank owns, or hand that to parameter servers. Collective.
+
+    Args:
+        groups: for each optimizer, for each of its groups, the names of its parameters.
+        scaled: gradients carry the loss scale of fp16.
+
+    Raises:
+        StrategyRefused: an optimizer or a setting does not go with the strategy.
+    """
+    owned = local_model.trainable_params
+    for optimizer, names in zip(optimizers, groups, strict=True):
+        mine = owned_by(names, owned)
+        optimizer_binding.check_steps_shards(optimizer, mine)
+        optimizer_binding.bind_optimizer(optimizer, names, mine)
     if local_model.strategy_state.in_gradient_units:
         check_not_scaled(scaled)
     if local_model.remote_optimizer is not None:
         check_settings_for_servers(scaled, settings.step_in_backward)
-        local_model.remote_optimizer.attach(optimizer)
-
-
-def make_step(
-    local_model: base.LocalModel,
-    optimizer: Optimizer,
-    groups: list[list[str]],
-    loader: DistributedBatchLoader | None,
-    settings: RunSettings,
-    loss_scale: LossScale | None,
-    tracing: Tracing | None,
-) -> TrainingStep:
-    """Bind `optimizer` to what this rank owns, and return the step of this run. Collective.
-
-    Args:
-        groups: for each group of the optimizer the names of its parameters.
-        loss_scale: of fp16; None for every other precision.
-
-    Raises:
-        StrategyRefused: the optimizer or a setting does not go with the strategy.
-    """
-    _bind_optimizer(optimizer, groups, local_model, settings, scaled=loss_scale is not None)
-    in_backward = OptimizerInBackward(optimizer, local_model) if settings.step_in_backward else None
-    scale_guard = None if loss_scale is None else LossScaleGuard(local_model, loss_scale, optimizer)
-    return TrainingStep(local_model, BatchSizes(loader), in_backward, scale_guard, tracing)
+        check_one_optimizer(optimizers)
+        local_model.remote_optimizer.attach(optimizers[0])
 
 
 def seed_this_rank(mesh: Mesh, seed: int) -> None:

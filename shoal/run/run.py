@@ -8,42 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
 from shoal.run import train_state
-from shoal.run.checks import (
-    check_frozen_unchanged,
-    check_loader_not_needed,
-    check_on_device,
-    check_prepared,
-    check_same_model,
-)
-from shoal.run.exact_evaluation import Measures, evaluate, evaluate_local_model
+from shoal.run.checks import check_compute_loss, check_step_options
+from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
-from shoal.run.optimizer_binding import group_param_names
-from shoal.run.preparation import (
-    RunSettings,
-    make_local_model,
-    make_step,
-    seed_this_rank,
-    shard_loader,
-)
+from shoal.run.preparation import RunSettings
+from shoal.run.prepare_arguments import sort_arguments
+from shoal.run.prepared import Prepared
+from shoal.run.step_batch import example_of, make_batch
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.remote_optimizer import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
-
-Model = TypeVar("Model", bound=nn.Module)
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class Run:
@@ -53,7 +37,7 @@ class Run:
         rank, world: the number of this process, and the number of processes.
         device: the device of this rank's model and batches.
         totals: sums over all ranks of the last step, (TOTALS_LENGTH,): loss sum, count, stop
-            requests, measures; see `shoal.strategies.base`. None before the first step.
+            requests, summed values; see `shoal.strategies.base`. None before the first step.
     """
 
     def __init__(
@@ -70,72 +54,46 @@ class Run:
         self.world = mesh.size
         self.device = mesh.device
         self.totals: Tensor | None = None
-        self._strategies = strategies
         self._settings = settings
         self._loss_scale = loss_scale
-        self._announce = announce
         self._tracing = tracing
         self._stop_requested = False
-        # Set by `prepare`:
-        self._model: nn.Module | None = None
-        self._part: base.LocalModel | None = None
-        self._optimizer: Optimizer | None = None
-        self._loader: DistributedBatchLoader | None = None
-        self._step: TrainingStep | None = None
-        self._frozen: dict[str, nn.Parameter] = {}
+        self._prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing)
 
-    def prepare(
-        self, model: Model, optimizer: AnyOptimizer, loader: DataLoader | None = None
-    ) -> tuple[Model, AnyOptimizer, Any]:
-        """Make model, optimizer and loader those of this rank. Collective.
+    def prepare(self, *things: Any) -> Any:
+        """Make models, optimizers and loaders those of this rank. Collective.
 
-        The model keeps its class, its parameters' names and its `state_dict`. The optimizer is the
-        same object, bound to the parameters that this rank owns. The loader yields this rank's
-        share of every global batch of `loader.batch_size` samples.
+        Any number of each, in any order. A model keeps its class, its parameters' names and its
+        `state_dict`. An optimizer is the same object, bound to the parameters that this rank owns.
+        A loader yields this rank's share of every global batch of `loader.batch_size` samples.
+
+        It may be called again: with another loader; with a frozen model, such as a teacher; with a
+        new optimizer in the place of one that has the same parameters. Where every rank holds
+        whole parameters (ddp), also after layers were frozen or thawed, and with further models.
+
+        Returns: the same things in the same order, one alone if there is one.
 
         Raises:
-            UsageError: `prepare` was called before; the optimizer does not hold each trainable
-                parameter exactly once; the batches of the loader cannot be divided among ranks.
-            StrategyRefused: the strategy cannot take this model or this number of ranks.
+            UsageError: an argument is neither of these; the optimizers do not hold each trainable
+                parameter exactly once; the batches of a loader cannot be divided among ranks.
+            StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
-        if self._part is not None:
-            raise UsageError(
-                "this run has prepared a model already; call shoal.init() once for each model."
-            )
-        settings, tracing = self._settings, self._tracing
-        check_on_device(model, self.device)
-        if loader is None:
-            check_loader_not_needed(settings.accumulate, settings.step_in_backward)
-        # By name, because a strategy may replace parameters by shards of them.
-        groups = group_param_names(optimizer, model)
-        recorder = None if tracing is None else self.mesh.recorder
-        sharded_loader = shard_loader(loader, self.mesh, settings.seed, recorder)
-        local_model = make_local_model(
-            model, sharded_loader, self.mesh, self._strategies, settings.accumulate, self._announce
-        )
-        step = make_step(
-            local_model, optimizer, groups, sharded_loader, settings, self._loss_scale, tracing
-        )
-        step.guard.watch(model)
-        optimizer.register_step_post_hook(lambda *_: local_model.gather_params())
-        if tracing is not None:
-            tracing.wrap_step(local_model, optimizer)
-        seed_this_rank(self.mesh, settings.seed)
-        self._model = model
-        self._part = local_model
-        self._step = step
-        self._optimizer = optimizer
-        self._loader = sharded_loader
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        return model, optimizer, sharded_loader
+        arguments = sort_arguments(things)
+        loaders = iter(self._prepared.add(arguments))
+        results = [
+            next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
+            for thing in things
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def forward_backward(
         self,
-        loss_fn: base.LossFunction,
-        model: nn.Module,
+        compute_loss: base.ComputeLoss,
         *batch: Any,
-        measure: base.Measure | None = None,
-    ) -> Tensor:
+        rows: int | None = None,
+        reduction: str = "rows",
+        **named_batch: Any,
+    ) -> Any:
         """Compute the loss of this rank's share of a global batch, and its gradients. Collective.
 
         Afterwards `.grad` holds the global means, and the optimizer's step comes next. Calls before
@@ -144,24 +102,51 @@ class Run:
         the middle leaves some parameters stepped.
 
         Args:
-            loss_fn: (output, target) -> scalar mean over its batch, or (sum, count) if samples
-                weigh differently.
-            model: the one that `prepare` returned.
-            batch: the model's inputs, then the target: `loss_fn(model(*inputs), target)`. Batches
-                of the loader may come in any order.
-            measure: (output, target) -> 1-D tensor of sums over the batch, to be summed over all
-                ranks into `totals[3:]`.
+            compute_loss: (*batch, **named_batch) -> loss or (loss, extra). It calls the prepared
+                models in any way. A loss is the mean over its samples, a scalar tensor, or
+                `shoal.counted(sum, count)` if samples weigh differently, or a sum of such. `extra`
+                is any nest of tensors and numbers; `shoal.summed(x)` in it is summed over all
+                ranks.
+            batch, named_batch: nests of tensors whose dimension 0 is the batch. Batches of the
+                loader may come in any order.
+            rows: samples on this rank, for a batch that no prepared loader has made; by default
+                the length of its tensors.
+            reduction: "rows" for the mean over all samples; "ranks" for the mean of the ranks'
+                means, which differs from one device's loss if it is no mean over samples.
 
-        Returns: the global mean loss, a detached scalar on the device, equal on every rank.
+        Returns: the global mean loss, a detached scalar on the device, equal on every rank; and
+            with `extra` the pair (loss, extra), with the values of this rank's samples.
         """
-        self._prepared()
-        assert self._model is not None
-        assert self._step is not None
-        check_same_model(model, self._model)
-        loss, self.totals = self._step.forward_backward(
-            loss_fn, batch, measure, self._stop_requested
+        check_compute_loss(compute_loss, batch)
+        check_step_options(rows, reduction)
+        self._local_model()
+        local_batch = make_batch(
+            compute_loss,
+            batch,
+            named_batch,
+            self._prepared.sizes,
+            self.mesh,
+            rows=rows,
+            reduction=reduction,
+            stop_requested=self._stop_requested,
         )
-        return loss
+        output = self._step_of(local_batch).forward_backward(local_batch)
+        self.totals = output.totals
+        return output.loss if output.extra is None else (output.loss, output.extra)
+
+    def _step_of(self, batch: base.LocalBatch) -> TrainingStep:
+        """Return the step of the local model; the first batch may be needed to make it."""
+        prepared = self._prepared
+        if prepared.step is None:
+            if not prepared.optimizers:
+                raise UsageError(
+                    "forward_backward: no optimizer was prepared. Before the loop: model, "
+                    "optimizer, loader = run.prepare(model, optimizer, loader)."
+                )
+            accumulate = self._settings.accumulate
+            prepared.apply(example_of(batch, prepared.models, self.mesh, accumulate))
+        assert prepared.step is not None
+        return prepared.step
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
@@ -170,7 +155,7 @@ class Run:
 
         Returns: the norm before, a scalar tensor.
         """
-        local_model = self._prepared()
+        local_model = self._local_model()
         self._check_has_gradients(
             "clip_gradients", "clipping needs the norm of all gradients at once"
         )
@@ -179,7 +164,7 @@ class Run:
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of every trainable parameter, under its name. Collective."""
         self._check_has_gradients("gradients", "they have been used and freed")
-        local_model = self._prepared()
+        local_model = self._local_model()
         if local_model.strategy_state.has_rank_local_optimizer:
             raise UsageError(
                 "gradients(): every rank steps by gradients of its own here; they are in `.grad`."
@@ -191,14 +176,14 @@ class Run:
 
         Buffers are those of rank 0, as in the file that `save` writes.
         """
-        local_model = self._prepared()
+        local_model = self._local_model()
         self.synchronize()
         self.mesh.data.broadcast_buffers(local_model.module)
         return train_state.full_state_dict(local_model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters, under the full model's names. Shards are DTensors."""
-        local_model = self._prepared()
+        local_model = self._local_model()
         return {
             local_model.tied_names.get(name, name): parameter
             for name, parameter in local_model.module.named_parameters()
@@ -206,24 +191,24 @@ class Run:
 
     def report(self) -> list[str]:
         """Return lines for the end of a run, such as the staleness that servers have measured."""
-        return self._prepared().strategy_state.report()
+        return self._local_model().strategy_state.report()
 
     @property
     def remote(self) -> RemoteOptimizer | None:
         """The parameter servers, if they own the parameters; None if this process steps them."""
-        return self._prepared().remote_optimizer
+        return self._local_model().remote_optimizer
 
     @property
     def is_synchronous(self) -> bool:
         """True if all ranks take each step together, so that a step has global gradients."""
-        return self._prepared().strategy_state.is_synchronous
+        return self._local_model().strategy_state.is_synchronous
 
     def wait(self) -> None:
         """Wait until this rank holds the weights of the last step, before you read parameters.
 
         The model's next forward pass waits by itself. Only parameter servers leave work behind.
         """
-        self._prepared().strategy_state.wait()
+        self._local_model().strategy_state.wait()
 
     def synchronize(self) -> bool:
         """Wait until all ranks hold the same weights, those of all steps. Collective.
@@ -234,24 +219,29 @@ class Run:
 
         Returns: True if the weights differed.
         """
-        return self._prepared().strategy_state.synchronize()
+        return self._local_model().strategy_state.synchronize()
 
-    def evaluate(self, measure: Measures, model: nn.Module, loader: DataLoader) -> dict[str, float]:
-        """Sum a measure over every sample of a data set, each counted once. Collective.
+    def evaluate(
+        self, compute_sums: ComputeSums, loader: Any, *models: nn.Module
+    ) -> dict[str, float]:
+        """Sum values over every sample of a data set, each counted once. Collective.
 
         Args:
-            measure: (output, target) -> name -> scalar sum over the batch.
-            model: the prepared one, a wrapper of it, or another; in evaluation mode meanwhile.
+            compute_sums: (*batch) -> name -> scalar sum over the batch. A batch that is a mapping
+                is given by its names.
             loader: a plain DataLoader; one rank computes `batch_size` samples at once.
+            models: models that `compute_sums` calls and that were not prepared, such as a moving
+                average. These and all prepared models are in evaluation mode meanwhile.
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
-        local_model = self._part
-        if local_model is None or all(module is not self._model for module in model.modules()):
-            return evaluate(self.mesh.data, measure, model, loader, self.to_device)
-        self.synchronize()
-        return evaluate_local_model(
-            self.mesh.data, measure, model, loader, self.to_device, local_model
+        return evaluate(
+            self.mesh.data,
+            compute_sums,
+            loader,
+            [*self._prepared.models, *models],
+            self.to_device,
+            self._local_model() if self._prepared.models else None,
         )
 
     def to_device(self, batch: Any) -> Any:
@@ -262,8 +252,8 @@ class Run:
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
         on_device = batch.to(self.device, non_blocking=True)
-        if self._loader is not None:
-            self._loader.yielded.track(batch, on_device)
+        for loader in self._prepared.loaders:
+            loader.yielded.track(batch, on_device)
         return on_device
 
     def request_stop(self) -> None:
@@ -283,7 +273,7 @@ class Run:
         The file has the model's own names, and is replaced in one piece or not at all. Read it with
         `torch.load(path, weights_only=True)`.
         """
-        local_model = self._prepared()
+        local_model = self._local_model()
         self.synchronize()
         train_state.save_model(local_model, self.mesh, path)
 
@@ -315,7 +305,7 @@ class Run:
 
         From it, `Checkpoints.load` knows which shard of a tensor this rank needs to read.
         """
-        return train_state.layout_of(self._prepared())
+        return train_state.layout_of(self._local_model())
 
     def load_state(
         self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
@@ -333,18 +323,18 @@ class Run:
         return resumable.load(tensors, info, private)
 
     def _train_state(self) -> train_state.TrainState:
-        local_model = self._prepared()
-        assert self._optimizer is not None
+        local_model, prepared = self._local_model(), self._prepared
+        if not prepared.optimizers:
+            raise UsageError("state: no optimizer was prepared, so there is no training state.")
         return train_state.TrainState(
-            local_model, self._optimizer, self._loader, self._loss_scale, self.mesh
+            local_model, prepared.optimizers, prepared.loaders, self._loss_scale, self.mesh
         )
 
-    def _prepared(self) -> base.LocalModel:
-        local_model = check_prepared(self._part)
-        check_frozen_unchanged(self._frozen)
-        return local_model
+    def _local_model(self) -> base.LocalModel:
+        return self._prepared.local_model()
 
     def _check_has_gradients(self, call: str, reason: str) -> None:
         """Raise UsageError if gradients are stepped and freed in the backward pass."""
-        if self._step is not None and self._step.optimizer_in_backward is not None:
+        step = self._prepared.step
+        if step is not None and step.optimizer_in_backward is not None:
             raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")

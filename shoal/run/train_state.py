@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shoal.data.seeds import load_random_state, random_state
 from shoal.errors import CheckpointError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
+from shoal.run.optimizer_groups import params_of
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
 
@@ -31,15 +33,15 @@ class TrainState:
     """
 
     local_model: LocalModel
-    optimizer: Optimizer
-    loader: DistributedBatchLoader | None
+    optimizers: Sequence[Optimizer]
+    loaders: Sequence[DistributedBatchLoader]
     loss_scale: LossScale | None
     mesh: Mesh
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """Return (tensors, info, private). Collective; all ranks must hold the same weights."""
         local_model, strategy_state = self.local_model, self.local_model.strategy_state
-        strategy_state.pull_state(self.optimizer)
+        strategy_state.pull_state(self.optimizers[0])
         self.mesh.data.broadcast_buffers(local_model.module)
         tensors = {f"model.{name}": value for name, value in tensors_of(local_model.module).items()}
         # A tied parameter that two stages own is saved once.
@@ -48,7 +50,13 @@ class TrainState:
             for name, parameter in local_model.trainable_params.items()
             if name not in local_model.duplicated_params
         }
-        by_name, scalars = optimizer_binding.optimizer_state(self.optimizer, saved_params)
+        by_name: dict[str, Tensor] = {}
+        scalars: optimizer_binding.Scalars = {}
+        for optimizer in self.optimizers:
+            stepped = _stepped_by(optimizer, saved_params)
+            more, more_scalars = optimizer_binding.optimizer_state(optimizer, stepped)
+            by_name |= more
+            scalars |= more_scalars
         optimizer_tensors = {f"optimizer.{name}": value for name, value in by_name.items()}
         is_local = strategy_state.has_rank_local_optimizer
         tensors |= (
@@ -70,9 +78,11 @@ class TrainState:
         strategy_state = self.local_model.strategy_state
         self.local_model.module.load_state_dict(self._local_weights(tensors))
         self._load_optimizer(tensors, info, private)
-        strategy_state.push_state(self.optimizer)
-        if self.loader is not None and "data" in info:
-            self.loader.load_state_dict(info["data"])
+        strategy_state.push_state(self.optimizers[0])
+        positions = [info["data"]] if "data" in info else []
+        positions += info.get("more_data", [])
+        for loader, position in zip(self.loaders, positions, strict=False):
+            loader.load_state_dict(position)
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
         if private:
@@ -81,13 +91,16 @@ class TrainState:
 
     def _info(self, scalars: optimizer_binding.Scalars) -> dict[str, Any]:
         """Return all state that is no tensor, as JSON values. Collective."""
-        groups = optimizer_binding.group_settings(self.optimizer)
+        groups = [g for o in self.optimizers for g in optimizer_binding.group_settings(o)]
         info: dict[str, Any] = {
             "optimizer": gather_named_values(self.local_model.pipeline_axis, scalars),
             "groups": groups,
         }
-        if self.loader is not None:
-            info["data"] = self.loader.state_dict()
+        positions = [loader.state_dict() for loader in self.loaders]
+        if positions:
+            info["data"] = positions[0]
+        if len(positions) > 1:
+            info["more_data"] = positions[1:]
         if self.loss_scale is not None:
             info["loss_scale"] = self.loss_scale.state()
         return info
@@ -116,8 +129,33 @@ class TrainState:
                 if optimizer_binding.split_state_key(path, owned)[0] in owned
             }
             scalars = {name: values for name, values in scalars.items() if name in owned}
-        optimizer_binding.load_optimizer_state(self.optimizer, owned, state, scalars)
-        optimizer_binding.load_group_settings(self.optimizer, info["groups"])
+        groups = iter(info["groups"])
+        # State of parameters that no optimizer steps goes to the first, which refuses it.
+        others = {n for o in self.optimizers[1:] for n in _stepped_by(o, owned)}
+        for index, optimizer in enumerate(self.optimizers):
+            stepped = _stepped_by(optimizer, owned)
+
+            def is_its_own(name: str, first: bool = index == 0, names: Any = stepped) -> bool:
+                return name not in others if first else name in names
+
+            optimizer_binding.load_optimizer_state(
+                optimizer,
+                stepped,
+                {
+                    path: tensor
+                    for path, tensor in state.items()
+                    if is_its_own(optimizer_binding.split_state_key(path, owned)[0])
+                },
+                {name: values for name, values in scalars.items() if is_its_own(name)},
+            )
+            settings = list(islice(groups, len(optimizer.param_groups)))
+            optimizer_binding.load_group_settings(optimizer, settings)
+
+
+def _stepped_by(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the owned parameters that an optimizer steps."""
+    ids = {id(parameter) for parameter in params_of(optimizer)}
+    return {name: parameter for name, parameter in owned.items() if id(parameter) in ids}
 
 
 def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:

@@ -1,26 +1,40 @@
-"""One step of a prepared model: the passes of a batch, then gradients and totals as global means.
+"""One step of a local model: the passes of a batch, then gradients and totals as global means.
 
-batch sizes ──> passes ──> rescale by the count ──> unscale (fp16) ──> add earlier calls
+passes ──> rescale by the count ──> unscale (fp16) ──> add earlier calls
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shoal.run.batch_size import BatchSizes
-from shoal.run.checks import BackwardGuard
+from shoal.comm.mesh import Mesh
+from shoal.run.checks import BackwardGuard, check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.tracing import Tracing
-from shoal.strategies import base, local_step
+from shoal.strategies import base, extras, local_step
+
+
+class StepOutput(NamedTuple):
+    """The result of a step for the training loop.
+
+    Attributes:
+        loss: the global mean loss, a detached scalar.
+        extra: values beside the loss, for this rank's samples; None if there are none.
+        totals: (TOTALS_LENGTH,), of the step over all ranks.
+    """
+
+    loss: Tensor
+    extra: Any
+    totals: Tensor
 
 
 class TrainingStep:
-    """Computes `forward_backward` of one prepared model.
+    """Computes `forward_backward` of one local model.
 
     Args:
         optimizer_in_backward: steps parameters inside the backward pass; None if the user's
@@ -29,13 +43,13 @@ class TrainingStep:
         tracing: None without a trace.
 
     Attributes:
-        guard: makes a bare `.backward()` an error; it must watch the prepared model.
+        guard: makes a bare `.backward()` an error; it must watch the prepared models.
     """
 
     def __init__(
         self,
         local_model: base.LocalModel,
-        batch_sizes: BatchSizes,
+        mesh: Mesh,
         optimizer_in_backward: OptimizerInBackward | None,
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
@@ -43,38 +57,34 @@ class TrainingStep:
         self.guard = BackwardGuard()
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
-        self._batch_sizes = batch_sizes
+        self._mesh = mesh
         self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
+        self._has_stepped = False
 
-    def forward_backward(
-        self,
-        loss_fn: base.LossFunction,
-        batch: tuple[Any, ...],
-        measure: base.Measure | None,
-        stop_requested: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Leave the global mean gradients in `.grad`. Collective.
-
-        Returns: the global mean loss, a detached scalar; and the totals of the step over all ranks.
-        """
-        *inputs, target = batch
-        loss_fn, num_samples, global_batch_size = self._batch_sizes.resolve(loss_fn, batch)
+    def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
+        """Leave the global mean gradients in `.grad`. Collective."""
         if self.optimizer_in_backward is not None:
-            loss_fn = require_mean(loss_fn)
-        local_batch = base.LocalBatch(
-            loss_fn, tuple(inputs), target, num_samples, global_batch_size, measure, stop_requested
-        )
-        result, earlier = self._run_passes(local_batch)
-        local_step.rescale_by_count(self._local_model, result, global_batch_size)
+            batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
+        batch = batch._replace(sum_counts=self._sum_counts())
+        result, earlier = self._run_passes(batch)
+        if not self._has_stepped and self.optimizer_in_backward is None:
+            check_some_gradient(self._local_model)
+            self._has_stepped = True
+        local_step.rescale_by_count(self._local_model, result, batch.global_batch_size)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
         add_gradients(earlier)
         totals = result.step_totals
-        if result.is_sum_and_count:
-            return totals[base.LOSS_SUM] / local_step.count_or_one(totals), totals
-        divisor = local_step.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
-        return totals[base.LOSS_SUM] / divisor, totals
+        extra = extras.join(result.extras, totals) if result.extras else None
+        return StepOutput(_mean_loss(result, batch.global_batch_size), extra, totals)
+
+    def _sum_counts(self) -> Any:
+        """Return the sum over ranks for counts, or None where each rank steps by itself."""
+        state = self._local_model.strategy_state
+        if self._mesh.data.size == 1 or not state.is_synchronous:
+            return None
+        return self._mesh.data.all_reduce
 
     def _run_passes(
         self, batch: base.LocalBatch
@@ -92,3 +102,12 @@ class TrainingStep:
             else:
                 result = self._tracing.run_passes(self._local_model, batch)
         return result, earlier
+
+
+def _mean_loss(result: base.StepResult, global_batch_size: int) -> Tensor:
+    """Return the global mean loss, a scalar."""
+    totals = result.step_totals
+    if result.is_sum_and_count:
+        return totals[base.LOSS_SUM] / local_step.count_or_one(totals)
+    divisor = local_step.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
+    return totals[base.LOSS_SUM] / divisor

@@ -35,34 +35,34 @@ from shoal.strategies.options import StrategyOptions
 from shoal.strategies.remote_optimizer import RemoteOptimizer
 from shoal.strategies.state import STATELESS, StrategyState
 
-LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
-"""(output, target) -> the mean over the batch, or (sum, count) where samples weigh differently."""
-Measure = Callable[[Any, Any], Tensor]
-"""(output, target) -> 1-D tensor of sums over the batch, detached; summed over all ranks."""
+ComputeLoss = Callable[..., Any]
+"""The user's function of a batch: (*args, **kwargs) -> loss or (loss, extra).
 
-LOSS_SUM, COUNT, STOP, MEASURED = 0, 1, 2, 3
-"""Indices into the totals of a step. Measures begin at MEASURED."""
+It calls the prepared models in any way. A loss is a scalar tensor, the mean over its samples, or
+`loss_terms.Counted`.
+"""
+
+LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
+"""Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 13 measures, and zeros."""
+"""Length of the totals: loss sum, count, stop requests, up to 13 summed values, and zeros."""
 
 
 class LocalBatch(NamedTuple):
     """The samples of a global batch that one rank computes, or a micro-batch of them."""
 
-    loss_fn: LossFunction
-    """The user's loss function."""
-    inputs: tuple[Any, ...]
-    """Positional arguments of the model: tensors, or nests of tensors. Dimension 0 is the batch."""
-    target: Any
-    """The second argument of `loss_fn`."""
+    compute_loss: ComputeLoss
+    """The user's function."""
+    args: tuple[Any, ...]
+    """Positional arguments of `compute_loss`: nests of tensors. Dimension 0 is the batch."""
+    kwargs: Mapping[str, Any]
+    """Keyword arguments of `compute_loss`, of the same kind."""
     num_samples: int
     """Samples in this batch. 0 marks a stand-in: one sample of weight 0, so that a rank without
     samples takes part in all collectives.
     """
     global_batch_size: int
     """Samples of this step over all ranks and micro-batches."""
-    measure: Measure | None = None
-    """The user's measure, or None."""
     stop_requested: bool = False
     """True if this rank was asked to stop after the step, by a signal for example."""
     grad_weight: float = 1.0
@@ -73,8 +73,29 @@ class LocalBatch(NamedTuple):
     """True for the last micro-batch of a step. Gradients are reduced after it."""
     stage: int = 0
     """The pipeline stage whose forward pass is to run; 0 without a pipeline."""
+    loss_weight: float | None = None
+    """Factor of this rank's mean loss, where each rank is to count as much as every other one,
+    whatever its number of samples. None: the loss is the mean over all samples.
+    """
+    sizes_known: bool = True
+    """False if `global_batch_size` is an estimate, because no loader has made the batch. A mean is
+    then taken as a sum and its number of samples.
+    """
+    sum_counts: Callable[[Tensor], Tensor] | None = None
+    """Sums counts over the ranks of the data axis, for losses of several terms. Collective. None
+    if the loss of this rank counts alone.
+    """
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
+
+
+class Extra(NamedTuple):
+    """Values beside the loss that `compute_loss` has returned for a micro-batch."""
+
+    num_samples: int
+    """Samples of the micro-batch; 0 for a stand-in."""
+    value: Any
+    """A nest with detached tensors, and `loss_terms.Summed` where the sum over ranks belongs."""
 
 
 class ForwardOutput(NamedTuple):
@@ -85,9 +106,11 @@ class ForwardOutput(NamedTuple):
     step_totals: Tensor
     """(TOTALS_LENGTH,), detached, of this rank. Includes `LocalBatch.previous_totals`."""
     is_sum_and_count: bool
-    """True if `loss_fn` returned (sum, count). Gradients are then still to be rescaled by the
+    """True if the loss is one sum with a count. Gradients are then still to be rescaled by the
     global count: see `local_step.rescale_by_count`.
     """
+    extra: Extra | None = None
+    """Values beside the loss, if there are any."""
     totals_param: Tensor | None = None
     """(TOTALS_LENGTH,), a parameter whose gradient is to become `step_totals`, so that an engine
     which reduces gradients reduces the totals too. None for other engines.
@@ -106,15 +129,35 @@ class StepResult(NamedTuple):
     """(TOTALS_LENGTH,), summed over all ranks if the last micro-batch was among them."""
     is_sum_and_count: bool
     """As in `ForwardOutput`."""
+    extras: tuple[Extra, ...] = ()
+    """Values beside the loss, of every micro-batch of this call."""
+
+
+class ModuleCall(NamedTuple):
+    """A call of a prepared model that `compute_loss` has made."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class ExampleBatch(NamedTuple):
-    """Inputs as the data loader will give them, for strategies that trace or measure the model."""
+    """The first batch of a run, for strategies that trace or measure the model."""
 
-    inputs: tuple[Any, ...]
-    """Positional arguments of the model, with a few samples."""
+    compute_loss: ComputeLoss
+    args: tuple[Any, ...]
+    """Positional arguments of `compute_loss`, with a few samples."""
+    kwargs: Mapping[str, Any]
+    """Keyword arguments of `compute_loss`, with as many samples."""
     num_samples: int
     """Samples of a complete batch on this rank."""
+    calls: tuple[ModuleCall, ...]
+    """Calls of the prepared models in one run of `compute_loss` on this batch, in order."""
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Positional arguments of the first call of a model."""
+        return self.calls[0].args if self.calls else ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +165,9 @@ class PassTraits:
     """Facts about the passes of a step through the module."""
 
     module_called: bool = True
-    """`forward` calls `module` itself. False: it calls modules inside, one by one."""
+    """Calls of the user's models are calls of whole modules. False: a rank computes some of the
+    modules inside, one by one.
+    """
     complete_after_run: bool = False
     """Gradients and totals are complete only after `run` has returned, because `run` makes many
     passes through parts of `module`, in any order. False: `run` makes one forward and one backward
@@ -131,6 +176,11 @@ class PassTraits:
     """
     recorded: bool = False
     """`run` records its own passes in a trace."""
+
+
+def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the models: nothing is to be done around it."""
+    return function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -143,7 +193,7 @@ class LocalModel:
     module: nn.Module
     """The layers of this rank, or its shards of them."""
     forward: Forward
-    """Compute one micro-batch through `module`, and its loss."""
+    """Compute `compute_loss` of one micro-batch, and its weighted loss."""
     run: Callable[[Forward, LocalBatch], StepResult]
     """Compute the forward and backward passes of a batch; fills `.grad`. The first argument is the
     forward function to use, so that a caller can wrap it.
@@ -156,6 +206,8 @@ class LocalModel:
     """Bring new values to all ranks that read them, or wait until they are there."""
     reshard: Callable[[], None] = lambda: None
     """Free the parameters that a forward pass without a backward pass has gathered."""
+    close: Callable[[], None] = lambda: None
+    """Release what the strategies have put around the models, before they are applied again."""
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
     grads_not_ready_reason: str = ""
@@ -172,8 +224,12 @@ class LocalModel:
     """
     strategy_state: StrategyState = STATELESS
     """State that the strategy itself keeps from step to step, for checkpoints."""
-    example_inputs: ExampleBatch | None = None
-    """Inputs as the data loader will give them; None without a loader."""
+    example: ExampleBatch | None = None
+    """The first batch; None for strategies that are applied before there is one."""
+    call: Callable[..., Any] = plain_call
+    """Call (function, *args, **kwargs) outside of a step: the function may call the models, for
+    example to evaluate them. Every rank of a collective forward pass must make the call.
+    """
     pipeline_axis: Axis | None = None
     """Axis of the ranks that hold the other stages. None if `module` has all layers."""
     full_model: FullModel | None = None
@@ -211,11 +267,15 @@ class Strategy(StrategyOptions, ABC):
 
     Attributes:
         needs_helper_processes: it starts processes beside the ranks.
-        needs_example_batch: it needs `LocalModel.example_inputs`, and applies before all others.
+        needs_example_batch: it needs `LocalModel.example`: it applies before all others, when the
+            first batch is there.
+        can_apply_again: it leaves every parameter whole and in its place, so that it can be applied
+            anew after `LocalModel.close`.
     """
 
     needs_helper_processes: ClassVar[bool] = False
     needs_example_batch: ClassVar[bool] = False
+    can_apply_again: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:

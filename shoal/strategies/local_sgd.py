@@ -205,10 +205,10 @@ class LocalSgdStep(StrategyState):
             return result
         if (self.steps + 1) % self.every == 0:
             totals = self.data.all_reduce(result.step_totals)
-            return mean_result(totals, self.data.size, result.is_sum_and_count)
+            return mean_result(result, totals, self.data.size)
         totals = result.step_totals.clone()
         totals[STOP] = 0  # no rank stops before all ranks know of it
-        return StepResult(totals, result.is_sum_and_count)
+        return result._replace(step_totals=totals)
 
     def gather(self) -> None:
         """Count a step that the optimizer has taken, and make the regular rounds. Collective."""

@@ -1,6 +1,7 @@
 """Functions of a step on any local model: loss and totals, passes, scaling and norm of gradients.
 
-weighted_loss       loss of a micro-batch, weighted so that all of them sum to the global mean
+compute_weighted_loss   the user's function on a micro-batch, and its loss with the weight by which
+                        all losses sum to the global mean
 run_microbatch      its forward and backward passes on one rank
 forward_backward    `run` and `reduce_gradients` of a local model
 rescale_by_count    the division by a count that no rank knew before
@@ -16,18 +17,21 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import global_norm, to_local
-from shoal.errors import UsageError
 from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.base import (
     COUNT,
-    MEASURED,
+    SUMMED,
     TOTALS_LENGTH,
+    Extra,
     Forward,
     ForwardOutput,
     LocalBatch,
     LocalModel,
     StepResult,
 )
+from shoal.strategies.extras import add_summed, detach
+from shoal.strategies.loss_terms import split_result
+from shoal.strategies.term_weights import combine_terms
 
 
 def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
@@ -37,37 +41,35 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
         output.loss.backward()
     else:
         torch.autograd.backward((output.loss, output.totals_param), (None, output.step_totals))
-    return StepResult(output.step_totals, output.is_sum_and_count)
+    extras = () if output.extra is None else (output.extra,)
+    return StepResult(output.step_totals, output.is_sum_and_count, extras)
 
 
-def check_scalar_loss(loss: Tensor) -> None:
-    """Raise UsageError if a loss function returned one value for each sample, or the like."""
-    if loss.dim() != 0:
-        raise UsageError(
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return the mean over "
-            "its batch (a scalar), or a (sum, count) pair of scalars."
-        )
+def compute_weighted_loss(batch: LocalBatch) -> ForwardOutput:
+    """Call the user's function on a micro-batch, and weight what it returns."""
+    return weighted_loss(batch.compute_loss(*batch.args, **batch.kwargs), batch)
 
 
-def weighted_loss(output: Any, batch: LocalBatch) -> ForwardOutput:
-    """Compute the loss of a micro-batch, weighted so that all micro-batches sum to the global mean.
+def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
+    """Return the loss of a micro-batch, weighted so that all micro-batches sum to the global mean.
 
-    A mean over samples gets the weight num_samples / global_batch_size. A (sum, count) is divided
-    by `global_batch_size` for now, which every rank knows, and by the true count later
-    (`rescale_by_count`). So no rank waits for a count before its backward pass.
+    A mean over samples gets the weight num_samples / global_batch_size. A sum with a count is
+    divided by `global_batch_size` for now, which every rank knows, and by the true count later
+    (`rescale_by_count`). So no rank waits for a count before its backward pass. Losses of several
+    terms need their counts before it.
 
-    Raises: UsageError: the loss is no scalar, or the measure has too many values.
+    Args: result: the value that `compute_loss` has returned.
+
+    Raises: UsageError: it is no loss, or has too many summed values.
     """
-    value = batch.loss_fn(output, batch.target)
-    is_sum_and_count = isinstance(value, tuple)
-    loss, count = value if isinstance(value, tuple) else (value, batch.num_samples)
-    check_scalar_loss(loss)
+    terms, extra = split_result(result)
+    value, count, weight = combine_terms(terms, batch)
+    is_sum_and_count = count is not None
     # A sum is taken once, a mean once for each sample, and the loss of a stand-in not at all.
-    multiplier = min(batch.num_samples, 1) if is_sum_and_count else batch.num_samples
-    weight = multiplier / batch.global_batch_size * batch.grad_weight
+    multiplier = min(batch.num_samples, 1) if is_sum_and_count else batch.num_samples * weight
     # Few operations: each takes as long as a small layer.
-    detached = loss.detach()
-    if loss.dtype.itemsize < 4:
+    detached = value.detach()
+    if value.dtype.itemsize < 4:
         detached = detached.float()
     factor, counts = _cached_factor_and_counts(
         multiplier,
@@ -78,25 +80,21 @@ def weighted_loss(output: Any, batch: LocalBatch) -> ForwardOutput:
         detached.device,
     )
     totals = torch.cat((detached * factor, counts))
-    if is_sum_and_count and multiplier:
+    if count is not None and multiplier:
         totals[COUNT] = count * batch.grad_weight
-    if batch.measure is not None and multiplier:
-        measured = batch.measure(output, batch.target).detach()
-        if len(measured) > TOTALS_LENGTH - MEASURED:
-            raise UsageError(
-                f"measure returned {len(measured)} numbers; a step carries "
-                f"{TOTALS_LENGTH - MEASURED}."
-            )
-        totals[MEASURED : MEASURED + len(measured)] = measured * batch.grad_weight
+    if extra is not None and multiplier:
+        add_summed(totals, extra, batch.grad_weight)
     if batch.previous_totals is not None:
         totals += batch.previous_totals
-    weighted = loss if weight == 1.0 else loss * weight
-    return ForwardOutput(weighted, totals, is_sum_and_count)
+    factor_of_loss = multiplier / batch.global_batch_size * batch.grad_weight
+    weighted = value if factor_of_loss == 1.0 else value * factor_of_loss
+    returned = None if extra is None else Extra(batch.num_samples, detach(extra))
+    return ForwardOutput(weighted, totals, is_sum_and_count, returned)
 
 
 @lru_cache(maxsize=64)
 def _cached_factor_and_counts(
-    multiplier: int,
+    multiplier: float,
     num_samples: int,
     stop_requested: bool,
     grad_weight: float,
@@ -110,7 +108,7 @@ def _cached_factor_and_counts(
     """
     loss_factor = multiplier * grad_weight
     counts = [num_samples * grad_weight, stop_requested * grad_weight]
-    zeros = [0.0] * (TOTALS_LENGTH - MEASURED)
+    zeros = [0.0] * (TOTALS_LENGTH - SUMMED)
     tensor = torch.tensor([loss_factor, *counts, *zeros], dtype=dtype, device=device)
     return tensor[:COUNT], tensor[COUNT:]
 
@@ -132,7 +130,7 @@ def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
 
 
 def rescale_by_count(model: LocalModel, result: StepResult, global_batch_size: int) -> None:
-    """Divide owned gradients by the global count, if the loss function returned (sum, count).
+    """Divide owned gradients by the global count, if the loss is one sum with a count.
 
     `weighted_loss` has divided by `global_batch_size`, because no rank knew the global count then.
     """

@@ -20,11 +20,11 @@ def scaled_for_mean(batch: LocalBatch, num_ranks: int) -> LocalBatch:
     return batch._replace(grad_weight=batch.grad_weight * num_ranks)
 
 
-def mean_result(summed_totals: Tensor, num_ranks: int, is_sum_and_count: bool) -> StepResult:
+def mean_result(local: StepResult, summed_totals: Tensor, num_ranks: int) -> StepResult:
     """Return the result of a step whose batches went through `scaled_for_mean`.
 
     Args:
+        local: the result of this rank.
         summed_totals: (TOTALS_LENGTH,), the sum of the totals over `num_ranks` ranks.
-        is_sum_and_count: as in `ForwardOutput`.
     """
-    return StepResult(summed_totals / num_ranks, is_sum_and_count)
+    return local._replace(step_totals=summed_totals / num_ranks)

@@ -32,8 +32,8 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
         window = slice(start, start + num_samples) if num_samples else slice(0, 1)
         is_last = index == count - 1
         yield batch._replace(
-            inputs=chunk(batch.inputs, window, batch.num_samples),
-            target=chunk(batch.target, window, batch.num_samples),
+            args=chunk(batch.args, window, batch.num_samples),
+            kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
             num_samples=num_samples,
             is_last_microbatch=is_last,
             stop_requested=batch.stop_requested and is_last,

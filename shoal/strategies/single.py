@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import ExampleBatch, ForwardOutput, LocalBatch, LocalModel, Strategy
-from shoal.strategies.local_step import run_microbatch, weighted_loss
+from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
+from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
 from shoal.strategies.options import NoOptions
 
 
 class Single(NoOptions, Strategy):
     """The reference with which every other strategy is compared."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Return `model` unchanged. Raises StrategyRefused in a world of several ranks."""
@@ -24,23 +28,22 @@ class Single(NoOptions, Strategy):
         return model
 
 
-def single_device(module: nn.Module, sample: ExampleBatch | None = None) -> LocalModel:
-    """Return the local model of a world of one rank: the full model, without communication."""
+def single_device(module: nn.Module, example: ExampleBatch | None = None) -> LocalModel:
+    """Return the local model of a world of one rank: the full model, without communication.
 
-    def forward(batch: LocalBatch) -> ForwardOutput:
-        return weighted_loss(module(*batch.inputs), batch)
-
+    Args: example: the first batch, if it is known already.
+    """
     trainable = {
         name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
     return LocalModel(
         module,
-        forward,
+        compute_weighted_loss,
         run_microbatch,
         trainable,
         reduce_gradients=no_op,
         gather_params=no_op,
-        example_inputs=sample,
+        example=example,
     )
 
 

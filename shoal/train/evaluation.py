@@ -8,6 +8,7 @@ from typing import Literal
 
 from shoal.errors import CheckpointError
 from shoal.run import init_with_place
+from shoal.run.supervised import supervised
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
 from shoal.train.console import warn
@@ -45,7 +46,9 @@ def evaluate_run(
     if ema is not None:
         ema.load(saved.tensors)
     with ema.in_place() if ema else nullcontext():
-        sums = run.evaluate(built.task.measures, built.model, built.validation_loader)
+        sums = run.evaluate(
+            supervised(built.task.measures, built.model), built.validation_loader, built.model
+        )
     return run.rank, {**built.task.report(sums), "step": saved.step}
 
 

@@ -23,6 +23,7 @@ from shoal.errors import CleanupFailed, RecordError, ShoalError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
 from shoal.run import init_with_place
+from shoal.run.supervised import supervised
 from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, steps_of_epochs
@@ -88,6 +89,7 @@ class Training:
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
         )
+        self.compute_loss = self.task.compute_loss(self.model)
         self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
@@ -169,9 +171,7 @@ class Training:
             self.optimizer, factor(self.job.schedule, epochs, self.step / self.total_steps)
         )
         self.optimizer.zero_grad()
-        self.run.forward_backward(
-            self.task.loss, self.model, inputs, target, measure=self.task.num_correct
-        )
+        self.run.forward_backward(self.compute_loss, inputs, target)
         if self.job.train.clip_norm is not None:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
@@ -212,7 +212,7 @@ class Training:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self._synchronize()
         with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
-            sums = self.run.evaluate(self.task.measures, self.model, self.validation)
+            sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)

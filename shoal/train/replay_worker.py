@@ -64,7 +64,7 @@ class Worker:
             built.model, optimizer, built.train_loader
         )
         self.run.load_state(start.tensors, start.info, start.private[rank])
-        self.task = built.task
+        self.compute_loss = built.task.compute_loss(self.model)
         self.partitions = partitions
         # All workers share this process, so each brings its random state with each step.
         self.random = random_state(mesh.device)
@@ -105,9 +105,7 @@ class Worker:
                 progress = self._steps_taken / total
                 set_learning_rate(self.optimizer, factor(job.schedule, epochs, progress))
                 self.optimizer.zero_grad()
-                self.run.forward_backward(
-                    self.task.loss, self.model, inputs, target, measure=self.task.num_correct
-                )
+                self.run.forward_backward(self.compute_loss, inputs, target)
                 self.optimizer.step()
                 self._steps_taken += 1
                 yield

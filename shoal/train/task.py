@@ -13,7 +13,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from shoal.strategies.base import ComputeLoss
+from shoal.strategies.loss_terms import Summed, summed
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,18 @@ class Task:
         return F.cross_entropy(
             *_flatten_tokens(logits, target), label_smoothing=self.label_smoothing
         )
+
+    def compute_loss(self, model: nn.Module) -> ComputeLoss:
+        """Return the function (inputs, target) -> (loss, hits) of a training step.
+
+        Hits are (correct predictions, predictions), summed over all ranks.
+        """
+
+        def compute(inputs: Tensor, target: Tensor) -> tuple[Tensor, Summed]:
+            logits = model(inputs)
+            return self.loss(logits, target), summed(self.num_correct(logits, target))
+
+        return compute
 
     def num_correct(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return (correct predictions, predictions) of the batch, shape (2,)."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shoal.models import build
+from shoal.strategies.loss_terms import Counted, counted
 from shoal.verification.matrix_models import Encoder, UNet
 from shoal.verification.trajectory import Experiment
 
@@ -87,12 +88,12 @@ def _loader(dataset: Dataset) -> DataLoader:
     return DataLoader(dataset, batch_size=BATCH, shuffle=True)
 
 
-def mean_over_tokens(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the number of tokens, without those whose target is -100."""
+def mean_over_tokens(logits: Tensor, target: Tensor) -> Counted:
+    """Return the mean loss of tokens, without those whose target is -100."""
     total = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
     )
-    return total, (target != -100).sum()
+    return counted(total, (target != -100).sum())
 
 
 def mlp() -> nn.Module:

@@ -18,8 +18,8 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import init_with_place
-from shoal.strategies.base import LossFunction
-from shoal.strategies.local_step import check_scalar_loss
+from shoal.run.supervised import LossFunction, supervised
+from shoal.strategies.loss_terms import split_result
 from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 from shoal.verification.differences import differences
 
@@ -97,10 +97,10 @@ def run_reference(experiment: Experiment, file: Path) -> None:
 
 
 def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: Any) -> Tensor:
-    """Return the mean loss of a batch. A loss function may return (sum, count) instead of it."""
-    value = experiment.loss_fn(model(*inputs), target)
-    check_scalar_loss(value[0] if isinstance(value, tuple) else value)
-    return value[0] / value[1] if isinstance(value, tuple) else value
+    """Return the mean loss of a batch, every term divided by its own count."""
+    terms, _ = split_result(experiment.loss_fn(model(*inputs), target))
+    means = [t.value if t.count is None else t.value / t.count for t in terms]
+    return torch.stack(means).sum()
 
 
 def run_strategy(
@@ -128,7 +128,7 @@ def run_strategy(
     errors: dict[str, float] = {}
     for step, (*inputs, target) in enumerate(_steps(experiment, loader)):
         optimizer.zero_grad()
-        loss = run.forward_backward(experiment.loss_fn, model, *inputs, target)
+        loss = run.forward_backward(supervised(experiment.loss_fn, model), *inputs, target)
         errors[f"loss of step {step}"] = _relative(loss, expected["losses"][step])
         if run.is_synchronous:  # otherwise this step's gradients are not averaged yet
             for name, error in differences(expected["gradients"][step], run.gradients()).items():

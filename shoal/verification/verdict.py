@@ -13,8 +13,8 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.run.supervised import LossFunction
 from shoal.strategies import StrategyLine, build_strategies, parse_line
-from shoal.strategies.base import LossFunction
 from shoal.strategies.precheck import check
 from shoal.testing import world
 from shoal.verification import buffer_check
@@ -102,7 +102,7 @@ def verify(
         model_fn: returns the model.
         batch_fn: step, from 0 -> (*inputs, target), a global batch: tensors or nests of tensors,
             with samples in dimension 0.
-        loss_fn: as for `Run.forward_backward`.
+        loss_fn: (output, target) -> the mean over the batch, or `shoal.counted(sum, count)`.
         strategy: as for `shoal.init`.
         ranks: the number of processes that train under the strategy.
         steps: optimizer steps, by SGD with momentum.

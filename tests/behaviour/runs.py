@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 from . import models
@@ -147,7 +148,7 @@ def _train(seeded: SeededRun, precision: str, directory: str | None, steps: int)
     measured = Measured([], [], [], {})
     for x, y in _batches(loader, steps):
         optimizer.zero_grad()
-        loss = run.forward_backward(models.loss, model, x, y)
+        loss = run.forward_backward(supervised(models.loss, model), x, y)
         if seeded.clip:
             run.clip_gradients(seeded.clip)
         _note(measured, loss, _gradients(run, seeded))

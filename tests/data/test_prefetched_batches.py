@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, UsageError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 Batches = Callable[[Any], Iterator[Any]]
@@ -65,7 +66,7 @@ def losses(batches: Batches, samples: int = 11) -> list[float]:
     for _ in range(2):
         for x, y in batches(loader):
             model.zero_grad()
-            found.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+            found.append(run.forward_backward(supervised(F.cross_entropy, model), x, y).item())
             assert model.weight.grad is not None
             found.append(model.weight.grad.norm().item())
     return found
@@ -97,7 +98,9 @@ def test_a_batch_that_is_none_of_the_loaders_is_refused() -> None:
     _ = list(loader)
     with pytest.raises(UsageError, match=r"shape \(7, 4\); the loader's last share has 3 samples"):
         run.forward_backward(
-            F.cross_entropy, model, torch.zeros(7, 4).double(), torch.zeros(7, dtype=torch.int64)
+            supervised(F.cross_entropy, model),
+            torch.zeros(7, 4).double(),
+            torch.zeros(7, dtype=torch.int64),
         )
 
 
@@ -105,14 +108,14 @@ def test_a_part_of_a_batch_is_refused() -> None:
     run, model, loader = prepared(8, 6)
     x, y = next(iter(loader))
     with pytest.raises(UsageError, match=r"shape \(3, 4\); the loader's last share has 6 samples"):
-        run.forward_backward(F.cross_entropy, model, x[:3], y[:3])
+        run.forward_backward(supervised(F.cross_entropy, model), x[:3], y[:3])
 
 
 def test_tensors_of_two_batches_in_one_call_are_refused() -> None:
     run, model, loader = prepared(10, 7)
     (x, _), (_, y) = list(loader)
     with pytest.raises(UsageError, match="tensors of batches of 7 and 3 samples at once"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 def tokens(output: Tensor, target: Tensor) -> Tensor:
@@ -130,10 +133,14 @@ def test_samples_flattened_to_several_rows_each_are_known_by_their_layout() -> N
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            run.forward_backward(tokens, model, x.flatten(0, 1).clone(), y.flatten().clone())
+            run.forward_backward(
+                supervised(tokens, model), x.flatten(0, 1).clone(), y.flatten().clone()
+            )
     (x, y), _ = list(loader)
     with pytest.raises(UsageError, match=r"shape \(20, 4\); the loader's last share has 2 samples"):
-        run.forward_backward(tokens, model, x.flatten(0, 1).clone(), y.flatten().clone())
+        run.forward_backward(
+            supervised(tokens, model), x.flatten(0, 1).clone(), y.flatten().clone()
+        )
 
 
 def test_a_layout_that_was_fine_while_all_shares_had_one_size_is_refused_when_they_have_two() -> (
@@ -149,10 +156,10 @@ def test_a_layout_that_was_fine_while_all_shares_had_one_size_is_refused_when_th
     )
     epoch = iter(loader)
     x, y = next(epoch)
-    run.forward_backward(loss, model, x.clone(), y.clone())
+    run.forward_backward(supervised(loss, model), x.clone(), y.clone())
     flattened = x.flatten(0, 1).clone(), y.flatten().clone()
-    run.forward_backward(loss, model, *flattened)
+    run.forward_backward(supervised(loss, model), *flattened)
     assert [len(smaller) for smaller, _ in epoch] == [2]
     next(iter(loader))
     with pytest.raises(UsageError, match=r"shape \(20, 4\); the loader's last share has 4 samples"):
-        run.forward_backward(loss, model, *flattened)
+        run.forward_backward(supervised(loss, model), *flattened)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.comm.mesh import shutdown
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -33,7 +34,7 @@ def ends_with_workers_at_hand(directory: Path) -> int:
     model = nn.Linear(3, 1)
     model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
     for x, y in loader:
-        run.forward_backward(nn.functional.mse_loss, model, x, y)
+        run.forward_backward(supervised(nn.functional.mse_loss, model), x, y)
         optimizer.step()
     run.in_a_cycle = run  # as whatever holds a trainer that holds it
     del run, model, optimizer, loader

@@ -22,6 +22,7 @@ import shoal
 from shoal.comm.norm import to_local
 from shoal.errors import CheckpointError, ConfigError, LaunchError
 from shoal.optim.adamw8bit import AdamW8bit
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.train.checkpoint import Checkpoints
 
@@ -147,7 +148,7 @@ def prepared(
 def epoch(run: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 PACKAGE = Path(shoal.__file__).parent
@@ -46,7 +47,7 @@ def files_entered(strategy: str) -> list[str]:
 
     def step() -> None:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, torch.randn(4, 8), torch.arange(4))
+        run.forward_backward(supervised(F.cross_entropy, model), torch.randn(4, 8), torch.arange(4))
         optimizer.step()
 
     for _ in range(2):

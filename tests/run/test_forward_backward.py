@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import UsageError
+from shoal.run.supervised import supervised
+from shoal.strategies.loss_terms import Counted
 from shoal.testing import world
 
 
@@ -25,15 +27,15 @@ def test_a_missing_prepare_is_an_error_with_the_cure() -> None:
     model, _, loader = parts()
     x, y = next(iter(loader))
     with pytest.raises(UsageError, match=r"no model was prepared.*run\.prepare"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 def test_a_model_that_is_not_the_prepared_one_is_an_error() -> None:
     run = quiet()
     _, _, loader = run.prepare(*parts())
     x, y = next(iter(loader))
-    with pytest.raises(UsageError, match="not the prepared model"):
-        run.forward_backward(F.cross_entropy, nn.Linear(4, 3), x, y)
+    with pytest.raises(UsageError, match="no parameter of the prepared models has a gradient"):
+        run.forward_backward(supervised(F.cross_entropy, nn.Linear(4, 3).double()), x, y)
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
@@ -42,7 +44,11 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
     x, y = next(iter(loader))
     with pytest.raises(UsageError, match=r"shape \(4,\).*mean over its batch"):
         run.forward_backward(
-            lambda output, target: F.cross_entropy(output, target, reduction="none"), model, x, y
+            supervised(
+                lambda output, target: F.cross_entropy(output, target, reduction="none"), model
+            ),
+            x,
+            y,
         )
 
 
@@ -52,7 +58,7 @@ def forward_without_a_loader() -> tuple[float, Tensor]:
     model, optimizer, _ = run.prepare(model, optimizer)
     x, y = data().tensors
     mine = slice(0, 7) if run.rank == 0 else slice(7, 10)
-    loss = run.forward_backward(F.cross_entropy, model, x[mine], y[mine])
+    loss = run.forward_backward(supervised(F.cross_entropy, model), x[mine], y[mine])
     return loss.item(), model.weight.grad.clone()
 
 
@@ -67,12 +73,11 @@ def test_batches_of_ones_own_are_weighed_by_their_rows() -> None:
         assert torch.allclose(gradient, model.weight.grad, rtol=1e-10, atol=0)
 
 
-def weighed_mean(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def weighed_mean(output: Tensor, target: Tensor) -> Counted:
     """Weights that sum to far less than one."""
     weights = (1.0 + target.double()) / 100
-    return (
-        F.cross_entropy(output.double(), target, reduction="none") * weights
-    ).sum(), weights.sum()
+    losses = F.cross_entropy(output.double(), target, reduction="none")
+    return shoal.counted((losses * weights).sum(), weights.sum())
 
 
 def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
@@ -87,7 +92,7 @@ def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
     function = weighed_mean if loss_fn == "weighed" else F.cross_entropy
     gradients = []
     for _ in range(2):
-        run.forward_backward(function, model, x, y)
+        run.forward_backward(supervised(function, model), x, y)
         gradients.append(model.weight.grad.clone())
     return gradients
 
@@ -101,8 +106,11 @@ def test_a_second_call_before_the_step_adds_its_gradients(
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     x, y = data().tensors
-    value = weighed_mean(model(x), y) if loss_fn == "weighed" else F.cross_entropy(model(x), y)
-    (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+    if loss_fn == "weighed":
+        (term,) = weighed_mean(model(x), y).terms
+        (term.value / term.count).backward()
+    else:
+        F.cross_entropy(model(x), y).backward()
     tolerance = 1e-10 if precision == "fp32" else 1e-2
     for once, twice in world.run(2, two_calls, loss_fn, precision, with_loader):
         assert torch.allclose(once, model.weight.grad, rtol=tolerance, atol=tolerance / 10)
@@ -113,7 +121,9 @@ def test_a_batch_of_ignored_samples_gives_zeros_and_no_nan() -> None:
     run = quiet()
     model, _, loader = run.prepare(*parts())
     x, y = next(iter(loader))
-    loss = run.forward_backward(lambda out, y: (out.sum() * 0, torch.zeros(())), model, x, y)
+    loss = run.forward_backward(
+        supervised(lambda out, y: shoal.counted(out.sum() * 0, torch.zeros(())), model), x, y
+    )
     assert loss == 0
     assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
 
@@ -122,7 +132,7 @@ def test_clipping_gives_the_norm_before_and_bounds_it_after() -> None:
     run = quiet()
     model, _, loader = run.prepare(*parts())
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.allclose(run.clip_gradients(0.01), expected)
     assert (

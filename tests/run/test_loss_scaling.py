@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -27,7 +28,7 @@ def calls(strategy: str, plan: list[str]) -> list[bool]:
         before = run.weights()["weight"].clone()
         if word in ("good", "overflow"):
             factor = 1e30 if word == "overflow" and run.rank == run.world - 1 else 1.0
-            run.forward_backward(mean_of_floats, model, x * factor, y)
+            run.forward_backward(supervised(mean_of_floats, model), x * factor, y)
         elif word == "step":
             optimizer.step()
             moved.append(not torch.equal(run.weights()["weight"], before))
@@ -57,7 +58,9 @@ def test_clipping_between_an_overflow_and_the_step_does_not_bring_it_back() -> N
     model, optimizer, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.weight.detach().clone()
     run.forward_backward(
-        mean_of_floats, model, torch.full((2, 4), 1e30), torch.zeros(2, dtype=torch.int64)
+        supervised(mean_of_floats, model),
+        torch.full((2, 4), 1e30),
+        torch.zeros(2, dtype=torch.int64),
     )
     run.clip_gradients(1.0)
     optimizer.step()
@@ -74,7 +77,9 @@ def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
     before, scales, moved = run.weights()["weight"].clone(), [], False
     for step, (x, y) in enumerate(loader):
         x = x * (1e30 if step == 0 and run.rank == 1 else 1)
-        run.forward_backward(lambda out, y: F.cross_entropy(out.float(), y), model, x, y)
+        run.forward_backward(
+            supervised(lambda out, y: F.cross_entropy(out.float(), y), model), x, y
+        )
         optimizer.step()
         scales.append(run.state()[1]["loss_scale"]["scale"])
         moved = moved or (step == 0 and not torch.equal(run.weights()["weight"], before))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import ConfigError, LaunchError, UsageError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ def trained(strategy: str, early: bool, name: str) -> tuple[dict[str, Tensor], l
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            losses.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+            losses.append(run.forward_backward(supervised(F.cross_entropy, model), x, y).item())
             left |= any(parameter.grad is not None for parameter in model.parameters())
             optimizer.step()
             schedule.step()
@@ -126,7 +127,7 @@ def test_never_more_than_one_parameter_holds_a_gradient() -> None:
     for parameter in parameters:  # the optimizer's own hook stands before this one
         parameter.register_hook(lambda _: seen.append(sum(p.grad is not None for p in parameters)))
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     assert max(seen) == 0
     assert len(seen) == len(parameters) - 2  # but for the unused ones
 
@@ -136,7 +137,7 @@ def test_hooks_of_a_step_run_once_in_the_loop() -> None:
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     assert calls == []
     optimizer.step()
     assert calls == [1]
@@ -145,7 +146,7 @@ def test_hooks_of_a_step_run_once_in_the_loop() -> None:
 def test_state_given_back_makes_the_same_next_step() -> None:
     def steps(run: Any, model: nn.Module, optimizer: Any, loader: Any) -> dict[str, Tensor]:
         x, y = next(iter(loader))
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
         return {name: value.clone() for name, value in run.weights().items()}
 
@@ -188,9 +189,13 @@ def test_a_sum_and_count_loss_is_refused_before_anything_is_stepped() -> None:
     run, model, _, loader = prepared("single", early=True)
     before = {name: weight.clone() for name, weight in run.weights().items()}
     x, y = next(iter(loader))
-    with pytest.raises(UsageError, match=r"\(sum, count\) pair.*Return a mean"):
+    with pytest.raises(UsageError, match=r"counted\(sum, count\).*Return a mean"):
         run.forward_backward(
-            lambda a, b: (F.cross_entropy(a, b, reduction="sum"), len(b)), model, x, y
+            supervised(
+                lambda a, b: shoal.counted(F.cross_entropy(a, b, reduction="sum"), len(b)), model
+            ),
+            x,
+            y,
         )
     assert all(torch.equal(weight, before[name]) for name, weight in run.weights().items())
 
@@ -208,9 +213,9 @@ def test_gradients_cannot_be_read_or_clipped() -> None:
 def test_a_second_backward_pass_before_the_step_is_refused() -> None:
     run, model, _, loader = prepared("single", early=True)
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     with pytest.raises(UsageError, match=r"second one without optimizer\.step"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 def test_gradients_from_elsewhere_are_refused() -> None:
@@ -218,13 +223,13 @@ def test_gradients_from_elsewhere_are_refused() -> None:
     x, y = next(iter(loader))
     model.scale.grad = torch.ones_like(model.scale)
     with pytest.raises(UsageError, match="gradients from elsewhere; scale has one"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 def step_of_a_block_called_twice(strategy: str, early: bool, recomputed: bool) -> dict[str, Tensor]:
     run, model, optimizer, loader = prepared(strategy, early, CalledTwice(recomputed))
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     optimizer.step()
     return run.weights()
 
@@ -253,7 +258,7 @@ def test_an_error_in_the_backward_pass_is_raised_as_it_is() -> None:
     model.blocks[0].weight.register_hook(fails)
     x, y = next(iter(loader))
     with pytest.raises(ValueError, match="deep inside"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
     assert len(optimizer.param_groups[0]["params"]) == len(
         [p for p in model.parameters() if p.requires_grad]
     )

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -55,7 +56,7 @@ def test_a_frozen_parameter_may_be_in_the_optimizer_and_never_moves() -> None:
     run = quiet()
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     assert torch.equal(model.bias, before)
 
@@ -68,7 +69,7 @@ def test_a_parameter_unfrozen_after_prepare_is_named() -> None:
     model.bias.requires_grad_(True)
     x, y = next(iter(loader))
     with pytest.raises(UsageError, match="bias: unfrozen after prepare"):
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 class Endless(IterableDataset):

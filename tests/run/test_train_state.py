@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
+from shoal.run.supervised import supervised
 
 
 def test_saved_weights_load_without_pickle_and_leave_no_partial_file(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_state_given_back_makes_the_same_next_steps() -> None:
         while len(losses) < count:
             for x, y in loader:  # type: ignore[attr-defined]
                 optimizer.zero_grad()
-                losses.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+                losses.append(run.forward_backward(supervised(F.cross_entropy, model), x, y).item())
                 optimizer.step()
                 if len(losses) == count:
                     break
@@ -44,7 +45,7 @@ def test_state_given_back_makes_the_same_next_steps() -> None:
     run = quiet()
     prepared = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), parts()[2])
     for x, y in prepared[2]:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         prepared[1].step()
         tensors, info, private = run.state()
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}

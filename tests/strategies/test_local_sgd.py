@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, UsageError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
 from shoal.verification.matrix_cases import EXPERIMENTS, images
@@ -54,7 +55,7 @@ def trained(strategy: str, norm: bool = False) -> dict[str, Tensor]:
     while steps < 10:
         for x, y in loader:
             optimizer.zero_grad()
-            run.forward_backward(F.cross_entropy, model, x, y)
+            run.forward_backward(supervised(F.cross_entropy, model), x, y)
             optimizer.step()
             steps += 1
             if steps == 10:
@@ -152,7 +153,7 @@ def observed(strategy: str) -> tuple[list[int], list[bool], list[bool]]:
         for x, y in loader:
             counts.append(0)
             optimizer.zero_grad()
-            run.forward_backward(F.cross_entropy, model, x, y)
+            run.forward_backward(supervised(F.cross_entropy, model), x, y)
             optimizer.step()
             break
         heard.append(run.stopping())
@@ -178,7 +179,7 @@ def looked(strategy: str) -> list[bool]:
     agreed = []
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         if step == 2:
             run.weights()
         optimizer.step()
@@ -200,7 +201,7 @@ def asks() -> tuple[bool, bool, bool, str]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=10)
     )
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     with pytest.raises(UsageError) as error:
         run.gradients()
     optimizer.step()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
 from shoal.verification.matrix_cases import EXPERIMENTS, images
@@ -54,7 +55,7 @@ def trained(strategy: str, file: Path) -> tuple[str, dict[str, float]]:
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     sums = run.evaluate(
         lambda out, y: {"loss": F.cross_entropy(out, y, reduction="sum")},

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import UsageError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -35,7 +36,7 @@ def averaged(strategy: str) -> tuple[list[Tensor], list[Tensor]]:
     by_hand = [p.detach().clone() for p in model.parameters()]
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
         run.wait()
         average.update_parameters(model)
@@ -53,7 +54,7 @@ def test_an_average_of_weights_by_torch_is_that_by_hand(strategy: str) -> None:
 def copied_between_steps() -> tuple[Tensor, Tensor, Tensor]:
     run, model, optimizer, loader = prepared()
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     twin, x = copy.deepcopy(model), torch.ones(1, 4)
     before = model(x).detach()

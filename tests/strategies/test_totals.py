@@ -1,11 +1,16 @@
-"""Totals of a step: counts, measures and stop requests, summed over all ranks."""
+"""Totals of a step: counts, summed values and stop requests, summed over all ranks."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from minimal_script import parts, quiet
+from torch import Tensor
 
+import shoal
 from shoal.errors import LaunchError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -13,11 +18,15 @@ def measured() -> list[list[float]]:
     run = quiet()
     model, _, loader = run.prepare(*parts())
     totals = []
+
+    def compute_loss(x: Tensor, y: Tensor) -> Any:
+        return F.cross_entropy(model(x), y), {"targets": shoal.summed(y.double().sum()), "own": y}
+
     for x, y in loader:
-        run.forward_backward(
-            F.cross_entropy, model, x, y, measure=lambda output, target: target.double().sum()[None]
-        )
+        _, extra = run.forward_backward(compute_loss, x, y)
         assert run.totals is not None
+        assert extra["targets"] == run.totals[3]
+        assert torch.equal(extra["own"], y[: len(extra["own"])])
         totals.append(run.totals[1:4].tolist())
     return totals
 
@@ -33,12 +42,12 @@ def measure_too_much() -> None:
     model, _, loader = run.prepare(*parts())
     x, y = next(iter(loader))
     run.forward_backward(
-        F.cross_entropy, model, x, y, measure=lambda output, target: torch.ones(14)
+        lambda x, y: (F.cross_entropy(model(x), y), shoal.summed(torch.ones(14))), x, y
     )
 
 
-def test_more_measures_than_ddp_carries_are_refused() -> None:
-    with pytest.raises(LaunchError, match="measure returned 14 numbers; a step carries 13"):
+def test_more_summed_values_than_a_step_carries_are_refused() -> None:
+    with pytest.raises(LaunchError, match="more than 13 summed numbers; a step carries 13"):
         world.run(2, measure_too_much)
 
 
@@ -47,7 +56,7 @@ def kept_totals() -> list[float]:
     model, _, loader = run.prepare(*parts())
     kept = []
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         kept.append(run.totals)
     return [totals[1].item() for totals in kept if totals is not None]
 
@@ -63,7 +72,7 @@ def stop_seen_by_all() -> list[bool]:
     for step, (x, y) in enumerate(loader):
         if run.rank == 1 and step == 1:
             run.request_stop()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         seen.append(run.stopping())
     return seen
 

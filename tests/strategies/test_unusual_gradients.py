@@ -10,6 +10,7 @@ from unusual_samples import rows
 
 import shoal
 from shoal.errors import LaunchError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -61,7 +62,7 @@ def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Te
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = run.forward_backward(F.mse_loss, model, x, y)
+            loss = run.forward_backward(supervised(F.mse_loss, model), x, y)
             optimizer.step()
     return run.weights(), loss
 

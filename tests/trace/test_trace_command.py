@@ -100,6 +100,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 import shoal
+from shoal.run.supervised import supervised
 
 run = shoal.init()
 model = torch.nn.Linear(4, 2)
@@ -108,7 +109,7 @@ data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 2)
 model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))
 for x, y in loader:
     optimizer.zero_grad()
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     optimizer.step()
 if run.rank == 0:
     print(sys.argv[1:])

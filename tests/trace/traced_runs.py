@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import shoal
+from shoal.run.supervised import supervised
 
 LATE_S = 0.2
 
@@ -68,7 +69,7 @@ def run_traced(
     while len(losses) < steps:
         for x, y in loader:
             optimizer.zero_grad()
-            losses.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+            losses.append(run.forward_backward(supervised(F.cross_entropy, model), x, y).item())
             optimizer.step()
             if len(losses) == steps:
                 break

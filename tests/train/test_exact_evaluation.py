@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.models.gpt import GPT
 from shoal.models.residual_cnn import ResidualCNN
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.train.evaluation import evaluate_run
 from shoal.train.task import Task
@@ -49,7 +50,9 @@ def evaluates_images() -> list[Report]:
     norm = model.stages[0][0].norm1  # type: ignore[index, union-attr]
     norm.running_mean.fill_(0.01 * (run.rank + 1))
     loaders = [DataLoader(images(samples), batch_size=200) for samples in SAMPLES]
-    return [task.report(run.evaluate(task.measures, model, loader)) for loader in loaders]
+    return [
+        task.report(run.evaluate(supervised(task.measures, model), loader)) for loader in loaders
+    ]
 
 
 def evaluates_text() -> Report:
@@ -58,7 +61,7 @@ def evaluates_text() -> Report:
     model = GPT(num_classes=20, input_shape=(16,), layers=1, width=16, heads=2, dropout=0.5)
     text = torch.randint(20, (1_797, 17))
     loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=200)
-    return task.report(run.evaluate(task.measures, model, loader))
+    return task.report(run.evaluate(supervised(task.measures, model), loader))
 
 
 @pytest.mark.parametrize("evaluates", [evaluates_images, evaluates_text])

@@ -82,7 +82,7 @@ class GradientReducer:
         local = self.layout.run(forward, scaled_for_mean(batch, self.num_ranks))
         if not batch.is_last_microbatch:
             return local
-        return StepResult(self.layout.finish_step(local.step_totals), local.is_sum_and_count)
+        return local._replace(step_totals=self.layout.finish_step(local.step_totals))
 
     def close(self) -> None:
         """Release process groups, and all objects that hold one."""

@@ -31,6 +31,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from shoal.comm.compression.reducers import parse
 from shoal.comm.mesh import Mesh, register_cleanup
@@ -52,6 +53,8 @@ NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no train
 
 class Ddp(DdpOptions, Strategy):
     """Distributed data parallel."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward`, `run` and `strategy_state`. Collective.
@@ -77,6 +80,7 @@ class Ddp(DdpOptions, Strategy):
             run=reducer.forward_backward,
             grads_not_ready_reason=model.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
             strategy_state=reducer.reduce.strategy_state,
+            close=reducer.close,
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
+from shoal.data.seeds import preserve_rng_state
 from shoal.platform.tensors import accumulation_dtype
 from shoal.platform.torch_private.module_state import forward_pre_hooks
 from shoal.platform.torch_private.pytree import (
@@ -29,11 +30,12 @@ from shoal.strategies.base import (
     LocalBatch,
     StepResult,
 )
-from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.local_step import compute_weighted_loss
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.constants import Constants
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
+from shoal.strategies.pipeline.model_call import call_arguments, replaced_forward
 from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage import Stage, apply_pre_hooks
@@ -84,9 +86,11 @@ class PipelineExecutor:
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
-        output = self.stages[batch.stage](self.model.training, *batch.inputs, *batch.values)
+        inputs = self._inputs_of(batch)
+        output = self.stages[batch.stage](self.model.training, *inputs, *batch.values)
         if batch.stage == self.last_stage:
-            return weighted_loss(output, batch)
+            with replaced_forward(self.model, lambda *_, **__: output):
+                return compute_weighted_loss(batch)
         zero = torch.zeros((), device=self.axis.device)
         return ForwardOutput(zero, zero, False, values=output)
 
@@ -100,7 +104,6 @@ class PipelineExecutor:
         """
         self.constants.check_unchanged()
         count = self.table.num_microbatches
-        batch = batch._replace(inputs=apply_pre_hooks(self.model, self.hooks, batch.inputs))
         # Every rank runs as many micro-batches as the table has. Where samples are fewer, stand-ins
         # of zero samples fill up.
         single = batch._replace(previous_totals=None, stop_requested=False)
@@ -118,7 +121,7 @@ class PipelineExecutor:
             return StageOutput(output.values, output.loss)
 
         # Cached, for it is asked several times for each message.
-        key_of = cache(lambda microbatch: self._shape_key(microbatches[microbatch].inputs))
+        key_of = cache(lambda microbatch: self._shape_key(microbatches[microbatch][1:3]))
         comm = StageComm(self.link, self.table, key_of)
         engine = ScheduleExecutor(
             self.table, comm, compute, lambda stage: self.stages[stage].parameters()
@@ -129,6 +132,12 @@ class PipelineExecutor:
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
         return self._reduce_totals(outputs, batch)
+
+    def _inputs_of(self, batch: LocalBatch) -> tuple[Any, ...]:
+        """Return the arguments with which the user's function calls the model."""
+        with preserve_rng_state():
+            inputs = call_arguments(self.model, batch)
+        return apply_pre_hooks(self.model, self.hooks, inputs)
 
     def evaluate(self, *inputs: Any) -> Any:
         """Return the model's output, without a graph, on every rank of the pipeline.

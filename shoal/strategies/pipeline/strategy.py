@@ -98,7 +98,7 @@ class Pipeline(PipelineOptions, Strategy):
             model.module,
             partition.table,
             partition.stage_plan,
-            model.example_inputs.num_samples if model.example_inputs else 0,
+            model.example.num_samples if model.example else 0,
             microbatches_chosen=self.microbatches == 0,
         )
         return _keep_local_stages(model, mesh, partition, summary)
@@ -106,7 +106,7 @@ class Pipeline(PipelineOptions, Strategy):
     def _check(self, model: LocalModel) -> None:
         if self.ranks == 1:
             return
-        if model.example_inputs is None:
+        if model.example is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared "
                 "loader takes care of. Prepare a loader: run.prepare(model, optimizer, loader)."
@@ -125,10 +125,10 @@ class Pipeline(PipelineOptions, Strategy):
 
     def _partition(self, model: LocalModel, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""
-        assert model.example_inputs is not None
+        assert model.example is not None
         module = model.module
-        schedule = self._table(model.example_inputs)
-        sample = apply_pre_hooks(module, forward_pre_hooks(module), model.example_inputs.inputs)
+        schedule = self._table(model.example)
+        sample = apply_pre_hooks(module, forward_pre_hooks(module), model.example.inputs)
         wrap_units = set(innermost(units(module)))
         graph = trace_for(module, schedule.num_stages, wrap_units, len(sample), sample)
         has_split_backward = any(action.kind == "W" for row in schedule.rows for action in row)

@@ -139,7 +139,7 @@ class WorkerEngine(StrategyState):
             self.totals_work.wait()
         if not self.is_synchronous:
             self._sync_stop(batch.stop_requested)
-        return StepResult(self.totals, result.is_sum_and_count)
+        return result._replace(step_totals=self.totals)
 
     def gather(self) -> None:
         """Request the step. The next forward pass waits for new values, unit by unit."""

@@ -11,9 +11,10 @@ local batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
+from shoal.strategies.base import Extra, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.microbatch import split_microbatches
 
 
@@ -24,6 +25,7 @@ class Accumulate(Strategy):
     Args: parts: micro-batches of a local batch. A batch of fewer samples has one for each sample.
     """
 
+    can_apply_again: ClassVar[bool] = True
     parts: int
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -38,10 +40,12 @@ class Accumulate(Strategy):
                 # batch. This is its number of samples; stand-ins fill up the others.
                 min_count = -(-batch.global_batch_size // mesh.data.size)
             result = None
+            extras: tuple[Extra, ...] = ()
             for microbatch in split_microbatches(batch, self.parts, min_count):
                 totals = None if result is None else result.step_totals
                 result = model.run(forward, microbatch._replace(previous_totals=totals))
+                extras += result.extras
             assert result is not None
-            return result
+            return result._replace(extras=extras)
 
         return replace(model, run=run)

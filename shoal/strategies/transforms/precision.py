@@ -11,7 +11,7 @@ any rank overflows, every rank sees it after the reduction, so all ranks skip th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -82,6 +82,7 @@ class Precision(Strategy):
         loss_scale: for fp16; None for the others.
     """
 
+    can_apply_again: ClassVar[bool] = True
     name: Literal["fp64", "fp32", "bf16", "fp16"]
     loss_scale: LossScale | None = None
 

@@ -75,7 +75,7 @@ class PipelineZeroOne:
         if not batch.is_last_microbatch:
             return result
         totals = self.data.all_reduce(result.step_totals)
-        return mean_result(totals, self.data.size, result.is_sum_and_count)
+        return mean_result(result, totals, self.data.size)
 
     def reduce(self) -> None:
         """Give each rank the mean gradient of its rows. Collective."""

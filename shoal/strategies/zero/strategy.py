@@ -229,7 +229,7 @@ class ShardedStep:
         assert self.totals is not None
         if self.totals_work is not None:
             self.totals_work.wait()
-        return mean_result(self.totals, self.data.size, result.is_sum_and_count)
+        return mean_result(result, self.totals, self.data.size)
 
     @contextmanager
     def _explain_sharded_weights(self) -> Iterator[None]:

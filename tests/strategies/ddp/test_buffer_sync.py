@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Subset
 from unusual_samples import rows
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -41,7 +42,7 @@ def trained(strategy: str) -> dict[str, Tensor]:
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            run.forward_backward(F.mse_loss, model, x, y)
+            run.forward_backward(supervised(F.mse_loss, model), x, y)
             optimizer.step()
     return run.weights()
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
 from shoal.verification.matrix_cases import EXPERIMENTS, images
@@ -45,7 +46,7 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
     for _ in range(10):
         for x, y in loader:
             optimizer.zero_grad()
-            losses.append(run.forward_backward(F.cross_entropy, model, x, y).item())
+            losses.append(run.forward_backward(supervised(F.cross_entropy, model), x, y).item())
             optimizer.step()
     return run.weights(), said, losses
 
@@ -85,12 +86,14 @@ def broken_off() -> int:
     hook = model[1].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.forward_backward(
-            lambda output, target: F.cross_entropy(output, target) * torch.nan, model, x, y
+            supervised(lambda output, target: F.cross_entropy(output, target) * torch.nan, model),
+            x,
+            y,
         )
     hook.remove()
     optimizer.zero_grad()
-    run.forward_backward(F.cross_entropy, model, x, y)
-    return len(run._part.strategy_state.rank_state_dict())  # type: ignore[union-attr]
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
+    return len(run._local_model().strategy_state.rank_state_dict())  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_broken_off_leaves_nothing_to_the_next() -> None:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import ConfigError, LaunchError
+from shoal.run.supervised import supervised
 from shoal.strategies import add_allreduce_option, parse_line
 from shoal.testing import world
 from shoal.verification import verify_job
@@ -46,7 +47,7 @@ def _said(strategy: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
     return said
 
 

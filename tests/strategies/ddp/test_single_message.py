@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
+from shoal.run.supervised import supervised
 from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean
@@ -69,7 +70,7 @@ def _steps_by_hand(kind: str) -> None:
     for _ in range(2):
         model.zero_grad()
         batch = LocalBatch(F.cross_entropy, (x,), y, 6, 6 * ranks)
-        totals, _ = reducer.forward_backward(reducer.forward, batch)
+        totals, _ = reducer.forward_backward(supervised(reducer.forward, batch))
     losses = [torch.zeros(()) for _ in range(ranks)]
     dist.all_gather(losses, loss.detach())
     assert totals[LOSS_SUM].item() == pytest.approx(6 * torch.stack(losses).sum().item(), rel=1e-6)
@@ -90,7 +91,9 @@ def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit(kind: str
 def _uses_torchs_engine(strategy: str) -> bool:
     run, model = shoal.init(strategy, announce=lambda _: None), nn.Linear(40, 30)
     model, _, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.forward_backward(F.cross_entropy, model, torch.ones(2, 40), torch.tensor([0, 1]))
+    run.forward_backward(
+        supervised(F.cross_entropy, model), torch.ones(2, 40), torch.tensor([0, 1])
+    )
     return any(type(found) is DistributedDataParallel for found in gc.get_objects())
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.comm import mesh
 from shoal.errors import LaunchError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 BUCKETS = "ddp,bucket_mb=0.0001"  # smaller than a small model, which goes in one message otherwise
@@ -34,7 +35,7 @@ def train_fickle(strategy: str) -> None:
     run = shoal.init(strategy, announce=lambda _: None)
     model, optimizer, loader = run.prepare(*parts(Fickle().double()))
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
 
 
@@ -56,7 +57,7 @@ def engine_after_leaving() -> bool:
     run = shoal.init(BUCKETS, announce=lambda _: None)
     model, _, loader = run.prepare(*parts())
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
     engine = weakref.ref(
         next(object for object in gc.get_objects() if type(object) is DistributedDataParallel)
     )

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shoal
 from shoal.comm.norm import full_tensor
 from shoal.errors import ShoalError
 from shoal.run import init_with_place
-from shoal.strategies.base import LossFunction
+from shoal.run.supervised import LossFunction, supervised
 from shoal.train.checkpoint import Checkpoints
 from shoal.verification import matrix_cases
 from shoal.verification.trajectory import Experiment
@@ -55,19 +56,22 @@ def train(
         assert saved is not None
         run.load_state(saved.tensors, saved.info, saved.private)
     batches = [batch for _ in range(2) for batch in loader][:steps] if load is None else []
-    for *inputs, target in batches:
+
+    def compute_loss(*batch: Any) -> Any:
+        *inputs, target = batch
+        output = model(*inputs)
+        return experiment.loss_fn(output, target), shoal.summed(_correct(output, target))
+
+    for batch in batches:
         optimizer.zero_grad()
-        result.losses.append(
-            run.forward_backward(
-                experiment.loss_fn, model, *inputs, target, measure=_correct
-            ).item()
-        )
+        loss, _ = run.forward_backward(compute_loss, *batch)
+        result.losses.append(loss.item())
         assert run.totals is not None
         result.correct += run.totals[3].item()
         result.norms.append(run.clip_gradients(0.5).item())
         optimizer.step()
     result.sums = run.evaluate(
-        lambda output, _: {"size": output.abs().sum()}, model, experiment.loader_fn()
+        lambda *batch: {"size": model(*batch[:-1]).abs().sum()}, experiment.loader_fn()
     )
     result.output = model(*batches[0][:-1]).detach() if batches else None
     result.weights = {name: value.clone() for name, value in run.weights().items()}
@@ -116,7 +120,7 @@ def statistics(
         model, torch.optim.SGD(model.parameters(), lr=0.1), experiment.loader_fn()
     )
     *inputs, target = next(iter(loader))
-    run.forward_backward(experiment.loss_fn, model, *inputs, target)
+    run.forward_backward(supervised(experiment.loss_fn, model), *inputs, target)
     return {name: value.clone() for name, value in run.weights().items() if name.startswith(prefix)}
 
 
@@ -133,7 +137,9 @@ def half(strategy: str, precision: Any, factor: float) -> tuple[list[float], dic
     losses = []
     for x, target in loader:
         optimizer.zero_grad()
-        loss = run.forward_backward(Scaled(experiment.loss_fn, factor), model, x.float(), target)
+        loss = run.forward_backward(
+            supervised(Scaled(experiment.loss_fn, factor), model), x.float(), target
+        )
         losses.append(loss.item())
         optimizer.step()
     return losses, {name: value.clone() for name, value in run.weights().items()}
@@ -200,7 +206,7 @@ def refusal(
         loader = matrix_cases.image_loader() if with_loader else None
         model, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         for x, target in loader:
-            run.forward_backward(nn.functional.cross_entropy, model, x.float(), target)
+            run.forward_backward(supervised(nn.functional.cross_entropy, model), x.float(), target)
     except ShoalError as error:
         return f"{type(error).__name__}: {error}"
     return ""

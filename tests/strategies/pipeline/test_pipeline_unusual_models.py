@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError, UsageError
 from shoal.run import init_with_place
+from shoal.run.supervised import supervised
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedules import table
 from shoal.strategies.pipeline.stage_messages import Message
@@ -114,7 +115,7 @@ def trained(
     model, optimizer, loader = run.prepare(model, optimizer, image_loader())
     for (x, target), _ in zip(loader, range(steps), strict=False):
         optimizer.zero_grad()
-        run.forward_backward(loss_fn, model, x, target)
+        run.forward_backward(supervised(loss_fn, model), x, target)
         optimizer.step()
     return {name: value.clone() for name, value in run.weights().items()}
 

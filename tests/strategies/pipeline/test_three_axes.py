@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from shoal.run import init_with_place
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification.matrix_cases import EXPERIMENTS, gpt, image_loader, tokens
@@ -134,7 +135,9 @@ def held() -> dict[str, int]:
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(tokens(), batch_size=10))
     x, y = next(iter(loader))
     run.forward_backward(
-        lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()), model, x, y
+        supervised(lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()), model),
+        x,
+        y,
     )
     optimizer.step()
     sizes = {name: _size(parameter) for name, parameter in run.parameters().items()}

@@ -11,6 +11,7 @@ from faulty_network import Trouble, wake
 from torch import Tensor, nn
 
 import shoal
+from shoal.run.supervised import supervised
 
 STEPS = 40
 TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
@@ -47,7 +48,7 @@ def trained(
         (trouble.folder / "worker.pid").write_text(str(os.getpid()))
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     steps(run, net, optimizer)
-    part: Any = run._part
+    part: Any = run._local_model()
     return run.weights(), part.remote_optimizer.client.stats()
 
 
@@ -60,7 +61,7 @@ def steps(run: shoal.Run, net: nn.Module, optimizer: torch.optim.Optimizer) -> N
             torch.randint(4, (8,), generator=draws),
         )
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, net, x, y)
+        run.forward_backward(supervised(F.cross_entropy, net), x, y)
         optimizer.step()
 
 

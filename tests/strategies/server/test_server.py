@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import ConfigError, LaunchError, StrategyRefused
+from shoal.run.supervised import supervised
 from shoal.strategies import build_strategies, parse_line
 from shoal.testing import world
 from shoal.verification.matrix_cases import images
@@ -63,7 +64,7 @@ def trained(
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         if max_norm is not None:
             run.clip_gradients(max_norm)
         optimizer.step()
@@ -112,7 +113,7 @@ def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
     for _ in range(8):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = run.forward_backward(F.cross_entropy, model, x, y)
+            loss = run.forward_backward(supervised(F.cross_entropy, model), x, y)
             optimizer.step()
     were_apart = run.synchronize()
     assert not run.synchronize()
@@ -145,7 +146,7 @@ def sum_and_count() -> dict[str, Tensor]:
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(
-            lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), model, x, y
+            supervised(lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), model), x, y
         )
         optimizer.step()
     return run.weights()
@@ -162,9 +163,9 @@ def twice() -> str:
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=10)
     )
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     with pytest.raises(shoal.errors.UsageError) as error:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
     return str(error.value)
 
 
@@ -287,7 +288,7 @@ def with_words(strategy: str) -> dict[str, Tensor]:
     model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     return run.weights()
 
@@ -314,10 +315,10 @@ def with_many_words(
     model, optimizer, loader = run.prepare(model, optimizer, batches)
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     weights = run.weights()
-    part: Any = run._part
+    part: Any = run._local_model()
     figures = part.remote_optimizer.client.stats()
     return weights, (
         sum(f["received_bytes"] for f in figures),
@@ -357,10 +358,10 @@ def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
-    assert run._part is not None
-    engine: Any = run._part.remote_optimizer
+    assert run._local_model() is not None
+    engine: Any = run._local_model().remote_optimizer
     return (
         run.weights(),
         len(engine.launcher.pools[0].servers),
@@ -384,14 +385,14 @@ def goes_on_at_once() -> list[Tensor]:
         model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     )
     if run.rank:
-        engine: Any = run._prepared().remote_optimizer
+        engine: Any = run._local_model().remote_optimizer
         state, pull = engine.client.state, engine.client.pull
         engine.client.state = lambda part: time.sleep(0.05) or state(part)
         engine.client.pull = lambda: time.sleep(0.2) or pull()
 
     def step() -> None:
         optimizer.zero_grad()
-        run.forward_backward(F.mse_loss, model, torch.ones(2, 16), torch.zeros(2, 16))
+        run.forward_backward(supervised(F.mse_loss, model), torch.ones(2, 16), torch.zeros(2, 16))
         optimizer.step()
 
     step()

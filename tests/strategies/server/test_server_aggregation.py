@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import shoal
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 WIDTH = 64
@@ -46,11 +47,11 @@ def on_machines_of_two(strategy: str, clip: float | None = None) -> Any:
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            run.forward_backward(F.cross_entropy, model, x, y)
+            run.forward_backward(supervised(F.cross_entropy, model), x, y)
             if clip is not None:
                 run.clip_gradients(clip)
             optimizer.step()
-    part: Any = run._part
+    part: Any = run._local_model()
     remote = part.remote_optimizer
     figures = (
         [] if remote is None else [b for f in remote.client.stats() for b in f.get("behind", [f])]

@@ -20,6 +20,7 @@ import shoal
 from shoal.errors import UsageError
 from shoal.parameter_server.codec import Op
 from shoal.parameter_server.coordinator.admin_client import AdminClient, send_command, table
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 STEPS = 80
@@ -58,7 +59,7 @@ def trained(
             torch.randint(4, (8,), generator=draws),
         )
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, net, x, y)
+        run.forward_backward(supervised(F.cross_entropy, net), x, y)
         if run.is_synchronous:
             run.clip_gradients(1.0)
         optimizer.step()
@@ -75,7 +76,7 @@ def happen(
     run.remote.publish_address(directory)
     time.sleep(chance.random() * 0.2)
     try:
-        said += happening(directory, run._part.remote_optimizer.launcher.pools[0], chance)
+        said += happening(directory, run._local_model().remote_optimizer.launcher.pools[0], chance)
     except Exception as error:  # noqa: BLE001 - it is the test that is to hear of it
         said.append(error)
 

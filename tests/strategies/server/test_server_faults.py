@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shoal
 from shoal.errors import LaunchError
+from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
@@ -65,12 +66,14 @@ def loses_all(_: str) -> None:
     torch.manual_seed(0)
     run, net = shoal.init("server=1,lease_s=0.5", announce=lambda _: None), model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
-    part: Any = run._part
+    part: Any = run._local_model()
     for step in range(1000):
         if step == 3 and run.rank == 0:
             fleet = part.remote_optimizer.launcher.pools[0]
             os.kill(next(iter(fleet.servers)), signal.SIGKILL)
-        run.forward_backward(F.cross_entropy, net, torch.ones(2, 20).double(), torch.tensor([1, 2]))
+        run.forward_backward(
+            supervised(F.cross_entropy, net), torch.ones(2, 20).double(), torch.tensor([1, 2])
+        )
         optimizer.step()
 
 

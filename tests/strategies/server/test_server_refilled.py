@@ -19,7 +19,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
     net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
-    part: Any = run._part
+    part: Any = run._local_model()
     killed: list[int] = []
     count = 0
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies.loss_terms import Counted, counted
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing import world
@@ -195,14 +196,14 @@ class WeightsAreRead(nn.Module):
         return logits
 
 
-def loss_that_reads_all_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def loss_that_reads_all_logits(logits: Tensor, target: Tensor) -> Counted:
     with torch.no_grad():
         logits.softmax(-1)
     counts = target != -100
     total = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
     )
-    return total + 0.1 * (logits.logsumexp(-1).square() * counts).sum(), counts.sum()
+    return counted(total + 0.1 * (logits.logsumexp(-1).square() * counts).sum(), counts.sum())
 
 
 def test_what_is_seen_of_slices_is_the_whole() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
+from shoal.run.supervised import supervised
+from shoal.strategies.loss_terms import Counted
 from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
 from shoal.verification.matrix_cases import images, tokens
@@ -30,12 +33,12 @@ def prepared(
     return run, *run.prepare(model, optimizer, DataLoader(data, batch_size=10)), said
 
 
-def per_token(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def per_token(logits: Tensor, target: Tensor) -> Counted:
     rows = logits.flatten(0, 1)
     total = F.cross_entropy(
         rows, target.flatten(), ignore_index=-100, label_smoothing=0.1, reduction="sum"
     )
-    return total, (target != -100).sum()
+    return shoal.counted(total, (target != -100).sum())
 
 
 def hits(logits: Tensor, target: Tensor) -> Tensor:
@@ -47,14 +50,17 @@ def train_and_save(
 ) -> tuple[float, float, dict[str, float], Tensor, list[str]]:
     torch.manual_seed(0)
     run, model, optimizer, loader, said = prepared(strategy, gpt())
+
+    def compute_loss(x: Tensor, y: Tensor) -> Any:
+        logits = model(x)
+        return per_token(logits, y), shoal.summed(hits(logits, y))
+
     for x, y in loader:
-        loss = run.forward_backward(per_token, model, x, y, measure=hits)
+        loss, _ = run.forward_backward(compute_loss, x, y)
         norm = run.clip_gradients(0.3)
         optimizer.step()
         optimizer.zero_grad()
-    sums = run.evaluate(
-        lambda out, y: {"hits": (out.argmax(-1) == y).sum()}, model, loader_of_tokens()
-    )
+    sums = run.evaluate(lambda x, y: {"hits": (model(x).argmax(-1) == y).sum()}, loader_of_tokens())
     run.save(file)
     with torch.no_grad():
         softmax = model(tokens().tensors[0][:2]).softmax(-1)  # asks for all logits
@@ -105,7 +111,11 @@ def count_held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
     dist.all_reduce = counting
     logits = []
     run.forward_backward(
-        lambda out, target: (logits.append(type(out)), per_token(out, target))[1], model, x, y
+        supervised(
+            lambda out, target: (logits.append(type(out)), per_token(out, target))[1], model
+        ),
+        x,
+        y,
     )
     own = sum(
         p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
@@ -132,7 +142,7 @@ def test_a_rank_holds_half_and_sends_no_logits() -> None:
 def copy_is_independent() -> bool:
     run, model, _, loader, _ = prepared("tensor=2", mlp())
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         before = model(x)
@@ -170,7 +180,7 @@ def run_drifting() -> None:
         "tensor=2", Drifting(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, 10), nn.LayerNorm(10))
     )
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x, y)
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 def test_ranks_that_compute_something_else_are_found_in_the_first_step() -> None:
@@ -186,7 +196,7 @@ def losses_in_precision(strategy: str, precision: str) -> list[float]:
     run, model, optimizer, loader, _ = prepared(strategy, gpt(), precision)
     losses = []
     for x, y in loader:
-        losses.append(run.forward_backward(per_token, model, x, y).item())
+        losses.append(run.forward_backward(supervised(per_token, model), x, y).item())
         run.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad()

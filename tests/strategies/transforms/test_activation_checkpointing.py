@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import StrategyRefused
+from shoal.run.supervised import supervised
 
 
 class Block(nn.Sequential):
@@ -50,7 +51,7 @@ def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
         model.calls = [0] * 4
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, torch.arange(8))
+        run.forward_backward(supervised(F.cross_entropy, model), x, torch.arange(8))
         optimizer.step()
         calls.append(model.calls)
     return model, calls

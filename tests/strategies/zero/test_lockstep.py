@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused
+from shoal.run.supervised import supervised
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
@@ -131,9 +132,9 @@ def trained(strategy: str, early: bool) -> tuple[dict[str, Tensor], dict[str, fl
     run, model, optimizer, batches = prepared(strategy, Routed(), early)
     for x, y in batches:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
-    return run.weights(), run.evaluate(summed, model, DataLoader(rows(), batch_size=2))
+    return run.weights(), run.evaluate(supervised(summed, model), DataLoader(rows(), batch_size=2))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -184,7 +185,7 @@ def test_a_model_may_recompute_by_itself(strategy: str, reentrant: bool, branch:
 def one_step(strategy: str, make: Callable[[], nn.Module]) -> None:
     run, model, _, batches = prepared(strategy, make())
     for x, y in batches:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 @pytest.mark.parametrize(

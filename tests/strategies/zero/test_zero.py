@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused
+from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
@@ -50,7 +51,7 @@ def clipped(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     norms = []
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         norms.append(run.clip_gradients(0.1).item())
         optimizer.step()
     return norms, run.weights()
@@ -71,7 +72,7 @@ def held(strategy: str) -> tuple[int, int]:
         strategy, lambda: nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 16))
     )
     x, y = next(iter(loader))
-    run.forward_backward(F.cross_entropy, model, x.flatten(1), y)
+    run.forward_backward(supervised(F.cross_entropy, model), x.flatten(1), y)
     optimizer.step()
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in owned)
@@ -117,7 +118,7 @@ def test_an_evaluation_of_what_stands_around_the_model_is_exact_too() -> None:
 def saves(strategy: str, file: Path) -> dict[str, Tensor]:
     run, model, optimizer, loader = prepared(strategy, Scaled)
     for x, y in loader:
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     run.save(file)
     return run.weights()
@@ -167,7 +168,7 @@ def trained_on_views(strategy: str) -> dict[str, Tensor]:
     run, model, optimizer, loader = prepared(strategy, WritesIntoViews)
     for x, y in loader:
         optimizer.zero_grad()
-        run.forward_backward(F.cross_entropy, model, x, y)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     return run.weights()
 
@@ -221,7 +222,7 @@ class Outside(nn.Module):
 def uses_outside(strategy: str, before: bool) -> str:
     run, model, _, loader = prepared(strategy, lambda: Outside(before))
     with pytest.raises(StrategyRefused) as refusal:
-        run.forward_backward(F.cross_entropy, model, *next(iter(loader)))
+        run.forward_backward(supervised(F.cross_entropy, model), *next(iter(loader)))
     return str(refusal.value)
 
 

@@ -1,0 +1,266 @@
+"""Everything that a run has prepared, and the local model that the strategies have made of it.
+
+prepare(...)                    models, optimizers and loaders are collected
+apply                           strategies replace the models by this rank's piece of them:
+                                in `prepare`, or in the first step if a strategy needs a batch
+prepare(...) again              a new optimizer, a new loader, a frozen model; trained models
+                                and thawed layers where every rank holds whole parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.data.loader import DistributedBatchLoader
+from shoal.errors import StrategyRefused, UsageError
+from shoal.run import startup_summary
+from shoal.run.batch_size import BatchSizes
+from shoal.run.checks import (
+    check_frozen_unchanged,
+    check_loader_not_needed,
+    check_on_device,
+    check_one_optimizer_in_backward,
+)
+from shoal.run.loss_scaling import LossScaleGuard
+from shoal.run.models import as_one_module, is_trained, trained_names
+from shoal.run.optimizer_groups import group_names, params_of
+from shoal.run.optimizer_in_backward import OptimizerInBackward
+from shoal.run.preparation import (
+    RunSettings,
+    bind_optimizers,
+    make_local_model,
+    seed_this_rank,
+    shard_loader,
+)
+from shoal.run.prepare_arguments import PrepareArguments
+from shoal.run.tracing import Tracing
+from shoal.run.training_step import TrainingStep
+from shoal.strategies import base
+from shoal.strategies.single import single_device
+from shoal.strategies.transforms.precision import LossScale
+
+NOTHING_PREPARED = (
+    "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
+    "optimizer, loader)."
+)
+
+
+class Prepared:
+    """The models, optimizers and loaders of a run on this rank.
+
+    Attributes:
+        models: all models, in the order of `prepare`.
+        optimizers: those that step parameters now.
+        loaders: loaders of this rank's shares.
+        sizes: finds the sizes of batches.
+        step: the step of the local model; None before the strategies are applied.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        strategies: Sequence[base.Strategy],
+        settings: RunSettings,
+        loss_scale: LossScale | None,
+        announce: Callable[[str], None],
+        tracing: Tracing | None,
+    ) -> None:
+        self.mesh = mesh
+        self.settings = settings
+        self.loss_scale = loss_scale
+        self.tracing = tracing
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.loaders: list[DistributedBatchLoader] = []
+        self.sizes = BatchSizes(self.loaders)
+        self.step: TrainingStep | None = None
+        self._strategies = strategies
+        self._announce = announce
+        self._is_announced = False
+        self._root: nn.Module | None = None
+        self._local_model: base.LocalModel | None = None
+        self._trained: set[str] = set()
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._stepping: set[int] = set()
+
+    @property
+    def needs_example(self) -> bool:
+        """True if a strategy is applied with the first batch."""
+        return any(strategy.needs_example_batch for strategy in self._strategies)
+
+    @property
+    def is_applied(self) -> bool:
+        """True if the strategies have made the local model."""
+        return self.step is not None
+
+    @property
+    def root(self) -> nn.Module:
+        """The model, or the group of all models."""
+        if self._root is None:
+            raise UsageError(NOTHING_PREPARED)
+        return self._root
+
+    def local_model(self) -> base.LocalModel:
+        """Return the local model; the full model while strategies wait for the first batch.
+
+        Raises: UsageError: there is no model, or a layer was thawed.
+        """
+        if self._local_model is None:
+            raise UsageError(NOTHING_PREPARED)
+        check_frozen_unchanged(self._frozen)
+        return self._local_model
+
+    def add(self, arguments: PrepareArguments) -> list[Any]:
+        """Add what `prepare` was given; return the loaders of this rank's shares. Collective.
+
+        Raises:
+            UsageError: an optimizer does not hold each trainable parameter exactly once; a loader
+                cannot be shared out; a model lies on another device.
+            StrategyRefused: the strategy cannot take these models or this number of ranks.
+        """
+        for model in arguments.models:
+            check_on_device(model, self.mesh.device)
+        recorder = None if self.tracing is None else self.mesh.recorder
+        loaders = [
+            shard_loader(loader, self.mesh, self.settings.seed, recorder)
+            for loader in arguments.loaders
+        ]
+        self.loaders += loaders
+        new_models = [m for m in arguments.models if all(m is not known for known in self.models)]
+        self.models += new_models
+        self._replace_optimizers(arguments.optimizers)
+        if self.models:
+            self._update(new_models, bool(arguments.optimizers))
+        return loaders
+
+    def _replace_optimizers(self, new: list[Optimizer]) -> None:
+        """Add optimizers; those that hold the same parameters as a new one are out of use."""
+        taken = {id(parameter) for optimizer in new for parameter in params_of(optimizer)}
+        kept = [
+            optimizer
+            for optimizer in self.optimizers
+            if optimizer not in new and not any(id(p) in taken for p in params_of(optimizer))
+        ]
+        self.optimizers = kept + new
+
+    def _update(self, new_models: list[nn.Module], new_optimizers: bool) -> None:
+        """Apply the strategies if they can be applied now, or again where that is necessary."""
+        if not self.is_applied:
+            self._root = as_one_module(self.models)
+            self._local_model = single_device(self._root)
+            self._note_trained()
+            if self.optimizers:
+                self._apply_or_wait()
+            else:  # a teacher, or a model whose optimizer comes later
+                self.mesh.broadcast_module(self._root)
+        elif any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
+            self._apply_again()
+        else:
+            for model in new_models:  # a frozen model, such as a teacher
+                self.mesh.broadcast_module(model)
+            if new_optimizers:
+                self._bind()
+
+    def _note_trained(self) -> None:
+        """Remember which parameters are trained, and which are not."""
+        self._trained = trained_names(self.root)
+        self._frozen = {n: p for n, p in self.root.named_parameters() if not p.requires_grad}
+
+    def _apply_or_wait(self) -> None:
+        groups = group_names(self.optimizers, self.root)
+        self._announce_once()
+        if not self.loaders:
+            check_loader_not_needed(self.settings.step_in_backward)
+        if self.needs_example and self.mesh.size > 1:
+            self.mesh.broadcast_module(self.root)
+            seed_this_rank(self.mesh, self.settings.seed)
+            return
+        self._apply(None, groups)
+        seed_this_rank(self.mesh, self.settings.seed)
+
+    def apply(self, example: base.ExampleBatch | None) -> None:
+        """Apply the strategies with the first batch. Collective."""
+        self._apply(example, group_names(self.optimizers, self.root))
+
+    def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
+        local_model = make_local_model(
+            self.root, example, self.mesh, self._strategies, self._announce
+        )
+        self._local_model = local_model
+        self._note_trained()
+        scaled = self.loss_scale is not None
+        bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
+        in_backward = None
+        if self.settings.step_in_backward:
+            check_one_optimizer_in_backward(self.optimizers)
+            in_backward = OptimizerInBackward(self.optimizers[0], local_model)
+        scale_guard = None
+        if self.loss_scale is not None:
+            scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
+        self.step = TrainingStep(local_model, self.mesh, in_backward, scale_guard, self.tracing)
+        self._watch_steps()
+        for model in self.models:
+            self.step.guard.watch(model)
+        if self.tracing is not None:
+            self.tracing.wrap_step(local_model, self.optimizers[0])
+
+    def _watch_steps(self) -> None:
+        """Bring new values to all ranks after each step of an optimizer."""
+        for optimizer in self.optimizers:
+            if id(optimizer) not in self._stepping:
+                self._stepping.add(id(optimizer))
+                optimizer.register_step_post_hook(lambda *_: self._gather_params())
+
+    def _gather_params(self) -> None:
+        assert self._local_model is not None
+        self._local_model.gather_params()
+
+    def _bind(self) -> None:
+        """Bind new optimizers to the parameters that this rank owns already."""
+        local_model = self.local_model()
+        groups = group_names(self.optimizers, self.root)
+        if local_model.remote_optimizer is not None or self.settings.step_in_backward:
+            raise StrategyRefused(
+                "prepare: a second optimizer after training has begun: parameter servers, and "
+                "step_in_backward, keep the first one's settings. Change the groups of the first "
+                "optimizer, or use ddp or zero without step_in_backward."
+            )
+        bind_optimizers(
+            self.optimizers, groups, local_model, self.settings, self.loss_scale is not None
+        )
+        self._watch_steps()
+
+    def _apply_again(self) -> None:
+        """Apply the strategies anew, where they have left all parameters whole and in place."""
+        if not all(strategy.can_apply_again for strategy in self._strategies):
+            raise StrategyRefused(
+                "prepare: other parameters are trained than in the first prepare, and this "
+                "strategy has divided or sent away those of the first. Give all models to the "
+                "first prepare, with all layers trainable that any phase trains, and a learning "
+                "rate of 0 for those that rest; or save with run.save(path) and train the next "
+                "phase in a run of its own; or use ddp."
+            )
+        if self.settings.step_in_backward:
+            raise StrategyRefused(
+                "prepare: other parameters are trained than in the first prepare, and "
+                "step_in_backward steps the first ones. Use step_in_backward=False."
+            )
+        assert self._local_model is not None
+        self._local_model.close()
+        self._root = as_one_module(self.models)
+        self._apply(None, group_names(self.optimizers, self._root))
+
+    def _announce_once(self) -> None:
+        if self._is_announced:
+            return
+        self._is_announced = True
+        loader = self.loaders[0] if self.loaders else None
+        for line in startup_summary.lines(
+            self.root, loader, self.mesh, self.settings.accumulate, self._strategies
+        ):
+            self._announce(line)

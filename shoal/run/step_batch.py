@@ -1,0 +1,118 @@
+"""The batch of a step, as strategies see it, and the example that is made of the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.data.seeds import preserve_rng_state
+from shoal.platform.torch_private.module_state import own_buffers
+from shoal.run.batch_size import BatchSizes
+from shoal.strategies import base
+from shoal.strategies.microbatch import chunk
+
+MAX_EXAMPLES = 8
+"""Samples of the example batch, with which models are traced and measured."""
+
+
+def make_batch(
+    compute_loss: base.ComputeLoss,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sizes: BatchSizes,
+    mesh: Mesh,
+    *,
+    rows: int | None,
+    reduction: str,
+    stop_requested: bool,
+) -> base.LocalBatch:
+    """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
+    found = sizes.resolve((args, kwargs), rows, mesh.data.size)
+    weight = None
+    if reduction == "ranks":
+        # Each rank with samples counts alike, however many it has.
+        ranks = min(mesh.data.size, found.global_rows)
+        weight = found.global_rows / (ranks * max(found.rows, 1))
+    return base.LocalBatch(
+        compute_loss,
+        args,
+        kwargs,
+        found.rows,
+        found.global_rows,
+        stop_requested=stop_requested,
+        loss_weight=weight,
+        sizes_known=found.is_known or reduction == "ranks",
+    )
+
+
+def example_of(
+    batch: base.LocalBatch, models: Sequence[nn.Module], mesh: Mesh, accumulate: int
+) -> base.ExampleBatch:
+    """Return a few samples of a batch, and the calls of models that `compute_loss` makes on them.
+
+    The models, their buffers and the random numbers are left as they were.
+    """
+    window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
+    args = chunk(batch.args, window, batch.num_samples)
+    kwargs = chunk(dict(batch.kwargs), window, batch.num_samples)
+    calls: list[base.ModuleCall] = []
+    with (
+        preserve_rng_state(),
+        _buffers_kept(models),
+        _recorded_calls(models, calls),
+        torch.no_grad(),
+    ):
+        batch.compute_loss(*args, **kwargs)
+    # Rounded up: the largest micro-batch that any rank computes.
+    num_samples = -(-batch.global_batch_size // (mesh.data.size * accumulate))
+    return base.ExampleBatch(batch.compute_loss, args, kwargs, num_samples, tuple(calls))
+
+
+@contextmanager
+def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -> Iterator[None]:
+    """Add the calls of the models to `calls`; a call inside of another one does not count."""
+    depth = 0
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        if depth == 0:
+            calls.append(base.ModuleCall(module, args, kwargs))
+        depth += 1
+
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    hooks: list[Any] = []
+    for model in models:
+        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the values of all buffers back afterwards."""
+    saved: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+    for model in models:
+        for module in model.modules():
+            store = own_buffers(module)
+            for name, tensor in store.items():
+                if tensor is not None:
+                    saved.append((store, name, tensor, tensor.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for store, name, tensor, value in saved:
+                store[name] = tensor
+                tensor.copy_(value)
