@@ -89,7 +89,7 @@ def _body(function: Callable[..., Result]) -> list[str]:
     """
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("def "))
-    stripped = [line.strip() for line in lines[head + 1 :]]
+    stripped = [line.partition("  # ")[0].strip() for line in lines[head + 1 :]]
     return [
         line
         for line in stripped

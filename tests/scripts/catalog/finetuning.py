@@ -68,6 +68,38 @@ class TwoPhases(Script):
         for phase in range(2):
             if phase == 1:
                 model[0].requires_grad_(True)
+                optimizer = run.prepare(sgd(model.parameters(), 0.01))
+            for x, y in data:
+                optimizer.zero_grad()
+                loss = run.forward_backward(compute_loss, x, y)
+                optimizer.step()
+                losses.append(loss)
+        return losses, run.weights()
+
+
+class ForgottenOptimizer(Script):
+    """The second phase's optimizer is not prepared."""
+
+    follows = "the transfer learning tutorial of PyTorch, second phase unchanged"
+    needs = "F"
+
+    plain = TwoPhases.plain
+
+    @staticmethod
+    def with_shoal(run):
+        model = cnn()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model[4].parameters())
+        data = loader(*images())
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(x, y):
+            return F.cross_entropy(model(x), y)
+
+        losses = []
+        for phase in range(2):
+            if phase == 1:
+                model[0].requires_grad_(True)
                 optimizer = sgd(model.parameters(), 0.01)
             for x, y in data:
                 optimizer.zero_grad()

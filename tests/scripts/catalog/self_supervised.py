@@ -429,7 +429,7 @@ class MeanTeacher(Script):
             return F.cross_entropy(model(x), y) + step / 3 * F.mse_loss(model(other), wanted)
 
         losses = []
-        for step, (x, y, other) in enumerate(data):
+        for step, (x, y, other) in enumerate(data):  # noqa: B007 - the loss reads it
             optimizer.zero_grad()
             loss = run.forward_backward(compute_loss, x, y, other)
             optimizer.step()

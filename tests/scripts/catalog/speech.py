@@ -25,16 +25,21 @@ from tests.scripts.script import Script, weights
 class Recogniser(nn.Module):
     """Log-probabilities of characters for every frame of a padded spectrogram."""
 
-    def __init__(self) -> None:
+    def __init__(self, packs: bool = True) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(4, 8, 3, padding=1)
+        self.packs = packs  # without it, the recurrent layer reads what was padded
+        self.conv = nn.Conv1d(4, 8, 3, padding=1, bias=False)
         self.rnn = nn.GRU(8, 8, batch_first=True, bidirectional=True)
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
         h = self.conv(frames.transpose(1, 2)).relu().transpose(1, 2)
-        live = torch.arange(h.shape[1]) < lengths[:, None]
-        h, _ = self.rnn(h * live[..., None])
+        if not self.packs:
+            return self.head(self.rnn(h)[0]).log_softmax(-1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            h, lengths, batch_first=True, enforce_sorted=False
+        )
+        h, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.head(h).log_softmax(-1)
 
 
@@ -85,6 +90,51 @@ class SpeechCtc(Script):
     @staticmethod
     def with_shoal(run):
         model = built(Recogniser)
+        optimizer = sgd(model.parameters(), 0.02)
+        data = _spoken()
+        ctc = nn.CTCLoss(zero_infinity=True)
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(frames, lengths, characters, counts):
+            output = model(frames, lengths).transpose(0, 1)
+            return ctc(output, characters, lengths, counts)
+
+        losses = []
+        for frames, lengths, characters, counts in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, frames, lengths, characters, counts)
+            run.clip_gradients(1.0)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class SpeechCtcPaddingLeaks(Script):
+    """A model that reads the padding: its outputs depend on the longest sample beside each."""
+
+    follows = "many CTC tutorials"
+    needs = "VC"
+
+    @staticmethod
+    def plain():
+        model = built(Recogniser, False)
+        optimizer = sgd(model.parameters(), 0.02)
+        data = _spoken()
+        ctc = nn.CTCLoss(zero_infinity=True)
+        losses = []
+        for frames, lengths, characters, counts in data:
+            optimizer.zero_grad()
+            output = model(frames, lengths).transpose(0, 1)
+            loss = ctc(output, characters, lengths, counts)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Recogniser, False)
         optimizer = sgd(model.parameters(), 0.02)
         data = _spoken()
         ctc = nn.CTCLoss(zero_infinity=True)

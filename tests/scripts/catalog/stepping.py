@@ -437,14 +437,14 @@ class PrivateGradients(Script):
                 factor = (1 / torch.cat([g.flatten() for g in slopes]).norm()).clamp(max=1)
                 clipped = clipped + factor.detach() * own / len(x)
                 loss = loss + own.detach() / len(x)
-            return clipped, loss
+            return clipped, {"loss": loss}
 
         losses = []
         for x, y in data:
             optimizer.zero_grad()
-            _, loss = run.forward_backward(compute_loss, x, y)
+            _, measured = run.forward_backward(compute_loss, x, y)
             optimizer.step()
-            losses.append(loss)
+            losses.append(measured["loss"])
         return losses, run.weights()
 
 
@@ -533,7 +533,7 @@ class UnusedBranch(Script):
             return F.cross_entropy(heads[step % 2](body(x).relu()), y)
 
         losses = []
-        for step, (x, y) in enumerate(data):
+        for step, (x, y) in enumerate(data):  # noqa: B007 - the loss reads it
             optimizer.zero_grad()
             loss = run.forward_backward(compute_loss, x, y)
             optimizer.step()
