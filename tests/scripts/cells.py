@@ -1,4 +1,4 @@
-"""`python -m tests.scripts.cells STRATEGY RANKS [ACCUMULATE] [NAME ...]`: verdicts, on the terminal.
+"""`python -m tests.scripts.cells STRATEGY RANKS [ACCUMULATE] [NAME ...]` prints verdicts.
 
 A name is that of a script or of a module of the catalog; without names all scripts run.
 """

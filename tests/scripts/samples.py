@@ -30,8 +30,12 @@ def integers(high: int, *shape: int, seed: int = 1) -> Tensor:
 
 
 def loader(*tensors: Tensor, batch_size: int = BATCH) -> DataLoader:
-    """Return a loader of rows of these tensors, in order."""
-    return DataLoader(TensorDataset(*tensors), batch_size=batch_size)
+    """Return a loader of rows of these tensors, in order.
+
+    Its generator is its own: each iterator draws a seed, and from the default generator that would
+    change what a script draws.
+    """
+    return DataLoader(TensorDataset(*tensors), batch_size=batch_size, generator=generator())
 
 
 class ListOfSamples(torch.utils.data.Dataset):

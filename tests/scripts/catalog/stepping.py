@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shoal
 from tests.scripts.samples import SAMPLES, integers, loader, mlp, normal, sgd, vectors
 from tests.scripts.script import Script, weights
 
@@ -436,15 +437,15 @@ class PrivateGradients(Script):
                 slopes = torch.autograd.grad(own, list(model.parameters()), retain_graph=True)
                 factor = (1 / torch.cat([g.flatten() for g in slopes]).norm()).clamp(max=1)
                 clipped = clipped + factor.detach() * own / len(x)
-                loss = loss + own.detach() / len(x)
-            return clipped, {"loss": loss}
+                loss = loss + own.detach()
+            return clipped, {"loss": shoal.summed(loss), "rows": shoal.summed(len(x))}
 
         losses = []
         for x, y in data:
             optimizer.zero_grad()
             _, measured = run.forward_backward(compute_loss, x, y)
             optimizer.step()
-            losses.append(measured["loss"])
+            losses.append(measured["loss"] / measured["rows"])
         return losses, run.weights()
 
 
