@@ -1,6 +1,7 @@
 """`python -m tests.scripts.cells STRATEGY RANKS [ACCUMULATE] [NAME ...]` prints verdicts.
 
-A name is that of a script or of a module of the catalog; without names all scripts run.
+A name is that of a script or of a module, such as `vision` or `pretrained`; without names all
+scripts run but those with models of transformers.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import time
 from collections import Counter
 
 from tests.scripts.runner import Layout, judge_all
-from tests.scripts.script import catalog
+from tests.scripts.script import catalog, pretrained
 
 
 def main(strategy: str, ranks: str, accumulate: str = "1", *wanted: str) -> None:
+    asks_for_transformers = any(word == "pretrained" or word.startswith("Hf") for word in wanted)
+    scripts = catalog() | (pretrained() if asks_for_transformers else {})
     names = [
         name
-        for name, script in catalog().items()
+        for name, script in scripts.items()
         if not wanted or {name, script.__module__.rpartition(".")[2]} & {*wanted}
     ]
     start_s = time.monotonic()

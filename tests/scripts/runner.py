@@ -20,9 +20,8 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed, LaunchError, ShoalError
 from shoal.run import init_with_place
 from shoal.testing import world
-from tests.scripts.script import Result, catalog
+from tests.scripts.script import Result, script_named
 
-TOLERANCE = 1e-10
 SCRIPT_S = float(os.environ.get("SCRIPT_S", "40"))
 """A script that takes longer hangs: it takes a tenth of a second on an idle machine."""
 OTHER_RANKS_S = 5.0
@@ -102,7 +101,8 @@ def judge_all(names: Sequence[str], layout: Layout) -> dict[str, Cell]:
             done = [name for name in remaining if any(folder.glob(f"{name}.*"))] or remaining[:1]
             for name in done:
                 outcomes = [_read(folder / f"{name}.{rank}", lost) for rank in range(layout.ranks)]
-                cells[name] = judge(reference(name), outcomes)
+                tolerance = script_named(name).tolerance
+                cells[name] = judge(reference(name), outcomes, tolerance)
             remaining = [name for name in remaining if name not in cells]
     return cells
 
@@ -133,7 +133,7 @@ def reference(name: str) -> Result:
         torch.set_default_dtype(torch.float64)
         torch.manual_seed(0)
         try:
-            losses, weights = catalog()[name].plain()
+            losses, weights = script_named(name).plain()
         finally:
             torch.set_default_dtype(torch.float32)
         copies = {key: value.detach().clone() for key, value in weights.items()}
@@ -180,7 +180,7 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
         run = init_with_place(
             layout.strategy, accumulate=layout.accumulate, precision="fp64", announce=notes.append
         )
-        losses, weights = catalog()[name].with_shoal(run)
+        losses, weights = script_named(name).with_shoal(run)
         copies = {key: value.detach().clone() for key, value in weights.items()}
         values = tuple(torch.as_tensor(loss).item() for loss in losses)
         notes = [line for line in notes if line.startswith("note: ")]
@@ -212,7 +212,7 @@ def _write(file: Path, outcome: Outcome) -> None:
     unfinished.rename(file)
 
 
-def judge(expected: Result, outcomes: Sequence[Outcome]) -> Cell:
+def judge(expected: Result, outcomes: Sequence[Outcome], tolerance: float) -> Cell:
     """Return the verdict from the outcomes of all ranks."""
     primary = [outcome for outcome in outcomes if not outcome.secondary]
     for kind in (FOREIGN, REFUSED, HANG):
@@ -224,7 +224,7 @@ def judge(expected: Result, outcomes: Sequence[Outcome]) -> Cell:
     # Refusals are made on all ranks; a rank that goes on alone would have been a HANG.
     errors = [largest_error(expected, outcome) for outcome in outcomes]
     worst = max(errors)
-    if worst[0] <= TOLERANCE:
+    if worst[0] <= tolerance:
         return Cell(EXACT, error=worst[0])
     notes = [note for outcome in outcomes for note in outcome.notes if announces(note)]
     if notes:

@@ -28,12 +28,14 @@ class Script:
     Attributes:
         follows: the well-known script after which it is written, in our own words.
         needs: letters of `NEEDS`: what is unusual about it.
+        tolerance: the relative error that counts as exact.
         plain: trains in plain PyTorch on one device.
         with_shoal: is `plain` with the lines changed that Shoal needs; gets the run.
     """
 
     follows: ClassVar[str]
     needs: ClassVar[str] = ""
+    tolerance: ClassVar[float] = 1e-10
     plain: ClassVar[Callable[[], Result]]
     with_shoal: ClassVar[Callable[[Any], Result]]
 
@@ -67,11 +69,27 @@ def catalog() -> dict[str, type[Script]]:
     package = import_module("tests.scripts.catalog")
     scripts = {}
     for module in iter_modules(package.__path__):
-        members = vars(import_module(f"{package.__name__}.{module.name}"))
-        for member in members.values():
-            if isinstance(member, type) and issubclass(member, Script) and member is not Script:
-                scripts[member.__name__] = member
+        scripts |= _scripts_of(f"{package.__name__}.{module.name}")
     return scripts
+
+
+def pretrained() -> dict[str, type[Script]]:
+    """Return the scripts with models of transformers, which is an extra of the tests."""
+    return _scripts_of("tests.scripts.pretrained")
+
+
+def script_named(name: str) -> type[Script]:
+    """Return a script; those of transformers are looked up without the others."""
+    return pretrained()[name] if name.startswith("Hf") else catalog()[name]
+
+
+def _scripts_of(module: str) -> dict[str, type[Script]]:
+    """Return the scripts of a module, without those that it imports."""
+    return {
+        name: member
+        for name, member in vars(import_module(module)).items()
+        if isinstance(member, type) and issubclass(member, Script) and member.__module__ == module
+    }
 
 
 def lines_changed(script: type[Script]) -> int:
