@@ -4,8 +4,8 @@
     shoal launch -n 2 examples/text.py                 two; the same losses
 
 Sentences of different length in one batch would weigh their tokens wrongly if each rank took its
-own mean: the function below returns a sum and a count, and the gradients are divided by the count of
-all ranks."""
+own mean: the function below returns a sum and a count, and the gradients are divided by the count
+of all ranks."""
 
 import torch
 import torch.nn.functional as F

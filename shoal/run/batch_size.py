@@ -29,8 +29,8 @@ class StepSizes(NamedTuple):
 
     Attributes:
         rows: on this rank; 0 for a stand-in sample.
-        global_rows: on all ranks and in all micro-batches.
-        is_known: False if `global_rows` is an estimate from this rank's rows.
+        global_rows: on all ranks and in all micro-batches; the same on every rank.
+        is_known: False if `global_rows` stands for a number that no rank knows.
     """
 
     rows: int
@@ -71,7 +71,9 @@ class BatchSizes:
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
         # of all ranks are summed with the gradients.
         rows = _length(batch) if rows is None else rows
-        return StepSizes(rows, max(rows, 1) * ranks, is_known=False)
+        # Any number would do until the gradients are divided by the counts, if it is the same on
+        # all ranks.
+        return StepSizes(rows, ranks, is_known=False)
 
     def _share_of(self, batch: Any, loaders: Sequence[DistributedBatchLoader]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.

@@ -14,8 +14,8 @@ import torch
 from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
-from shoal.errors import ConfigError
 from shoal.launch.environment import read
+from shoal.run.init_checks import check_arguments, integer_from
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import RunSettings
 from shoal.run.run import Run
@@ -71,7 +71,7 @@ def init(
     return init_with_place(
         os.environ.get("SHOAL_STRATEGY", strategy),
         seed=seed,
-        accumulate=int(os.environ.get("SHOAL_ACCUMULATE", accumulate)),
+        accumulate=integer_from("SHOAL_ACCUMULATE", accumulate),
         precision=precision,
         compile=compile,
         step_in_backward=step_in_backward,
@@ -99,8 +99,7 @@ def init_with_place(
     them.
     """
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
-    if accumulate < 1:
-        raise ConfigError([f"accumulate: {accumulate} must be greater than 0"])
+    check_arguments(strategy, seed=seed, accumulate=accumulate, precision=precision, trace=trace)
     if step_in_backward:
         check_settings(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")

@@ -15,7 +15,7 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True)
 class PrepareArguments:
-    """What a script has given to `prepare`, sorted by kind."""
+    """Models, optimizers and loaders that a script has given to `prepare`."""
 
     models: list[nn.Module]
     optimizers: list[Optimizer]

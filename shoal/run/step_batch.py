@@ -69,7 +69,10 @@ def example_of(
     ):
         batch.compute_loss(*args, **kwargs)
     # Rounded up: the largest micro-batch that any rank computes.
-    num_samples = -(-batch.global_batch_size // (mesh.data.size * accumulate))
+    share = batch.num_samples
+    if batch.sizes_known:
+        share = -(-batch.global_batch_size // mesh.data.size)
+    num_samples = -(-share // accumulate)
     return base.ExampleBatch(batch.compute_loss, args, kwargs, num_samples, tuple(calls))
 
 

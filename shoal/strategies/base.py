@@ -78,8 +78,8 @@ class LocalBatch(NamedTuple):
     whatever its number of samples. None: the loss is the mean over all samples.
     """
     sizes_known: bool = True
-    """False if `global_batch_size` is an estimate, because no loader has made the batch. A mean is
-    then taken as a sum and its number of samples.
+    """False if no loader has made the batch, so that no rank knows the `global_batch_size`. Any
+    number stands there then, and a mean is taken as a sum and its number of samples.
     """
     sum_counts: Callable[[Tensor], Tensor] | None = None
     """Sums counts over the ranks of the data axis, for losses of several terms. Collective. None

@@ -1,4 +1,4 @@
-"""What a loss function returns: a mean, a sum with a count, sums of these, and more values.
+"""Terms of a loss: a mean, a sum with a count, sums of these; and more values beside it.
 
 return loss                                     mean over this rank's samples
 return counted(sum, count)                      samples weigh differently

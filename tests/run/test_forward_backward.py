@@ -55,7 +55,7 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
 def forward_without_a_loader() -> tuple[float, Tensor]:
     run = quiet()
     model, optimizer, _ = parts(nn.Linear(4, 3).double())
-    model, optimizer, _ = run.prepare(model, optimizer)
+    model, optimizer = run.prepare(model, optimizer)
     x, y = data().tensors
     mine = slice(0, 7) if run.rank == 0 else slice(7, 10)
     loss = run.forward_backward(supervised(F.cross_entropy, model), x[mine], y[mine])

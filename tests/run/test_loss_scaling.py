@@ -55,7 +55,7 @@ def test_gradients_that_were_dropped_take_their_overflow_along(word: str) -> Non
 
 def test_clipping_between_an_overflow_and_the_step_does_not_bring_it_back() -> None:
     run, model = shoal.init(precision="fp16", announce=lambda _: None), nn.Linear(4, 3)
-    model, optimizer, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.weight.detach().clone()
     run.forward_backward(
         supervised(mean_of_floats, model),

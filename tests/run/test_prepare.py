@@ -2,6 +2,9 @@
 would go wrong.
 """
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,11 +31,62 @@ def test_batch_norm_and_dropout_are_named_if_ranks_would_differ() -> None:
     assert [line.split()[1] for line in said[1:]] == ["BatchNorm", "dropout"]
 
 
-def test_a_second_prepare_is_an_error() -> None:
+def test_everything_is_returned_in_the_order_in_which_it_was_given() -> None:
     run = quiet()
-    run.prepare(*parts())
-    with pytest.raises(UsageError, match="has prepared a model already"):
-        run.prepare(*parts())
+    model, optimizer, loader = parts()
+    other = nn.Linear(2, 2).double().requires_grad_(False)
+    shared, same_optimizer, first, second = run.prepare(loader, optimizer, model, other)
+    assert same_optimizer is optimizer
+    assert (first, second) == (model, other)
+    assert len(list(shared)) == 3
+    assert run.prepare(nn.Linear(2, 2).double().requires_grad_(False)).weight.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        ("model.pt", "argument 2 is a str; prepare takes models"),
+        (3, "argument 2 is a int; prepare takes models"),
+        (torch.ones(2), "run.share"),
+        (F.cross_entropy, "functions stay as they are"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named_with_its_position(thing: Any, words: str) -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(UsageError, match=re.escape(words)):
+        quiet().prepare(model, thing, optimizer)
+
+
+def test_a_scheduler_stays_as_it_is() -> None:
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UsageError, match="argument 3 is a StepLR; schedulers stay as they are"):
+        quiet().prepare(model, optimizer, scheduler, loader)
+
+
+def test_layers_are_thawed_by_a_second_prepare() -> None:
+    run = quiet()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, parts()[2])
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    for x, y in loader:
+        run.forward_backward(compute_loss, x, y)
+        optimizer.step()
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"0.weight, 0.bias: unfrozen after prepare"):
+        run.forward_backward(compute_loss, x, y)
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model[0].weight.detach().clone()
+    optimizer.zero_grad()
+    for x, y in loader:
+        run.forward_backward(compute_loss, x, y)
+        optimizer.step()
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_an_optimizer_that_lost_a_parameter_is_named() -> None:
@@ -104,12 +158,6 @@ def test_a_distributed_sampler_is_refused_with_the_cure() -> None:
         quiet().prepare(model, optimizer, DataLoader(data(), batch_size=2, sampler=sampler))
 
 
-def test_accumulation_without_a_loader_is_refused() -> None:
-    model, optimizer, _ = parts()
-    with pytest.raises(UsageError, match="accumulate splits what the loader shares out"):
-        shoal.init(accumulate=2, announce=lambda _: None).prepare(model, optimizer)
-
-
 def test_an_unknown_strategy_and_an_unknown_option_are_named() -> None:
     with pytest.raises(shoal.ShoalError, match="'dpp' is not known; did you mean 'ddp'"):
         shoal.init("dpp")
@@ -160,3 +208,10 @@ def rank_dependent_start() -> Tensor:
 def test_every_rank_starts_from_rank_0s_weights() -> None:
     first, second = world.run(2, rank_dependent_start)
     assert torch.equal(first, second)
+
+
+def test_all_wrong_arguments_of_init_are_told_at_once() -> None:
+    with pytest.raises(shoal.ShoalError) as error:
+        shoal.init(5, seed="a", accumulate=2.5, precision="fp23", trace=3)  # type: ignore[arg-type]
+    for words in ("strategy: 5", "seed: 'a'", "accumulate: 2.5", "did you mean 'fp", "trace: 3"):
+        assert words in str(error.value)

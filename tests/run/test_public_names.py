@@ -11,7 +11,9 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "allreduce",
         "barrier",
         "broadcast",
+        "counted",
         "init",
+        "summed",
     ]
     assert sorted(shoal.__all__) == [*names, "verify"]
     assert all(getattr(shoal, name) is not None for name in shoal.__all__)

@@ -76,7 +76,7 @@ def test_an_evaluation_leaves_every_module_in_the_mode_that_it_had() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model[0].eval()
     found = run.evaluate(
-        lambda out, y: {"ones": (y >= 0).sum()}, model, DataLoader(data(), batch_size=4)
+        lambda x, y: {"ones": (y >= 0).sum()}, DataLoader(data(), batch_size=4), model
     )
     assert found == {"samples": 10.0, "ones": 10.0}
     assert [module.training for module in model.modules()] == [True, False, True]

@@ -39,6 +39,8 @@ class Accumulate(Strategy):
                 # All ranks must make as many forward passes as the rank with the largest local
                 # batch. This is its number of samples; stand-ins fill up the others.
                 min_count = -(-batch.global_batch_size // mesh.data.size)
+                if not batch.sizes_known:
+                    min_count = self.parts
             result = None
             extras: tuple[Extra, ...] = ()
             for microbatch in split_microbatches(batch, self.parts, min_count):

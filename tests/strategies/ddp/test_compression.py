@@ -107,7 +107,11 @@ def refused(strategy: str, precision: str) -> None:
         nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)
     )
     data = torch.utils.data.TensorDataset(torch.ones(8, 64), torch.zeros(8, dtype=torch.int64))
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8))
+    _, _, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8)
+    )
+    for x, y in loader:  # a pipeline is made with the first batch
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def refused(strategy: str, precision: str) -> None:
         ("pipeline=2,ddp,compress=bf16", "fp32", "beside tensor and pipeline"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_the_run(
+def test_what_does_not_go_together_is_said_before_the_first_step(
     strategy: str, precision: str, words: str
 ) -> None:
     with pytest.raises(LaunchError, match=words):

@@ -76,7 +76,11 @@ def test_an_algorithm_beside_another_cut_is_refused(line: str) -> None:
 def _mlp(strategy: str) -> None:
     run, model = shoal.init(strategy), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     data = torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8))
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8))
+    _, _, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8)
+    )
+    for x, y in loader:  # a pipeline is made with the first batch
+        run.forward_backward(supervised(F.mse_loss, model), x, y)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit(kind: str
 
 def _uses_torchs_engine(strategy: str) -> bool:
     run, model = shoal.init(strategy, announce=lambda _: None), nn.Linear(40, 30)
-    model, _, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.forward_backward(
         supervised(F.cross_entropy, model), torch.ones(2, 40), torch.tensor([0, 1])
     )

@@ -1,0 +1,51 @@
+"""Checks of the arguments of `shoal.init`, all at once and before ranks connect."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from shoal.errors import ConfigError
+
+PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
+
+
+def check_arguments(
+    strategy: Any, *, seed: Any, accumulate: Any, precision: Any, trace: Any
+) -> None:
+    """Raise ConfigError with a sentence for each argument that cannot be meant."""
+    problems = list(_problems(strategy, seed, accumulate, precision, trace))
+    if problems:
+        raise ConfigError(problems)
+
+
+def integer_from(variable: str, default: int) -> Any:
+    """Return an environment variable as an integer, or the default if it is not set.
+
+    Text that is no integer is returned as it is, for `check_arguments`.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _problems(
+    strategy: Any, seed: Any, accumulate: Any, precision: Any, trace: Any
+) -> Iterator[str]:
+    if not isinstance(strategy, str):
+        yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        yield f"seed: {seed!r} is no integer"
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        yield f"accumulate: {accumulate!r} is no integer"
+    elif accumulate < 1:
+        yield f"accumulate: {accumulate} must be greater than 0"
+    if precision not in PRECISIONS:
+        close = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        yield f"precision: {precision!r} is none of {', '.join(PRECISIONS)}{hint}"
+    if trace is not None and not isinstance(trace, str):
+        yield f'trace: {trace!r} is no text such as "3@20"'
