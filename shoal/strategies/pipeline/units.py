@@ -177,7 +177,7 @@ def is_local(module: nn.Module) -> bool:
         tensor is None or not tensor.is_meta
         for inner in module.modules()
         for store in (own_parameters(inner), own_buffers(inner))
-        for tensor in store.values()  # type: ignore[attr-defined]
+        for tensor in store.values()
     )
 
 

@@ -67,9 +67,7 @@ class OwnLoss(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.positions = nn.Parameter(torch.randn(6, 8) * 0.1)
-        layers = [
-            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)
-        ]
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)]
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
