@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
+from test_elementwise import TrustRatio
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
 from shoal.trial import LossTrial
 
@@ -93,3 +95,15 @@ def test_ranks_try_their_rows_alone_and_refuse_together() -> None:
 def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None:
     strategies = ("tensor=2", "pipeline=2")
     check(world.run(2, all_of, strategies), strategies)
+
+
+def prepare_with_trust_ratio() -> None:
+    run = shoal.init("zero3", precision="fp64", announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    run.prepare(model, TrustRatio(model.parameters(), 0.1, 2.0))
+
+
+def test_an_optimizer_of_a_script_that_looks_at_whole_tensors_is_refused_on_shards() -> None:
+    text = r"TrustRatio cannot step the shards of .*so it looks at whole tensors\. Use ddp"
+    with pytest.raises(LaunchError, match=text):
+        world.run(2, prepare_with_trust_ratio)
