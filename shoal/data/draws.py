@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.platform.torch_private.tensor_state import schema_of
 
 ROWWISE = frozenset(
     ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal")
@@ -120,7 +121,7 @@ class _Call(NamedTuple):
     def of(cls, func: Any, args: Any, options: Any) -> _Call:
         given = {
             argument.name: value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(schema_of(func).arguments, args, strict=False)
         } | dict(options)
         tensors = [value.shape for value in given.values() if isinstance(value, Tensor)]
         if "size" in given:
@@ -131,7 +132,7 @@ class _Call(NamedTuple):
             shape = tuple(torch.broadcast_shapes(*tensors)) if tensors else ()
         else:
             shape = tuple(tensors[0]) if tensors else ()
-        name = func._schema.name.partition("::")[2].removesuffix("_")
+        name = schema_of(func).name.partition("::")[2].removesuffix("_")
         # Fused attention and recurrent layers draw only for their dropout.
         p = given.get("dropout_p", given.get("dropout"))
         is_certain = p in (0, 0.0) or given.get("train", True) in (False, None)
@@ -188,7 +189,7 @@ def _draw(
         mask = _own_rows(drawn[1], window)
         return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
     own = _own_rows(drawn, window)
-    is_in_place = func._schema.name.endswith("_")
+    is_in_place = schema_of(func).name.endswith("_")
     # A clone: a view would keep the numbers of all rows until the backward pass.
     return args[0].copy_(own) if is_in_place else own
 

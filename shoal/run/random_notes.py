@@ -19,6 +19,7 @@ from torch import nn
 from shoal.data.draws import draws_numbers
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.platform.torch_private.tensor_state import schema_of
 from shoal.strategies.wrap_units import has_dropout
 
 LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
@@ -41,7 +42,7 @@ class RandomOperators(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if draws_numbers(func, args, kwargs or {}):
-            operator = func._schema.name.partition("::")[2].removesuffix("_")
+            operator = schema_of(func).name.partition("::")[2].removesuffix("_")
             self._note(operator, sys._getframe(1))
         return func(*args, **(kwargs or {}))
 

@@ -47,6 +47,18 @@ def given_names() -> list[str]:
     return found
 
 
+def _dispatch_mode(mode: Any) -> bool:
+    class Random(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    with Random():
+        torch.zeros(2).bernoulli_(0.5)
+    return seen[-1] and not seen[0]
+
+
 @pytest.mark.parametrize("name", given_names())
 def test_a_name_does_in_this_torch_what_is_said_of_it(name: str) -> None:
     module, _, member = name.partition(".")
@@ -498,6 +510,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.is_compiled": _is_compiled,
     "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
+    "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
     "subclasses.function_modes": _function_modes,

@@ -8,7 +8,7 @@ Both all-reduces are differentiable, so the backward pass sums over ranks too. O
 and running statistics are those of one device, for shares of any sizes. The difference of two large
 sums of squares would lose all digits, so deviations are summed after the mean is known.
 
-With micro-batches (accumulate, pipeline) the statistics are those of one micro-batch on all ranks.
+With accumulate the statistics are those of one micro-batch on all ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class SyncBatchNorm(Strategy):
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward` of the BatchNorm layers.
 
-        Raises: StrategyRefused: ranks do not take each step together, or have other weights.
+        Raises: StrategyRefused: ranks do not take each step together, or have other weights or
+            other layers.
         """
         norms = batchnorms(model.module)
         if mesh.data.size == 1 or not norms:
@@ -60,6 +61,12 @@ class SyncBatchNorm(Strategy):
                 "sync_batchnorm=True needs ranks that take each step together, with equal weights; "
                 "with this strategy they do not, so statistics over all ranks would mix models. "
                 "Use sync_batchnorm=False, or ddp, zero1, zero2, zero3 or server with staleness=0."
+            )
+        if model.is_partial:
+            # A checkpoint that recomputes a micro-batch later would not know if it is a stand-in.
+            raise StrategyRefused(
+                "sync_batchnorm=True: a pipeline normalises over micro-batches, so its numbers "
+                "differ from one device all the same. Use sync_batchnorm=False, or no pipeline."
             )
         rows = CountedRows()
         for norm in norms.values():
