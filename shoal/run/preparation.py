@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.trace.recorder import Recorder
 
+Draws = Literal["rank", "global"]
+"""Random numbers of a step: a stream for each data rank, or those of one device."""
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -35,6 +38,7 @@ class RunSettings:
     seed: int
     accumulate: int
     step_in_backward: bool = False
+    draws: Draws = "rank"
 
 
 def shard_loader(
@@ -107,11 +111,15 @@ def bind_optimizers(
         local_model.remote_optimizer.attach(optimizers[0])
 
 
-def seed_this_rank(mesh: Mesh, seed: int) -> None:
-    """Seed torch so that ranks with other samples or other layers draw other random numbers.
+def seed_this_rank(mesh: Mesh, settings: RunSettings) -> None:
+    """Seed torch so that ranks with other samples draw other random numbers.
 
     Equal dropout masks on all ranks would be one mask for the global batch: a smaller sample. Ranks
-    of one tensor axis share samples and layers, and must draw alike.
+    of one tensor or pipeline axis share samples, and what the loop draws for these (noise, a
+    permutation) must be equal on the first stage and on the last. Random numbers of Python and
+    NumPy stay equal on all ranks, as `shoal.init` has seeded them: loops take decisions by them,
+    one for the global batch, and a branch that only some ranks take would stop all.
     """
-    stage = (mesh.pipeline.rank,) if mesh.pipeline.size > 1 else ()
-    torch.manual_seed(derive_seed(seed, mesh.data.rank, *stage))
+    # The global stream, which steps draw from, begins with the seed of the first rank.
+    apart = (1,) if settings.draws == "global" else ()
+    torch.manual_seed(derive_seed(settings.seed, mesh.data.rank, *apart))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.data.batch_shards import row_window
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.run.batch_size import BatchSizes
@@ -49,6 +50,7 @@ def make_batch(
         stop_requested=stop_requested,
         loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
+        first_row=row_window(found.global_rows, mesh.data.rank, mesh.data.size).start,
     )
 
 

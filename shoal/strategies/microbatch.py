@@ -35,6 +35,7 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
             args=chunk_args(batch.args, window, batch.num_samples),
             kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
             num_samples=num_samples,
+            first_row=batch.first_row + start,
             is_last_microbatch=is_last,
             stop_requested=batch.stop_requested and is_last,
         )
