@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
@@ -89,6 +90,6 @@ def refusal(
     """Return the reason why a function cannot be divided; empty if it can."""
     try:
         difference(model, function, args, num_stages)
-    except WalkRefusal as error:
+    except (WalkRefusal, StrategyRefused) as error:
         return str(error)
     return ""
