@@ -12,8 +12,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
-from shoal.strategies.pipeline.plan import PlanRequest, observe_units, plan
-from shoal.strategies.pipeline.plan import parameter_users
+from shoal.strategies.pipeline.plan import PlanRequest, observe_units, parameter_users, plan
 from shoal.strategies.pipeline.stage_trial import try_stages
 
 DEVICE = torch.device("cpu")
