@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,10 +24,7 @@ Function = Callable[[Tensor, Tensor], Any]
 
 
 def tower(widths: tuple[int, ...] = (8, 12, 12, 12, 5)) -> nn.Sequential:
-    layers = [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh())
-        for a, b in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     return nn.Sequential(*layers)
 
 
