@@ -192,7 +192,7 @@ def split_counts(calls: Sequence[UnitCall], colocations: Sequence[Colocation]) -
 
           calls         up │ down │ norm │ head ──> output
           colocations   └─ pair ─┘        └── through output ──
-          places      0    1      2      3      4       counts: 0 1 0 0 1
+          places      0    1      2      3      4       counts: 0 1 0 0 0
 
     Returns: len(calls) + 1 counts, from the place before call 0 to that after the last call.
     """
@@ -201,7 +201,7 @@ def split_counts(calls: Sequence[UnitCall], colocations: Sequence[Colocation]) -
         indices = [index for index, call in enumerate(calls) if _touches(call.unit, names)]
         if not indices:
             continue
-        last = len(calls) if through_output else max(indices)
+        last = len(calls) - 1 if through_output else max(indices)
         for place in range(min(indices) + 1, last + 1):
             counts[place] += 1
     return counts

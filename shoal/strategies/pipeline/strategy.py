@@ -121,7 +121,7 @@ class Pipeline(PipelineOptions, Strategy):
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         self._check_halves(schedule, observed, module)
-        one_stage = _full_model(observed, [], {})
+        one_stage = describe_stages(observed, [], {})
         stage_plan = plan(mesh, observed, request, function, one_stage)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
@@ -132,7 +132,7 @@ class Pipeline(PipelineOptions, Strategy):
             return divided, try_stages(divided, function, partial(_loss, example), sample)
 
         divided, mutated = agreed(mesh, divide_and_try)
-        full = _full_model(observed, stage_plan.stage_starts, divided.parameter_users)
+        full = describe_stages(observed, stage_plan.stage_starts, divided.parameter_users)
         return _StagedModel(schedule, stage_plan, full, divided, mutated)
 
     def _check_halves(
@@ -179,7 +179,7 @@ def _loss(example: ExampleBatch, result: Any) -> Any:
     return weighted_loss(result, batch).loss
 
 
-def _full_model(
+def describe_stages(
     observed: ObservedUnits, stage_starts: Iterable[int], users: Mapping[str, Set[int]]
 ) -> FullModel:
     """Describe a model with its stages.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,15 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
-from shoal.strategies.pipeline.plan import PlanRequest, observe_units, plan
-from shoal.strategies.pipeline.plan import parameter_users
+from shoal.strategies.pipeline.plan import (
+    ObservedUnits,
+    PlanRequest,
+    observe_units,
+    parameter_users,
+    plan,
+)
 from shoal.strategies.pipeline.stage_trial import try_stages
+from shoal.strategies.pipeline.strategy import describe_stages
 
 DEVICE = torch.device("cpu")
 
@@ -26,6 +32,32 @@ class OneRank:
 
     def broadcast_str(self, text: str) -> str:
         return text
+
+
+def observed(
+    model: nn.Module, function: Callable[..., Any], args: Any, num_stages: int, cuts: str = ""
+) -> tuple[PlanRequest, ObservedUnits]:
+    """Run a function once with the units of its model."""
+    request = PlanRequest(num_stages, "parameters", cuts)
+    return request, observe_units(model, lambda: function(*args), request, DEVICE)
+
+
+def full_model(
+    model: nn.Module,
+    function: Callable[..., Any],
+    args: Any,
+    cuts: Sequence[str] = (),
+    begins: Sequence[int] | None = None,
+) -> FullModel:
+    """Describe a model whose stages begin with these modules, or with these calls."""
+    request, found = observed(model, function, args, len(begins or cuts) + 1, "/".join(cuts))
+    if begins is None:
+        one = describe_stages(found, [], {})
+        made = plan(OneRank(), found, request, lambda: function(*args), one)  # type: ignore[arg-type]
+        begins = made.stage_starts
+    stage_map = found.stage_map(begins)
+    users = parameter_users(found, stage_map, lambda: function(*args))
+    return describe_stages(found, begins, users)
 
 
 def divided(

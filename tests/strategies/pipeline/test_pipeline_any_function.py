@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,10 +24,7 @@ Function = Callable[[Tensor, Tensor], Any]
 
 
 def tower(widths: tuple[int, ...] = (8, 12, 12, 12, 5)) -> nn.Sequential:
-    layers = [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh())
-        for a, b in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     return nn.Sequential(*layers)
 
 
@@ -67,9 +65,7 @@ class OwnLoss(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.positions = nn.Parameter(torch.randn(6, 8) * 0.1)
-        layers = [
-            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)
-        ]
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3)]
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -185,8 +181,7 @@ def test_any_function_trains_as_in_one_process(strategy: str, ranks: int) -> Non
     for found in world.run(ranks, trained, strategy, names):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            if "mean" in name and "ddp" not in strategy and "zero" in strategy and ranks > 2:
-                continue  # this rank's rows only
-            if name.endswith(" mean") and len(found[name]) != len(value):
+            if found[name].shape != value.shape:
+                assert name.endswith(" mean")  # extras of this data rank's rows
                 continue
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
