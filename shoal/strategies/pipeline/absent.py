@@ -127,7 +127,9 @@ class AbsentTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise WalkRefusal(
             f"pipeline: {func} got a value of another stage by a way that torch does not report. "
             "Put the code that does so into a block of the model."

@@ -39,10 +39,10 @@ from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.random_streams import draw_seed
 from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
+from shoal.strategies.pipeline.stage_map import Crossing
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
-from shoal.strategies.pipeline.walk import Crossing
 from shoal.trace.recorder import Recorder
 
 SUM_COUNT_INDEX = TOTALS_LENGTH

@@ -33,7 +33,7 @@ from shoal.strategies.pipeline.meta_call import call_on_meta
 from shoal.strategies.pipeline.random_streams import preserved_generators
 
 SHAPES_UNTIL_LIKENESS = 2
-_DEVICE_OF = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_OF = Tensor.device.__get__
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]

@@ -41,15 +41,9 @@ from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
 from shoal.strategies.pipeline.executor import PipelineExecutor
+from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
-from shoal.strategies.pipeline.plan import (
-    ObservedUnits,
-    PlanRequest,
-    StagePlan,
-    observe_units,
-    parameter_users,
-    plan,
-)
+from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused

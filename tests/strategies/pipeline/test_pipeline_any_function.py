@@ -160,8 +160,12 @@ def trained(strategy: str, names: list[str]) -> dict[str, Any]:
 
 def _output(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     if name == "own loss":
-        return model(tokens=inputs)["logits"]  # type: ignore[no-any-return]
-    return model(inputs, inputs.flip(1)) if name == "translation" else model(inputs)  # type: ignore[no-any-return]
+        output: Tensor = model(tokens=inputs)["logits"]
+    elif name == "translation":
+        output = model(inputs, inputs.flip(1))
+    else:
+        output = model(inputs)
+    return output
 
 
 @pytest.mark.parametrize(
