@@ -4,6 +4,7 @@
     copy_to_region          none                      all-reduce of the gradients
     reduce_from_region      all-reduce                none
     gather_from_region      all-gather of slices      the gradient of the local slice
+    slice_to_region         the local slice           all-gather of the gradients
 
 `copy_to_region` and `reduce_from_region` are f and g of Shoeybi et al., arXiv:1909.08053, figure 3.
 A full tensor is the same on every rank of the axis, and so is its gradient. All of them are
@@ -45,6 +46,15 @@ def gather_from_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return output
 
 
+def slice_to_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's slice of a full `x` along `dim`; the axis divides its length.
+
+    The slice may be a copy. Collective in the backward pass.
+    """
+    output: Tensor = _SliceToRegion.apply(x, axis, dim)
+    return output
+
+
 def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's slice along `dim`, a view. Nothing is sent.
 
@@ -65,19 +75,22 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+        # Both functions are each other's backward pass, so that gradients of gradients are right.
+        full = gradient.clone(memory_format=torch.contiguous_format)
+        return reduce_from_region(full, ctx.axis), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         # The result has the memory of `x`, but autograd does not see a view, so later operations
         # may write into it.
         return axis.all_reduce(x.detach().contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return copy_to_region(gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None
 
 
 class _GatherFromRegion(torch.autograd.Function):
@@ -88,7 +101,18 @@ class _GatherFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return local_slice(gradient, ctx.axis, ctx.dim).contiguous(), None, None
+        return slice_to_region(gradient, ctx.axis, ctx.dim), None, None
+
+
+class _SliceToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return local_slice(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gather_from_region(gradient, ctx.axis, ctx.dim), None, None
 
 
 def all_gather_dim(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:

@@ -51,7 +51,7 @@ class ModelConfig:
     )
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")
-    sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks (CUDA only)")
+    sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks")
 
 
 @dataclass(frozen=True)

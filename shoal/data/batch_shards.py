@@ -9,8 +9,10 @@ number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from shoal.data.tree_map import rows_of, take_rows
 
 
 @dataclass(frozen=True)
@@ -18,32 +20,39 @@ class BatchShard:
     """One rank's rows of one global batch."""
 
     epoch: int
-    stop: int  # position in the epoch's order after this global batch: a global sample index
-    indices: tuple[int, ...]  # never empty: a rank without rows gets a placeholder sample
-    rows: int  # samples that count; 0 for a placeholder
+    stop: int
+    """Position in the epoch after this global batch: samples, or batches where a batch comes
+    ready-made."""
+    rows: int
+    """Samples that count; 0 for a rank whose only row is a stand-in."""
     global_rows: int
 
 
-def shard_batch(
-    order: Sequence[int],
-    epoch: int,
-    start: int,
-    batch_size: int,
-    drop_last: bool,
-    rank: int,
-    ranks: int,
-) -> Iterator[BatchShard]:
-    """Yield this rank's shard of every global batch from position `start` on.
+def row_window(rows: int, rank: int, ranks: int) -> slice:
+    """Return the rows of a global batch that belong to `rank`; empty if there are too few."""
+    base, extra = divmod(rows, ranks)
+    begin = rank * base + min(rank, extra)
+    return slice(begin, begin + base + (rank < extra))
 
-    A pure function: every rank can compute the shards of every other rank.
+
+def share_batch(
+    batch: Any, rank: int, ranks: int, rows: int | None = None
+) -> tuple[Any, BatchShard]:
+    """Return this rank's rows of a global batch, and the shard that says how many they are.
+
+    A rank without rows gets the first row, and a shard of 0 rows.
+
+    Args:
+        batch: a nest of tensors that is the same on all ranks; see `tree_map`.
+        rows: samples in `batch`; None to tell them from its tensors.
+
+    Raises: UsageError: the number of samples cannot be told, or a tensor has another one.
     """
-    for first in range(start, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        if drop_last and len(batch) < batch_size:
-            return
-        base, extra = divmod(len(batch), ranks)
-        begin = rank * base + min(rank, extra)
-        rows = base + (rank < extra)
-        # Collectives need every rank: a rank without rows computes on a sample of weight zero.
-        indices = tuple(batch[begin : begin + rows]) or (batch[0],)
-        yield BatchShard(epoch, first + len(batch), indices, rows, len(batch))
+    rows = rows_of(batch) if rows is None else rows
+    window = row_window(rows, rank, ranks)
+    count = window.stop - window.start
+    if rows == 0:
+        return batch, BatchShard(0, 0, 0, 0)
+    # Collectives need every rank: one without rows computes on a stand-in of weight zero.
+    local = take_rows(batch, window if count else slice(0, 1), rows)
+    return local, BatchShard(0, 0, count, rows)

@@ -1,4 +1,4 @@
-"""Load this rank's shard of every global batch, with the data set and options of a DataLoader.
+"""Load this rank's rows of every global batch, with the data set and options of a DataLoader.
 
 `DataLoader(batch_size=256)` keeps its meaning: 256 samples make one optimizer step on any number of
 ranks. The user's own sampler gives the order of an epoch, under a seed of (seed, epoch). Every
@@ -7,67 +7,75 @@ of ranks nor on the number of worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    TensorDataset,
-    default_collate,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
-from shoal.data.batch_registry import BatchRegistry
-from shoal.data.batch_shards import BatchShard, shard_batch
-from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
-from shoal.data.source import Batched
+from shoal.data.batch_fetcher import BatchFetcher, Collate, worker_loader
+from shoal.data.batch_shards import BatchShard
+from shoal.data.collate_probe import needs_whole_batch
+from shoal.data.index_batches import IndexBatch, IndexBatches
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.tree_map import take_rows, tensors_in
 from shoal.errors import UsageError
 from shoal.trace.recorder import Recorder
-from shoal.trace.span import DATA
+
+WHOLE_BATCH_NOTE = (
+    "collate_fn makes other rows of a part of a batch than of the whole, as one that pads to the "
+    "longest sample does. So each rank fetches and collates every global batch, and the numbers "
+    "are those of one device. A collate_fn that pads to a fixed length needs only the rank's own "
+    "samples."
+)
 
 
-class DistributedBatchLoader:
-    """Iterate over this rank's shards, one epoch for each `iter()`; save and restore the position.
+class DistributedBatchLoader(ShardedLoader):
+    """Iterate over this rank's rows of the batches of a map-style DataLoader.
 
     Args:
-        loader: a map-style DataLoader whose `batch_size` is the global batch.
+        loader: its batches are the global ones: of `batch_size`, of a `batch_sampler`, or
+            ready-made items of the data set.
         rank, ranks: this rank and the number of ranks.
         seed: of the run.
         recorder: records the waiting time for each batch; None without a trace.
+        announce: prints a note.
 
-    Attributes:
-        share: the shard that was yielded last.
-        epoch: of the next batches; counted from 0.
-        position: samples of this epoch yielded so far, over all ranks: a global sample index.
-        yielded: finds the shard of a batch.
+    Raises:
+        UsageError: the data set is an IterableDataset, or the sampler gives each rank other
+            samples.
     """
 
     def __init__(
-        self, loader: DataLoader, rank: int, ranks: int, seed: int, recorder: Recorder | None = None
+        self,
+        loader: DataLoader,
+        rank: int,
+        ranks: int,
+        seed: int,
+        recorder: Recorder | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
-        _check_loader(loader)
-        assert loader.batch_size is not None
+        if isinstance(loader.dataset, IterableDataset):
+            raise UsageError(
+                f"{type(loader.dataset).__name__} is an IterableDataset, and this loader fetches "
+                "samples by index. Use shoal.data.sharding.shard_batches."
+            )
+        super().__init__(rank, ranks, seed, recorder)
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self.sampler = loader.sampler
-        self.rank = rank
-        self.ranks = ranks
-        self.seed = seed
-        self.epoch = 0
-        self.position = 0
-        self._recorder = recorder
-        self.share: BatchShard | None = None
-        self.yielded = BatchRegistry()
-        self._fetch = _BatchFetcher(loader.dataset, loader.collate_fn, seed)
+        self._loader = loader
+        self._announce = announce
+        self._indices = IndexBatches(loader, seed)
+        self._fetch = BatchFetcher(loader, seed, rank, ranks, self._indices.are_ready)
+        self._pending = _PendingBatches()
         # One loader for all epochs, so that persistent workers persist.
-        self._fetched = _worker_loader(self._fetch, _ResumedSampler(self), loader)
-        self._orders: dict[int, list[int]] = {}
+        self._fetched = worker_loader(self._fetch, self._pending, loader)
+        self._is_probed = ranks == 1
+        self._last_shapes: list[tuple[int, ...]] | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches in this epoch."""
@@ -77,182 +85,111 @@ class DistributedBatchLoader:
         """Return the number of global batches in an epoch. A sampler with `set_epoch` may change
         it from epoch to epoch.
         """
-        samples = self._samples(epoch)
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+        return self._indices.count(epoch)
 
     def first(self, samples: int) -> Any:
-        """Return the first samples of the data set, collated, without moving the position."""
-        indices = tuple(range(min(samples, len(self.dataset))))  # type: ignore[arg-type]
-        return self._fetch[BatchShard(0, len(indices), indices, len(indices), len(indices))]
+        fetch = BatchFetcher(self._loader, self.seed, 0, 1, self._indices.are_ready)
+        if self.batch_size is not None:
+            samples = min(samples, len(self.dataset))
+            return fetch[IndexBatch(0, samples, tuple(range(samples)))][0]
+        batch = next(self._indices.remaining(0, 0))
+        if not self._indices.are_ready:
+            return fetch[batch._replace(indices=batch.indices[:samples])][0]
+        rows, count, _ = fetch[batch]
+        return take_rows(rows, slice(0, samples), count)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position in the data; it is valid for any number of ranks."""
+    def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`: each remaining sample of its epoch comes exactly once."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        if self.position >= self._end():
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        shards = list(self._remaining())
-        try:
-            batches = (
-                map(self._fetch.__getitem__, shards) if self._fetched is None else self._fetched
-            )
-            timed = batches if self._recorder is None else _timed(batches, self._recorder)
-            for self.share, batch in zip(shards, timed, strict=True):
-                self.position = self.share.stop
-                self.yielded.remember(batch, self.share)
-                yield batch
-        finally:
-            # A loop that stops early ends its epoch, too, as with any DataLoader.
+        end = self._indices.end(self.epoch)
+        if end is not None and self.position >= end:
             self.epoch, self.position = self.epoch + 1, 0
 
     def close(self) -> None:
-        """End the worker processes.
-
-        The garbage collector must not do it: in a reference cycle it closes the queues before torch
-        has sent the workers their end through them. Torch then waits 5 s for each worker."""
         self._fetched = None
 
-    def _remaining(self) -> Iterator[BatchShard]:
-        order = self._order(self.epoch)
-        return shard_batch(
-            order, self.epoch, self.position, self.batch_size, self.drop_last, self.rank, self.ranks
+    def _end_epoch(self) -> None:
+        pass
+
+    def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
+        remaining = self._probe(self._remaining())
+        # Workers fetch ahead, so what they have been told to fetch comes later.
+        told: deque[IndexBatch] = deque()
+        self._pending.begin(remaining, told)
+        batches = (
+            map(self._fetch.__getitem__, self._pending) if self._fetched is None else self._fetched
         )
+        for rows, count, global_count in batches:
+            batch = told.popleft()
+            self._watch_shapes(rows)
+            yield BatchShard(batch.epoch, batch.stop, count, global_count), rows
 
-    def _end(self) -> int:
-        """Return the position at which this epoch ends."""
-        return len(self) * self.batch_size if self.drop_last else self._samples(self.epoch)
+    def _remaining(self) -> Iterator[IndexBatch]:
+        """Yield the remaining batches of this epoch; of the next, if the position was its end."""
+        remaining = self._indices.remaining(self.epoch, self.position)
+        first = next(remaining, None)
+        if first is None and self.position:
+            self.epoch, self.position = self.epoch + 1, 0
+            return self._indices.remaining(self.epoch, 0)
+        return remaining if first is None else chain([first], remaining)
 
-    def _samples(self, epoch: int) -> int:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        return len(self.sampler)  # type: ignore[arg-type]
+    def _probe(self, remaining: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
+        """Decide, before the first batch, if collation needs whole batches."""
+        first = None if self._is_probed else next(remaining, None)
+        if first is None:
+            return remaining
+        self._is_probed = True
+        self._fetch.whole_batch = needs_whole_batch(self._fetch, first, self._loader)
+        if self._fetch.whole_batch and not isinstance(self._fetch.collate_fn, Collate):
+            self._note(WHOLE_BATCH_NOTE)
+        return chain([first], remaining)
 
-    def _order(self, epoch: int) -> list[int]:
-        """Return the sampler's indices for an epoch: a function of (seed, epoch). Only the newest
-        epoch is cached.
-        """
-        if epoch not in self._orders:
-            with preserve_rng_state():
-                seed_all(derive_seed(self.seed, epoch))
-                generator = getattr(self.sampler, "generator", None)
-                if generator is not None:
-                    generator.manual_seed(derive_seed(self.seed, epoch))
-                if hasattr(self.sampler, "set_epoch"):
-                    self.sampler.set_epoch(epoch)
-                self._orders = {epoch: [int(index) for index in self.sampler]}
-        return self._orders[epoch]
-
-
-def _timed(batches: Iterable[Any], recorder: Recorder) -> Iterator[Any]:
-    """Yield the same batches and record the waiting time for each."""
-    iterator = iter(batches)
-    end = object()
-    while True:
-        with recorder.during(DATA, "data"):
-            batch = next(iterator, end)
-        if batch is end:
+    def _watch_shapes(self, rows: Any) -> None:
+        """Note once that tensors of a share change their length, though a probe has not seen it."""
+        collate = self._fetch.collate_fn
+        if self.ranks == 1 or self._fetch.whole_batch or self._fetch.ready:
             return
-        yield batch
+        if collate is default_collate or isinstance(collate, Collate):
+            return
+        shapes = [_length_of_row(tensor) for tensor in tensors_in(rows)]
+        last, self._last_shapes = self._last_shapes, shapes
+        if last is not None and len(last) == len(shapes) and last != shapes:
+            before, now = next(
+                pair for pair in zip(last, shapes, strict=True) if len(set(pair)) > 1
+            )
+            self._note(
+                f"collate_fn has made rows of shape {before} and {now}. If it pads to the longest "
+                "of its samples, each rank pads its own, and a loss or model that does not ignore "
+                "padding gives other numbers than one device. For the same numbers: pad to a fixed "
+                "length, or collate_fn=Collate(collate_fn, whole_batch=True) of "
+                "shoal.data.batch_fetcher."
+            )
+            self._announce = None
+
+    def _note(self, text: str) -> None:
+        if self._announce is not None:
+            self._announce(f"note: {text}")
 
 
-class _ResumedSampler(Sampler):
-    """The remaining shards of the loader's current epoch."""
+class _PendingBatches(Sampler):
+    """The batches that are to be fetched next, in an epoch that has begun."""
 
-    def __init__(self, loader: DistributedBatchLoader) -> None:
-        self.loader = loader
+    def __init__(self) -> None:
+        self._remaining: Iterator[IndexBatch] = iter(())
+        self._told: deque[IndexBatch] = deque()
 
-    def __iter__(self) -> Iterator[BatchShard]:
-        return self.loader._remaining()
+    def begin(self, remaining: Iterator[IndexBatch], told: deque[IndexBatch]) -> None:
+        """Start an epoch. `told` is given each batch as soon as a fetcher knows of it."""
+        self._remaining, self._told = remaining, told
 
-
-class _BatchFetcher(Dataset):
-    """A data set indexed by shards: fetch the samples, each under its own seed, and collate
-    them.
-    """
-
-    def __init__(self, dataset: Dataset, collate_fn: Any, seed: int) -> None:
-        self.dataset, self.collate_fn, self.seed = dataset, collate_fn, seed
-        plain = collate_fn is default_collate
-        self.tensors = dataset.tensors if plain and type(dataset) is TensorDataset else None
-        self.batch = dataset.batch if plain and isinstance(dataset, Batched) else None
-
-    def __getitem__(self, share: BatchShard) -> Any:
-        # Nothing is random here and nothing needs collation: one indexing operation gives the same
-        # tensors many times faster.
-        if self.tensors is not None:
-            rows = torch.tensor(share.indices)
-            return [tensor[rows] for tensor in self.tensors]
-        if self.batch is not None:
-            return self.batch(list(share.indices))
-        with preserve_rng_state():
-            samples = []
-            for index in share.indices:
-                seed_all(derive_seed(self.seed, share.epoch, index))
-                samples.append(self.dataset[index])
-        return self.collate_fn(samples)
+    def __iter__(self) -> Iterator[IndexBatch]:
+        remaining, told = self._remaining, self._told
+        for batch in remaining:
+            told.append(batch)
+            yield batch
 
 
-def fetched(loader: DataLoader, shards: list[BatchShard]) -> Iterable[Any]:
-    """Return the collated batch of each shard, made in `loader`'s workers where it has some."""
-    fetch = _BatchFetcher(loader.dataset, loader.collate_fn, seed=0)
-    workers = _worker_loader(fetch, shards, loader)
-    return map(fetch.__getitem__, shards) if workers is None else workers
-
-
-def _worker_loader(
-    fetch: _BatchFetcher, shards: Iterable[BatchShard], loader: DataLoader
-) -> DataLoader | None:
-    """Return a DataLoader with the user's worker settings that fetches one shard at a time.
-
-    None without workers and pinned memory: then the fetcher is called directly.
-    """
-    pin_memory = loader.pin_memory and torch.cuda.is_available()
-    if loader.num_workers == 0 and not pin_memory:
-        return None
-    arguments: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": pin_memory}
-    # Each new iterator draws a seed. From the default generator, the draw would change all dropout
-    # masks after it.
-    arguments["generator"] = torch.Generator()
-    if loader.num_workers:
-        for name in (
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        ):
-            arguments[name] = getattr(loader, name)
-    return DataLoader(
-        fetch, batch_size=None, sampler=shards, collate_fn=_identity_collate, **arguments
-    )
-
-
-def _identity_collate(batch: Any) -> Any:
-    """Return the batch: the fetcher has collated it."""
-    return batch
-
-
-def _check_loader(loader: DataLoader) -> None:
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: nobody can tell which of its "
-            "samples belong to "
-            "which rank. Give it a length and __getitem__ (a map-style Dataset)."
-        )
-    if isinstance(loader.sampler, DistributedSampler):
-        raise UsageError(
-            "the loader has a DistributedSampler, which gives every rank other samples; Shoal "
-            "shares out global "
-            "batches itself. Use shuffle=True, or the sampler that the script has on one device."
-        )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise UsageError(
-            "the loader makes its batches with a batch_sampler of its own; Shoal shares out global "
-            "batches itself. "
-            "Use DataLoader(dataset, batch_size=..., sampler=...)."
-        )
+def _length_of_row(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[1:])

@@ -5,14 +5,16 @@ that draws.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
@@ -38,16 +40,53 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+class GeneratorStates:
+    """The state of the CPU generators of torch, Python and NumPy at one moment."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def restore(self) -> None:
+        """Put the generators back into this state."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore the state of the CPU generators after the block."""
-    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    saved = GeneratorStates()
     try:
         yield
     finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        np.random.set_state(saved[2])
+        saved.restore()
+
+
+def seeded(make: Callable[[], Iterator[T]], seed: int, ahead: int) -> Iterator[T]:
+    """Yield the items of an iterator whose draws come from generators seeded by `seed` alone.
+
+    The caller's generators are as before whenever it has control.
+
+    Args:
+        make: begins the iterator, under the seed.
+        ahead: items that are drawn at once.
+    """
+    iterator, states = None, None
+    while True:
+        with preserve_rng_state():
+            if iterator is None or states is None:
+                seed_all(seed)
+                iterator = make()
+            else:
+                states.restore()
+            items = list(islice(iterator, ahead))
+            states = GeneratorStates()
+        yield from items
+        if len(items) < ahead:
+            return
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,16 +1,25 @@
-"""Map over batches, which are nests of tensors: tuples, lists, named tuples and mappings.
+"""Nests of tensors: tuples, lists, mappings and dataclasses, and the samples that lie in them.
+
+    {"x": (8, 5), "image": [8 tensors of any shape], "file": [8 strings], "rate": 0.1}
+       dimension 0          one entry for each sample                     stays whole
 
 torch's pytree treats an unregistered class of mapping or list as one leaf: the UserDict that
-tokenizers return, a mappingproxy, a user's own list class. Here all of these are nests.
+tokenizers return, a mappingproxy, a user's own list class. Here all of these are nests, and a map
+keeps their class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from shoal.errors import UsageError
 
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -18,22 +27,36 @@ def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
     unchanged.
     """
     if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
+        return _mapping_like(value, {key: function(item) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
-        items = [function(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return _sequence_like(value, [function(item) for item in value])
+    if _is_dataclass(value):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past the guard of a frozen dataclass: the copy is not yet anyone's.
+            object.__setattr__(new, field.name, function(getattr(value, field.name)))
+        return new
     return value
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """Return the items of a tuple, list, mapping or dataclass; None for any other value."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if _is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nest, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        yield from tensors_in([*value.values()])
+        return
+    for item in items_of(value) or ():
+        yield from tensors_in(item)
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -41,3 +64,155 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return tree_map(value, lambda item: in_dtype(item, dtype))
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of samples of a batch.
+
+    It is the size of dimension 0 of every tensor, or the length of lists with one entry for each
+    sample.
+
+    Raises: UsageError: the tensors and lists of the batch do not agree on a number.
+    """
+    counts = _possible_rows(batch)
+    if counts is None:
+        # No tensors: the longest list counts, such as the strings of a batch.
+        counts = {len(v) for v in _nests_in(batch) if isinstance(v, list) and len(v)}
+        counts = {max(counts)} if counts else set()
+    if not counts:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in [*tensors_in(batch)][:4])
+        raise UsageError(
+            f"the number of samples of a batch cannot be told: a {type(batch).__name__}"
+            f"{f' with tensors of shape {shapes}' if shapes else ' without tensors'}. Put the "
+            "samples along dimension 0 of every tensor, or into lists with one entry for each "
+            "sample."
+        )
+    return counts.pop() if len(counts) == 1 else _likely_rows(batch, counts)
+
+
+def take_rows(
+    batch: Any,
+    window: slice,
+    num_samples: int,
+    mismatch: Callable[[Tensor], UsageError] | None = None,
+) -> Any:
+    """Return the samples `window` of a nest, in a nest of the same classes.
+
+    Tensors and arrays are sliced along dimension 0, lists with one entry for each sample as lists.
+    Values without rows, such as tensors of 0 dimensions and numbers, stay as they are.
+
+    Args:
+        num_samples: samples in `batch`; 0 for a batch of one stand-in.
+        mismatch: makes the error for a tensor of another size; a general one by default.
+
+    Raises: UsageError: dimension 0 of a tensor is not `num_samples`.
+    """
+    count = max(num_samples, 1)
+    if isinstance(batch, Tensor):
+        if not batch.dim():
+            return batch
+        if batch.shape[0] != count:
+            raise (mismatch or _mismatch(count))(batch)
+        return batch[window]
+    if isinstance(batch, np.ndarray):
+        return batch[window] if batch.ndim and batch.shape[0] == count else batch
+    if is_per_sample(batch, count):
+        return _sequence_like(batch, list(batch[window]))
+    return tree_map(batch, lambda item: take_rows(item, window, num_samples, mismatch))
+
+
+def row_tensors(batch: Any, num_samples: int) -> Iterator[Tensor]:
+    """Yield the tensors that lie in no list with one entry for each sample."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif not is_per_sample(batch, max(num_samples, 1)):
+        for item in items_of(batch) or ():
+            yield from row_tensors(item, num_samples)
+
+
+def is_per_sample(value: Any, num_samples: int) -> bool:
+    """Return True for a tuple or list with one entry for each sample.
+
+    `[x, y]` of two samples could be two columns or two samples. It is two columns, as torch's
+    default_collate makes them, if all of its tensors have two rows. Images (channels, height,
+    width) of one dtype are samples.
+    """
+    if not isinstance(value, (tuple, list)) or hasattr(value, "_fields"):
+        return False
+    if len(value) != num_samples or num_samples == 0:
+        return False
+    columns = _rows_of_columns(value)
+    return columns is None or num_samples not in columns or _are_images(value)
+
+
+def _possible_rows(value: Any) -> set[int] | None:
+    """Return the row counts that a nest allows; None if any number does."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return {value.shape[0]} if value.ndim else None
+    counts = _rows_of_columns(items_of(value) or ())
+    if not isinstance(value, (tuple, list)) or hasattr(value, "_fields"):
+        return counts
+    # Numbers and strings alone may be a setting, such as the size of an image.
+    return counts if counts is None else counts | {len(value)}
+
+
+def _rows_of_columns(items: Sequence[Any]) -> set[int] | None:
+    """Return the row counts that all items allow; None if any number does."""
+    common: set[int] | None = None
+    for item in items:
+        counts = _possible_rows(item)
+        if counts is not None:
+            common = set(counts) if common is None else common & counts
+    return common
+
+
+def _likely_rows(batch: Any, counts: set[int]) -> int:
+    """Return the count by which no list of images is divided, else that of the first tensor."""
+    for value in _nests_in(batch):
+        if isinstance(value, (tuple, list)) and len(value) in counts and _are_images(value):
+            return len(value)
+    first = next((t.shape[0] for t in tensors_in(batch) if t.dim()), 0)
+    return first if first in counts else max(counts)
+
+
+def _nests_in(value: Any) -> Iterator[Any]:
+    items = items_of(value)
+    if items is not None:
+        yield value
+        for item in items:
+            yield from _nests_in(item)
+
+
+def _are_images(value: Sequence[Any]) -> bool:
+    """Return True if all items are tensors of three dimensions and one dtype."""
+    return all(
+        isinstance(item, Tensor) and item.dim() == 3 and item.dtype == value[0].dtype
+        for item in value
+    )
+
+
+def _mismatch(num_samples: int) -> Callable[[Tensor], UsageError]:
+    return lambda tensor: UsageError(
+        f"a batch of {num_samples} samples has a tensor of shape {tuple(tensor.shape)}. Put the "
+        "samples along dimension 0."
+    )
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return items if type(value) is list else type(value)(items)
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class: a copy with other values; a dict if it has no setter."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    new = copy.copy(value)
+    for key, item in items.items():
+        new[key] = item
+    return new

@@ -88,7 +88,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def pack_order(order: StepRequest) -> bytes:
-    return json.dumps({"settings": order.settings, "scale": order.scale}).encode()
+    fields = {"settings": order.settings, "scale": order.scale, "leaves_out": order.leaves_out}
+    return json.dumps(fields).encode()
 
 
 def unpack_order(payload: memoryview) -> StepRequest:
@@ -104,7 +105,7 @@ def unpack_order(payload: memoryview) -> StepRequest:
         isinstance(group, dict) for group in fields["settings"]
     ):
         raise ProtocolViolation("an order without a scale, or with settings that are none")
-    return StepRequest(fields["settings"], fields["scale"])
+    return StepRequest(fields["settings"], fields["scale"], fields.get("leaves_out") is True)
 
 
 def pack_partition(

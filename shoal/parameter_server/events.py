@@ -19,10 +19,13 @@ class StepRequest(NamedTuple):
     Attributes:
         settings: of each optimizer group.
         scale: factor of the gradients, for clipping and for a sample count that is known late.
+        leaves_out: drop the gradients, and change no value. A synchronous step is left out if any
+            worker asks for it.
     """
 
     settings: list[Settings]
     scale: float = 1.0
+    leaves_out: bool = False
 
 
 class PullResponse(NamedTuple):

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
-from shoal.data.loader import DistributedBatchLoader
-from shoal.data.tree_map import tensors_in
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.tree_map import row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 
+BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
@@ -45,18 +47,33 @@ class BatchSizes:
         loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
     """
 
-    def __init__(self, loaders: Sequence[DistributedBatchLoader]) -> None:
+    def __init__(self, loaders: Sequence[ShardedLoader]) -> None:
         self._loaders = loaders
+        self._shared = SharedBatches()
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
         # The last batch that `_learn_layout` has seen: (yielded by the loader, samples, shapes).
         self._last_learned: tuple[bool, int, list[torch.Size]] | None = None
 
+    def share(self, batch: Any, rank: int, ranks: int) -> Any:
+        """Return this rank's rows of a global batch that is the same on all ranks.
+
+        `resolve` knows them. A rank without rows gets a stand-in of weight 0.
+
+        Raises: UsageError: the number of samples cannot be told.
+        """
+        return self._shared.rows_of(batch, rank, ranks)
+
+    def track(self, tensor: Tensor, moved: Tensor) -> None:
+        """Record that `moved` is `tensor` on another device."""
+        for source in self._sources():
+            source.yielded.track(tensor, moved)
+
     def resolve(self, batch: Any, rows: int | None, ranks: int) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
 
         Args:
-            batch: a nest of tensors.
+            batch: a nest of tensors; of several arguments a dict.
             rows: as the user has said it; None to find out.
             ranks: ranks of the data axis.
 
@@ -64,7 +81,7 @@ class BatchSizes:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
-        yielding = [loader for loader in self._loaders if loader.share is not None]
+        yielding = [source for source in self._sources() if source.share is not None]
         if rows is None and yielding:
             share = self._share_of(batch, yielding)
             return StepSizes(share.rows, share.global_rows, is_known=True)
@@ -75,7 +92,10 @@ class BatchSizes:
         # all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
-    def _share_of(self, batch: Any, loaders: Sequence[DistributedBatchLoader]) -> BatchShard:
+    def _sources(self) -> list[BatchSource]:
+        return [*self._loaders, self._shared]
+
+    def _share_of(self, batch: Any, loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
         Args: loaders: those that have yielded batches.
@@ -87,7 +107,9 @@ class BatchSizes:
         if len(set().union(*(loader.yielded.sizes for loader in loaders))) == 1:
             known = [last]
         else:
-            known = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
+            found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
+            # Batches of two loaders may have one size.
+            known = list({(share.rows, share.global_rows): share for share in found}.values())
         if len(known) > 1:
             sizes = " and ".join(str(share.rows) for share in known)
             raise UsageError(
@@ -95,9 +117,11 @@ class BatchSizes:
                 "it one."
             )
         share = known[0] if known else last
+        # A share without samples has one stand-in sample. Lists with an entry for each sample are
+        # sure to fit.
+        tensors = [tensor for tensor in row_tensors(batch, share.rows) if tensor.dim()]
         to_learn = bool(known), share.rows, [tensor.shape for tensor in tensors]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
-            # A share without samples has one stand-in sample.
             self._learn_layout(tensors, max(share.rows, 1), is_certain=bool(known))
             self._last_learned = to_learn
         return share
@@ -143,18 +167,18 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
 
 
 def _length(batch: Any) -> int:
-    """Return the length of the last argument's first tensor, the target of most batches."""
+    """Return the number of samples that the tensors and lists of a batch agree on."""
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     if not tensors:
         raise UsageError(
             "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
             "it: run.forward_backward(compute_loss, *batch, rows=8)."
         )
-    lengths = {len(tensor) for tensor in tensors}
-    if len(lengths) > 1:
+    try:
+        return rows_of(batch)
+    except UsageError:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
         raise UsageError(
             f"forward_backward: tensors of shapes {found} have different lengths, so the number of "
             "samples is unknown. Say it: run.forward_backward(compute_loss, *batch, rows=8)."
-        )
-    return lengths.pop()
+        ) from None

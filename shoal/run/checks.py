@@ -13,51 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import StrategyRefused, UsageError
-from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import LocalModel
-
-
-class BackwardGuard:
-    """Turns a bare `.backward()` on a prepared model into an error, never into a wrong gradient.
-
-    A forward hook on the model, and a context manager for the time of a `forward_backward`. Outside
-    of that time an output of the model may be read, but not differentiated.
-
-    A copy or a pickle of the model gets a guard that is off: the user may train or average it.
-    """
-
-    def __init__(self) -> None:
-        self._on = False
-        self._in_forward_backward = False
-
-    def watch(self, model: nn.Module) -> None:
-        """Guard the outputs of `model` from now on."""
-        self._on = True
-        model.register_forward_hook(self)
-
-    def __reduce__(self) -> tuple[type[BackwardGuard], tuple[()]]:
-        return type(self), ()
-
-    def __enter__(self) -> None:
-        self._in_forward_backward = True
-
-    def __exit__(self, *_: object) -> None:
-        self._in_forward_backward = False
-
-    def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not self._on or self._in_forward_backward or not torch.is_grad_enabled():
-            return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(_raise_for_bare_backward)
-
-
-def _raise_for_bare_backward(_: Tensor) -> None:
-    raise UsageError(
-        "a bare .backward() reached a prepared model: its gradients would be this rank's alone. "
-        "Use loss = run.forward_backward(compute_loss, x, y) with a function compute_loss(x, y) "
-        "instead of loss.backward()."
-    )
 
 
 def check_on_device(model: nn.Module, device: torch.device) -> None:

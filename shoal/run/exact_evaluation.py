@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shoal.comm.axis import Axis
-from shoal.data.batch_shards import BatchShard, shard_batch
-from shoal.data.loader import fetched
+from shoal.data.evaluation_batches import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalModel
 
@@ -48,24 +47,24 @@ def evaluate(
     Returns: name -> sum over all samples.
 
     Raises:
-        UsageError: the loader has no batch size, or its data set is empty.
+        UsageError: the loader gives no batches.
     """
-    batches = _batches(loader)
     if local_model is None:
+        batches = EvaluationBatches(loader, data.rank, data.size)
         for model in models:
             data.broadcast_buffers(model)
         with _evaluation_mode(models):
-            return _evaluate_batches(data, compute_sums, loader, to_device, batches)
+            return _evaluate_batches(data, compute_sums, to_device, batches)
     local_model.strategy_state.synchronize()
     try:
         data.broadcast_buffers(local_model.module)
         # Some ranks have one batch less. Where a forward pass is collective they join the last one
         # all the same, with a batch that is not counted.
-        joins = local_model.collective_forward and data.rank >= len(batches) % data.size > 0
-        uncounted = batches[:1] if joins else []
+        joins = local_model.collective_forward
+        batches = EvaluationBatches(loader, data.rank, data.size, joins)
         compute = partial(local_model.call, compute_sums)
         with _evaluation_mode(models):
-            return _evaluate_batches(data, compute, loader, to_device, batches, uncounted)
+            return _evaluate_batches(data, compute, to_device, batches)
     finally:
         local_model.reshard()
 
@@ -73,20 +72,17 @@ def evaluate(
 def _evaluate_batches(
     data: Axis,
     compute_sums: ComputeSums,
-    loader: DataLoader,
     to_device: Callable[[Any], Any],
-    batches: list[BatchShard],
-    uncounted: Sequence[BatchShard] = (),
+    batches: EvaluationBatches,
 ) -> dict[str, float]:
-    """Compute this rank's batches, and then `uncounted`. Return the sums over all ranks."""
-    counted = batches[data.rank :: data.size]
+    """Compute this rank's batches. Return the sums over all ranks."""
     rows: list[dict[str, Tensor]] = []
     with torch.no_grad():
-        to_fetch = [*counted, *uncounted]
-        for batch, samples in zip(to_fetch, fetched(loader, to_fetch), strict=True):
-            count = torch.tensor(float(batch.rows))
-            rows.append({"samples": count, **_compute(compute_sums, to_device(samples))})
-    return _sum_table(data, rows[: len(counted)], len(batches))
+        for item in batches:
+            count = torch.tensor(float(item.rows))
+            row = {"samples": count, **_compute(compute_sums, to_device(item.batch))}
+            rows += [row] if item.is_counted else []
+    return _sum_table(data, rows, batches.total)
 
 
 def _compute(compute_sums: ComputeSums, batch: Any) -> dict[str, Tensor]:
@@ -140,17 +136,3 @@ def _sum_table(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[
         )
     # Each entry is one rank's value plus zeros, so the sum over ranks is exact.
     return dict(zip(names, data.all_reduce(table).cpu().sum(dim=0).tolist(), strict=True))
-
-
-def _batches(loader: DataLoader) -> list[BatchShard]:
-    """Return the data set in its own order, divided into fixed batches."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        raise UsageError(
-            "evaluation needs a plain DataLoader(dataset, batch_size=...): its batches are what "
-            "ranks take in turn."
-        )
-    samples = len(loader.dataset)  # type: ignore[arg-type]
-    if samples == 0:
-        raise UsageError("there is nothing to evaluate: the data set is empty.")
-    size = loader.batch_size
-    return list(shard_batch(range(samples), 0, 0, size, drop_last=False, rank=0, ranks=1))

@@ -15,16 +15,19 @@ from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.launch.environment import read
+from shoal.run.guards import Guards
 from shoal.run.init_checks import check_arguments, integer_from
 from shoal.run.optimizer_in_backward import check_settings
-from shoal.run.preparation import RunSettings
+from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, build_strategies, parse_line
 from shoal.strategies.options import mesh_sizes
 from shoal.strategies.transforms.accumulate import Accumulate
 from shoal.strategies.transforms.compile import Compile
+from shoal.strategies.transforms.global_draws import DrawGlobally
 from shoal.strategies.transforms.precision import LossScale, Precision
+from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm
 
 PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -37,8 +40,11 @@ def init(
     precision: PrecisionName = "fp32",
     compile: bool = False,
     step_in_backward: bool = False,
+    sync_batchnorm: bool = False,
+    draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Join the ranks that a launcher has started, and return the run. Collective: call it first.
@@ -57,16 +63,24 @@ def init(
         step_in_backward: step each parameter inside the backward pass, as soon as its gradient is
             known, and free the gradient. The loop stays as it is; its `optimizer.step()` has
             nothing left to do.
+        sync_batchnorm: BatchNorm layers in training normalise over the samples of all ranks, on
+            CPUs and GPUs, and so compute what they compute on one device.
+        draws: "rank": each rank draws random numbers of its own, such as dropout masks. "global":
+            inside of `forward_backward` it draws for the global batch and keeps its own rows, so
+            the numbers are those of one device; this takes time.
         trace: steps to trace. "3@20" traces three, after the first twenty. `shoal launch --trace`
             overrides it.
         trace_to: directory of trace.json, which `shoal trace` reads and https://ui.perfetto.dev
             opens.
+        guards: False leaves out the checks that cost time in each step: of backward passes outside
+            of `forward_backward`, of weights written between steps, of ranks whose learning rates
+            differ, of gradients that are not on this rank, and of losses that are not finite.
         announce: is called with each line of the startup summary, on rank 0 only.
 
     Raises:
         EnvironmentConflict: the launcher's variables contradict each other.
-        ConfigError: the strategy or the steps to trace do not exist, or step_in_backward was given
-            with accumulate or fp16.
+        ConfigError: the strategy, the steps to trace or the kind of draws do not exist, or
+            step_in_backward was given with accumulate or fp16.
     """
     return init_with_place(
         os.environ.get("SHOAL_STRATEGY", strategy),
@@ -75,8 +89,11 @@ def init(
         precision=precision,
         compile=compile,
         step_in_backward=step_in_backward,
+        sync_batchnorm=sync_batchnorm,
+        draws=draws,
         trace=os.environ.get("SHOAL_TRACE", trace),
         trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
+        guards=guards,
         announce=announce,
     )
 
@@ -89,8 +106,11 @@ def init_with_place(
     precision: PrecisionName = "fp32",
     compile: bool = False,
     step_in_backward: bool = False,
+    sync_batchnorm: bool = False,
+    draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
     """Do what `init` does, without reading SHOAL_* variables. Collective.
@@ -99,7 +119,9 @@ def init_with_place(
     them.
     """
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
-    check_arguments(strategy, seed=seed, accumulate=accumulate, precision=precision, trace=trace)
+    check_arguments(
+        strategy, seed=seed, accumulate=accumulate, precision=precision, trace=trace, draws=draws
+    )
     if step_in_backward:
         check_settings(accumulate, loss_scale=precision == "fp16")
     window = None if trace is None else parse_window(trace, "trace")
@@ -107,22 +129,27 @@ def init_with_place(
     # Helper processes are forked from a process that starts before the mesh does.
     helpers = any(strategy.needs_helper_processes for strategy in chosen)
     mesh = init_mesh(read(os.environ), helpers, ParallelDims(**mesh_sizes(chosen)))
-    _seed_generators(seed)
+    seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms: list[base.Strategy] = [Precision(precision, loss_scale)]
     if compile:
         transforms.append(Compile())
+    last: list[base.Strategy] = [SyncBatchNorm()] if sync_batchnorm else []
+    last.append(Accumulate(accumulate))
+    if draws == "global":
+        last.append(DrawGlobally(seed))
     return Run(
         mesh,
-        _in_order(chosen, transforms, Accumulate(accumulate)),
-        RunSettings(seed, accumulate, step_in_backward),
+        _in_order(chosen, transforms, last),
+        RunSettings(seed, accumulate, step_in_backward, draws),
         loss_scale,
         announce if mesh.rank == 0 else _ignore,
         None if window is None else Tracing(window, Path(trace_to), mesh),
+        Guards(guards, announce if mesh.rank == 0 else _ignore, strategy),
     )
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """Seed torch, Python and NumPy alike on every rank."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -130,16 +157,17 @@ def _seed_generators(seed: int) -> None:
 
 
 def _in_order(
-    chosen: list[base.Strategy], transforms: list[base.Strategy], accumulate: base.Strategy
+    chosen: list[base.Strategy], transforms: list[base.Strategy], last: list[base.Strategy]
 ) -> list[base.Strategy]:
     """Return all strategies in the order in which they are applied.
 
     Tensor parallelism comes first, because it replaces layers. So precision wraps the forward pass
-    of a shard of the model, and accumulation wraps all passes.
+    of a shard of the model, and accumulation wraps all passes. What must know how ranks step
+    comes after the strategy that says so.
     """
     first = [strategy for strategy in chosen if strategy.needs_example_batch]
     rest = [strategy for strategy in chosen if not strategy.needs_example_batch]
-    return [*first, *transforms, *rest, accumulate]
+    return [*first, *transforms, *rest, *last]
 
 
 def _ignore(_: str) -> None:

@@ -13,10 +13,10 @@ PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 
 
 def check_arguments(
-    strategy: Any, *, seed: Any, accumulate: Any, precision: Any, trace: Any
+    strategy: Any, *, seed: Any, accumulate: Any, precision: Any, trace: Any, draws: Any
 ) -> None:
     """Raise ConfigError with a sentence for each argument that cannot be meant."""
-    problems = list(_problems(strategy, seed, accumulate, precision, trace))
+    problems = list(_problems(strategy, seed, accumulate, precision, trace, draws))
     if problems:
         raise ConfigError(problems)
 
@@ -33,7 +33,7 @@ def integer_from(variable: str, default: int) -> Any:
 
 
 def _problems(
-    strategy: Any, seed: Any, accumulate: Any, precision: Any, trace: Any
+    strategy: Any, seed: Any, accumulate: Any, precision: Any, trace: Any, draws: Any
 ) -> Iterator[str]:
     if not isinstance(strategy, str):
         yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
@@ -49,3 +49,5 @@ def _problems(
         yield f"precision: {precision!r} is none of {', '.join(PRECISIONS)}{hint}"
     if trace is not None and not isinstance(trace, str):
         yield f'trace: {trace!r} is no text such as "3@20"'
+    if draws not in ("rank", "global"):
+        yield f'draws: {draws!r} must be "rank" or "global"'

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
-
-from shoal.errors import UsageError
 
 
 class ModelGroup(nn.Module):
     """Several models that are trained together: `model0`, `model1`, ... in the order of `prepare`.
 
-    It is never called: the user's function calls the models.
+    It is never called, and has no forward function: the user's function calls the models.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -21,13 +18,17 @@ class ModelGroup(nn.Module):
         for index, model in enumerate(models):
             self.add_module(f"model{index}", model)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise UsageError("a group of models was called; call one of the models.")
-
 
 def as_one_module(models: Sequence[nn.Module]) -> nn.Module:
     """Return the only model, or a group of several."""
     return models[0] if len(models) == 1 else ModelGroup(models)
+
+
+def named_models(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the models by the prefix of their parameters' names in `as_one_module`."""
+    if len(models) == 1:
+        return {"": models[0]}
+    return {f"model{index}.": model for index, model in enumerate(models)}
 
 
 def is_trained(model: nn.Module) -> bool:

@@ -7,26 +7,32 @@ every trainable parameter must be in exactly one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from shoal.errors import CheckpointError, StrategyRefused
+from shoal.comm.shards import shard_like
+from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
+from shoal.run.state_access import access_by_shoal
+from shoal.trial import optimizer_is_elementwise
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
 NEED_FULL_TENSORS = {
     "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards "
     "of them",
+    "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
     "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
-"""Optimizers that fail on shards in their first step, with the reason."""
+"""Optimizers of torch that fail on shards in their first step, with the reason. Others that need
+whole tensors are found by a trial.
+"""
 
 
 @runtime_checkable
@@ -47,10 +53,40 @@ def bind_optimizer(
 ) -> None:
     """Replace the parameters of every group by those that this rank owns, by name.
 
-    Frozen parameters leave their group: they are never stepped.
+    Frozen parameters leave their group: they are never stepped. State that a parameter has by now,
+    from a checkpoint of the script's own for example, is cut as the parameter is.
     """
     for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for old, name in zip(group["params"], names, strict=True):
+            if old is owned.get(name):
+                continue
+            state = optimizer.state.pop(old, None)
+            if state and name in owned:
+                optimizer.state[owned[name]] = cut_parameter_state(state, old.shape, owned[name])
         group["params"] = [owned[name] for name in names if name in owned]
+
+
+def cut_parameter_state(
+    values: Mapping[str, Any], full_shape: torch.Size, parameter: Tensor
+) -> dict[str, Any]:
+    """Return the optimizer state of one parameter, cut as the parameter is.
+
+    Args:
+        values: of the full parameter; scalars and numbers stay as they are.
+        full_shape: shape of the full parameter.
+
+    Raises: UsageError: a tensor of another shape, of which nobody knows how it is cut.
+    """
+    cut: dict[str, Any] = {}
+    for key, value in values.items():
+        is_full = isinstance(value, Tensor) and value.dim() > 0
+        if is_full and value.shape != full_shape and shard_like(value, parameter) is not value:
+            raise UsageError(
+                f"the optimizer's state '{key}' has shape {tuple(value.shape)} for a parameter of "
+                f"shape {tuple(full_shape)}, which is divided over ranks. Load it under ddp."
+            )
+        cut[key] = shard_like(value, parameter) if is_full else value
+    return cut
 
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
@@ -60,11 +96,6 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
     sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
     if not sharded:
         return
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
-        raise StrategyRefused(
-            f"{kind.__name__} cannot step the shards of {listed(sharded)}: "
-            f"{NEED_FULL_TENSORS[kind.__name__]}. Use ddp, or another optimizer such as AdamW."
-        )
     tensor_parallel = [name for name in sharded if _is_tensor_parallel(owned[name])]
     if tensor_parallel and isinstance(optimizer, QuantizedOptimizer):
         raise StrategyRefused(
@@ -77,6 +108,32 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
             "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
             "shoal.optim.adamw8bit, or ddp."
         )
+    reason = _reason_for_full_tensors(optimizer, [owned[name] for name in sharded])
+    if reason:
+        raise StrategyRefused(
+            f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
+            "Use ddp, or another optimizer such as AdamW."
+        )
+
+
+def _reason_for_full_tensors(optimizer: Optimizer, sharded: Sequence[Tensor]) -> str:
+    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
+        return NEED_FULL_TENSORS[kind.__name__]
+    dims = {dim for parameter in sharded for dim in _sharded_dims(parameter)}
+    for dim in sorted({min(dim, 1) for dim in dims}):
+        answer = optimizer_is_elementwise(optimizer, dim)
+        if answer.is_elementwise is False:
+            return answer.reason
+    return ""
+
+
+def _sharded_dims(parameter: Tensor) -> Iterator[int]:
+    """Yield the dimensions that a parameter is cut along."""
+    if isinstance(parameter, DTensor):
+        for axis in parameter.placements:
+            yield axis.dim if isinstance(axis, Shard) else 0
 
 
 def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
@@ -172,13 +229,14 @@ def load_optimizer_state(
             f"the checkpoint holds optimizer state of {listed(unknown)}, which the model lacks."
         )
     # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
-    state = optimizer.state_dict()
+    with access_by_shoal():
+        state = optimizer.state_dict()
     index = {
         id(p): i
         for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
     }
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
-    with torch.no_grad():
+    with torch.no_grad(), access_by_shoal():
         optimizer.load_state_dict(state)
     # torch casts floating state to the parameter's dtype. Some state has another dtype by design,
     # such as the mu_product of NAdam.

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from shoal.comm.mesh import Mesh, register_cleanup
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.sharding import shard_batches
 from shoal.run import optimizer_binding
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
 from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.trace.recorder import Recorder
+
+Draws = Literal["rank", "global"]
+"""Random numbers of a step: a stream for each data rank, or those of one device."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,26 @@ class RunSettings:
     seed: int
     accumulate: int
     step_in_backward: bool = False
+    draws: Draws = "rank"
 
 
 def shard_loader(
-    loader: DataLoader, mesh: Mesh, seed: int, recorder: Recorder | None
-) -> DistributedBatchLoader:
+    loader: Any,
+    mesh: Mesh,
+    seed: int,
+    recorder: Recorder | None,
+    announce: Callable[[str], None] | None = None,
+) -> ShardedLoader:
     """Return a loader of this rank's shares of the global batches of `loader`.
 
     Args:
+        loader: a DataLoader or another iterable of global batches.
         recorder: of a trace, which shows how long batches take to come; None without a trace.
+        announce: prints a note.
     """
-    sharded = DistributedBatchLoader(loader, mesh.data.rank, mesh.data.size, seed, recorder)
+    sharded = shard_batches(
+        loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
+    )
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded
@@ -98,10 +111,15 @@ def bind_optimizers(
         local_model.remote_optimizer.attach(optimizers[0])
 
 
-def seed_this_rank(mesh: Mesh, seed: int) -> None:
+def seed_this_rank(mesh: Mesh, settings: RunSettings) -> None:
     """Seed torch so that ranks with other samples draw other random numbers.
 
     Equal dropout masks on all ranks would be one mask for the global batch: a smaller sample. Ranks
-    of one pipeline or tensor group share samples, so what a script draws for them must be equal.
+    of one tensor or pipeline axis share samples, and what the loop draws for these (noise, a
+    permutation) must be equal on the first stage and on the last. Random numbers of Python and
+    NumPy stay equal on all ranks, as `shoal.init` has seeded them: loops take decisions by them,
+    one for the global batch, and a branch that only some ranks take would stop all.
     """
-    torch.manual_seed(derive_seed(seed, mesh.data.rank))
+    # The global stream, which steps draw from, begins with the seed of the first rank.
+    apart = (1,) if settings.draws == "global" else ()
+    torch.manual_seed(derive_seed(settings.seed, mesh.data.rank, *apart))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
@@ -26,8 +26,9 @@ from shoal.run.checks import (
     check_on_device,
     check_one_optimizer_in_backward,
 )
+from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
-from shoal.run.models import as_one_module, is_trained, trained_names
+from shoal.run.models import as_one_module, is_trained, named_models, trained_names
 from shoal.run.optimizer_groups import group_names, params_of
 from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.preparation import (
@@ -69,6 +70,7 @@ class Prepared:
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
         tracing: Tracing | None,
+        guards: Guards,
     ) -> None:
         self.mesh = mesh
         self.settings = settings
@@ -76,9 +78,10 @@ class Prepared:
         self.tracing = tracing
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.loaders: list[DistributedBatchLoader] = []
+        self.loaders: list[ShardedLoader] = []
         self.sizes = BatchSizes(self.loaders)
         self.step: TrainingStep | None = None
+        self._guards = guards
         self._strategies = strategies
         self._announce = announce
         self._is_announced = False
@@ -127,7 +130,7 @@ class Prepared:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
         loaders = [
-            shard_loader(loader, self.mesh, self.settings.seed, recorder)
+            shard_loader(loader, self.mesh, self.settings.seed, recorder, self._announce)
             for loader in arguments.loaders
         ]
         self.loaders += loaders
@@ -178,19 +181,23 @@ class Prepared:
             check_loader_not_needed(self.settings.step_in_backward)
         if self.needs_example and self.mesh.size > 1:
             self.mesh.broadcast_module(self.root)
-            seed_this_rank(self.mesh, self.settings.seed)
+            self._install_guards(groups)
+            seed_this_rank(self.mesh, self.settings)
             return
         self._apply(None, groups)
-        seed_this_rank(self.mesh, self.settings.seed)
+        seed_this_rank(self.mesh, self.settings)
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies with the first batch. Collective."""
         self._apply(example, group_names(self.optimizers, self.root))
 
     def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
-        local_model = make_local_model(
-            self.root, example, self.mesh, self._strategies, self._announce
-        )
+        self._guards.remember(named_models(self.models))
+        # A strategy may try passes of its own.
+        with self._guards.in_step():
+            local_model = make_local_model(
+                self.root, example, self.mesh, self._strategies, self._announce
+            )
         self._local_model = local_model
         self._note_trained()
         scaled = self.loss_scale is not None
@@ -202,12 +209,26 @@ class Prepared:
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
-        self.step = TrainingStep(local_model, self.mesh, in_backward, scale_guard, self.tracing)
+        is_first = self.step is None
+        self.step = TrainingStep(
+            local_model,
+            self.mesh,
+            in_backward,
+            scale_guard,
+            self.tracing,
+            self._guards,
+            self._announce if is_first and self._draws_differ else None,
+        )
         self._watch_steps()
-        for model in self.models:
-            self.step.guard.watch(model)
+        self._install_guards(groups)
         if self.tracing is not None:
             self.tracing.wrap_step(local_model, self.optimizers[0])
+
+    @property
+    def _draws_differ(self) -> bool:
+        """True if random numbers of a step are not those of one device."""
+        divided = self.mesh.data.size * self.settings.accumulate > 1
+        return self.settings.draws == "rank" and (divided or self.mesh.pipeline.size > 1)
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
@@ -234,6 +255,21 @@ class Prepared:
             self.optimizers, groups, local_model, self.settings, self.loss_scale is not None
         )
         self._watch_steps()
+        self._install_guards(groups)
+
+    def _install_guards(self, groups: list[list[list[str]]]) -> None:
+        """Guard the models as they are now. Called on all ranks.
+
+        Args: groups: for each optimizer and group the names of its parameters.
+        """
+        self._guards.install(
+            named_models(self.models),
+            self.optimizers,
+            groups,
+            self.local_model(),
+            self.mesh,
+            self.settings.step_in_backward,
+        )
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where they have left all parameters whole and in place."""

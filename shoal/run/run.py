@@ -19,9 +19,11 @@ from shoal.run import train_state
 from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
+from shoal.run.guards import Guards
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
+from shoal.run.row_gathering import RowGathering
 from shoal.run.step_batch import example_of, make_batch
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
@@ -48,6 +50,7 @@ class Run:
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
         tracing: Tracing | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = mesh.rank
@@ -58,7 +61,11 @@ class Run:
         self._loss_scale = loss_scale
         self._tracing = tracing
         self._stop_requested = False
-        self._prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing)
+        self._guards = guards or Guards(announce=announce)
+        self._prepared = Prepared(
+            mesh, strategies, settings, loss_scale, announce, tracing, self._guards
+        )
+        self._gathering = RowGathering(mesh, settings.accumulate)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -130,7 +137,8 @@ class Run:
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        output = self._step_of(local_batch).forward_backward(local_batch)
+        with self._gathering.step(local_batch):
+            output = self._step_of(local_batch).forward_backward(local_batch)
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
@@ -147,6 +155,28 @@ class Run:
             prepared.apply(example_of(batch, prepared.models, self.mesh, accumulate))
         assert prepared.step is not None
         return prepared.step
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the global batch. Collective.
+
+        For a loss that couples samples: compute it from gathered rows, whole on every rank or, as
+        a mean over `rows`, for this rank's own samples. Gradients flow back to all ranks, so
+        every rank's loss must depend on the result, unless it needs no gradient.
+
+        Args: tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
+
+        Returns: (rows of all ranks, ...), the same on every rank.
+
+        Raises:
+            StrategyRefused: the global batch is not computed at once, or by different weights.
+            UsageError: rows of different shapes or dtypes; inside of `evaluate`.
+        """
+        return self._gathering.gather(tensor, self._local_model())
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows in the tensor that `gather` has returned last."""
+        return self._gathering.rows
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
@@ -221,6 +251,17 @@ class Run:
         """
         return self._local_model().strategy_state.synchronize()
 
+    def edit(self) -> AbstractContextManager[None]:
+        """Return a context in which you may write weights, the same on all ranks. Collective.
+
+        All ranks hold the weights of all steps when it begins. Parameter servers get the weights
+        when it ends, if any was changed. No other strategy needs it.
+
+        Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
+        """
+        self._local_model()
+        return self._guards.edit()
+
     def evaluate(
         self, compute_sums: ComputeSums, loader: Any, *models: nn.Module
     ) -> dict[str, float]:
@@ -235,14 +276,15 @@ class Run:
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
-        return evaluate(
-            self.mesh.data,
-            compute_sums,
-            loader,
-            [*self._prepared.models, *models],
-            self.to_device,
-            self._local_model() if self._prepared.models else None,
-        )
+        with self._gathering.evaluation():
+            return evaluate(
+                self.mesh.data,
+                compute_sums,
+                loader,
+                [*self._prepared.models, *models],
+                self.to_device,
+                self._local_model() if self._prepared.models else None,
+            )
 
     def to_device(self, batch: Any) -> Any:
         """Return a nest of tensors on this rank's device.
@@ -331,7 +373,9 @@ class Run:
         )
 
     def _local_model(self) -> base.LocalModel:
-        return self._prepared.local_model()
+        local_model = self._prepared.local_model()
+        self._guards.check_weights()
+        return local_model
 
     def _check_has_gradients(self, call: str, reason: str) -> None:
         """Raise UsageError if gradients are stepped and freed in the backward pass."""

@@ -6,27 +6,29 @@ differ from those of one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.loader import DistributedBatchLoader
-from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.strategies.base import Strategy
+from shoal.strategies.transforms.global_draws import DrawGlobally
+from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm, batchnorms
 from shoal.strategies.wrap_units import has_dropout
 
 
 def lines(
     model: nn.Module,
-    loader: DistributedBatchLoader | None,
+    loader: ShardedLoader | None,
     mesh: Mesh,
     accumulate: int,
-    strategies: Iterable[Strategy],
+    strategies: Sequence[Strategy],
 ) -> list[str]:
     """Return all lines of the startup summary."""
-    summary = [] if loader is None else [_describe_batch(loader.batch_size, mesh, accumulate)]
+    size = None if loader is None else loader.batch_size
+    summary = [] if size is None else [_describe_batch(size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
         summary.append(mesh.place.describe())
     # Shoal's own backend runs on CPUs, and torch uses one GPU for each rank or none.
@@ -35,7 +37,8 @@ def lines(
         summary.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
     notes = [note for strategy in strategies for note in strategy.deviations]
     return summary + [
-        f"note: {note}" for note in [*differences(model, mesh.data.size, accumulate), *notes]
+        f"note: {note}"
+        for note in [*differences(model, mesh.data.size, accumulate, strategies), *notes]
     ]
 
 
@@ -77,24 +80,48 @@ def _range_text(total: int, parts: int, high: int | None = None) -> str:
     return str(low) if low == top else f"{low} to {top}"
 
 
-def differences(model: nn.Module, ranks: int, accumulate: int) -> list[str]:
-    """Return a line for each thing in `model` that makes any strategy differ from one device."""
-    notes = []
-    local_norms = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, BatchNormBase) and not isinstance(m, nn.SyncBatchNorm)
+def differences(
+    model: nn.Module, ranks: int, accumulate: int, strategies: Sequence[Strategy] = ()
+) -> list[str]:
+    """Return a line for each thing in `model` that makes a run differ from one device."""
+    if ranks * accumulate == 1:
+        return []
+    syncs = ranks > 1 and any(isinstance(strategy, SyncBatchNorm) for strategy in strategies)
+    draws_globally = any(isinstance(strategy, DrawGlobally) for strategy in strategies)
+    notes = [] if syncs and accumulate == 1 else _batchnorm_notes(model, ranks, syncs)
+    return notes if draws_globally else notes + _dropout_notes(model)
+
+
+def _batchnorm_notes(model: nn.Module, ranks: int, syncs: bool) -> list[str]:
+    """Return a line about layers that normalise over another set of samples than one device.
+
+    Args: syncs: statistics are those of all ranks.
+    """
+    norms = list(batchnorms(model))
+    if not norms:
+        return []
+    layers = f"BatchNorm ({norms[0]} and {len(norms) - 1} more)"
+    if syncs:
+        return [
+            f"{layers} normalises over one micro-batch of all ranks at a time, so gradients differ "
+            "from one device by design; accumulate=1 and GroupNorm have no such difference."
+        ]
+    cure = ", sync_batchnorm=True none between ranks" if ranks > 1 else ""
+    return [
+        f"{layers} normalises over what one rank computes at once, so gradients differ from one "
+        f"device by design; GroupNorm has no such difference{cure}."
     ]
-    if local_norms and ranks * accumulate > 1:
-        notes.append(
-            f"BatchNorm ({local_norms[0]} and {len(local_norms) - 1} more) normalises over what "
-            "one rank computes at once, so gradients differ from one device by design; GroupNorm "
-            "has no such difference, SyncBatchNorm (CUDA) none between ranks."
-        )
-    dropping = [name for name, m in model.named_modules() if has_dropout(m)]
-    if dropping and ranks * accumulate > 1:
-        notes.append(
-            f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same law, "
-            "other masks."
-        )
-    return notes
+
+
+def _dropout_notes(model: nn.Module) -> list[str]:
+    """Return a line about layers that draw random masks.
+
+    What else draws is seen in the first step: see `random_notes.py`.
+    """
+    dropping = [name for name, module in model.named_modules() if has_dropout(module)]
+    if not dropping:
+        return []
+    return [
+        f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same law, other "
+        'masks; draws="global" draws those of one device.'
+    ]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.data.batch_shards import row_window
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.run.batch_size import BatchSizes
 from shoal.strategies import base
-from shoal.strategies.microbatch import chunk
+from shoal.strategies.microbatch import chunk, chunk_args
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
@@ -32,7 +33,9 @@ def make_batch(
     stop_requested: bool,
 ) -> base.LocalBatch:
     """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
-    found = sizes.resolve((args, kwargs), rows, mesh.data.size)
+    # A dict: the arguments are no list of samples, though there may be as many.
+    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    found = sizes.resolve(arguments, rows, mesh.data.size)
     weight = None
     if reduction == "ranks":
         # Each rank with samples counts alike, however many it has.
@@ -47,6 +50,7 @@ def make_batch(
         stop_requested=stop_requested,
         loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
+        first_row=row_window(found.global_rows, mesh.data.rank, mesh.data.size).start,
     )
 
 
@@ -58,7 +62,7 @@ def example_of(
     The models, their buffers and the random numbers are left as they were.
     """
     window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
-    args = chunk(batch.args, window, batch.num_samples)
+    args = chunk_args(batch.args, window, batch.num_samples)
     kwargs = chunk(dict(batch.kwargs), window, batch.num_samples)
     calls: list[base.ModuleCall] = []
     with (

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import full_tensor
-from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import load_random_state, random_state
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
 from shoal.run.optimizer_groups import params_of
+from shoal.run.state_access import access_by_shoal
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
 
@@ -34,7 +35,7 @@ class TrainState:
 
     local_model: LocalModel
     optimizers: Sequence[Optimizer]
-    loaders: Sequence[DistributedBatchLoader]
+    loaders: Sequence[ShardedLoader]
     loss_scale: LossScale | None
     mesh: Mesh
 
@@ -76,7 +77,8 @@ class TrainState:
         Returns: sentences about state that could not be used.
         """
         strategy_state = self.local_model.strategy_state
-        self.local_model.module.load_state_dict(self._local_weights(tensors))
+        with access_by_shoal():
+            self.local_model.module.load_state_dict(self._local_weights(tensors))
         self._load_optimizer(tensors, info, private)
         strategy_state.push_state(self.optimizers[0])
         positions = [info["data"]] if "data" in info else []
@@ -110,7 +112,8 @@ class TrainState:
         weights = _strip_prefix("model.", tensors)
         if not self.local_model.is_partial:
             return weights
-        names = self.local_model.module.state_dict()
+        with access_by_shoal():
+            names = self.local_model.module.state_dict()
         return {name: weights[name] for name in names if name in weights}
 
     def _load_optimizer(
@@ -165,7 +168,9 @@ def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
     which this rank holds nothing.
     """
     owned = local_model.trainable_params
-    weights = {f"model.{name}": value for name, value in local_model.module.state_dict().items()}
+    with access_by_shoal():
+        state = local_model.module.state_dict()
+    weights = {f"model.{name}": value for name, value in state.items()}
     # A moving average has the full model's name of a tied parameter, this stage has another one.
     weights |= {
         f"model.{full_name}": weights[f"model.{name}"]
@@ -221,7 +226,8 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return this rank's `state_dict`. Raise CheckpointError if it holds anything but tensors."""
-    state = module.state_dict()
+    with access_by_shoal():
+        state = module.state_dict()
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
         raise CheckpointError(

@@ -5,16 +5,19 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.run.checks import BackwardGuard, check_some_gradient
+from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
+from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
+from shoal.run.random_notes import noting_draws
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 
@@ -41,9 +44,9 @@ class TrainingStep:
             `optimizer.step()` does.
         loss_scale_guard: None without fp16.
         tracing: None without a trace.
-
-    Attributes:
-        guard: makes a bare `.backward()` an error; it must watch the prepared models.
+        guards: of the prepared models; they are told when passes begin and end.
+        announce_draws: takes a note of what draws random numbers in the first step; None where
+            these are those of one device.
     """
 
     def __init__(
@@ -53,17 +56,21 @@ class TrainingStep:
         optimizer_in_backward: OptimizerInBackward | None,
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
+        guards: Guards,
+        announce_draws: Callable[[str], None] | None = None,
     ) -> None:
-        self.guard = BackwardGuard()
+        self._guards = guards
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
         self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
+        self._announce_draws = announce_draws
         self._has_stepped = False
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
         """Leave the global mean gradients in `.grad`. Collective."""
+        self._guards.before_step()
         if self.optimizer_in_backward is not None:
             batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
         batch = batch._replace(sum_counts=self._sum_counts())
@@ -77,7 +84,10 @@ class TrainingStep:
         add_gradients(earlier)
         totals = result.step_totals
         extra = extras.join(result.extras, totals) if result.extras else None
-        return StepOutput(_mean_loss(result, batch.global_batch_size), extra, totals)
+        loss = _mean_loss(result, batch.global_batch_size)
+        # The loss scale of fp16 looks for overflows, and skips steps.
+        self._guards.after_step(None if self._loss_scale_guard is not None else loss)
+        return StepOutput(loss, extra, totals)
 
     def _sum_counts(self) -> Any:
         """Return the sum over ranks for counts, or None where each rank steps by itself."""
@@ -96,7 +106,11 @@ class TrainingStep:
             earlier = detach_gradients(self._local_model)
         else:
             stepping = self.optimizer_in_backward.stepping()
-        with self.guard, stepping:
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._announce_draws is not None:
+            noting = noting_draws(self._local_model.module, self._announce_draws)
+            self._announce_draws = None
+        with self._guards.in_step(), stepping, noting:
             if self._tracing is None:
                 result = local_step.forward_backward(self._local_model, batch)
             else:

@@ -85,6 +85,8 @@ class LocalBatch(NamedTuple):
     """Sums counts over the ranks of the data axis, for losses of several terms. Collective. None
     if the loss of this rank counts alone.
     """
+    first_row: int = 0
+    """Index of the first sample within the global batch, if the sizes are known."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
 

@@ -141,6 +141,9 @@ def rescale_by_count(model: LocalModel, result: StepResult, global_batch_size: i
 
 def scale_gradients(model: LocalModel, factor: Tensor) -> None:
     """Multiply the global gradients by a scalar tensor, on this rank or in a remote optimizer."""
+    if model.remote_optimizer is not None:
+        model.remote_optimizer.scale(factor)
+        return
     gradients = [
         to_local(parameter.grad)
         for parameter in model.trainable_params.values()
@@ -148,8 +151,6 @@ def scale_gradients(model: LocalModel, factor: Tensor) -> None:
     ]
     if gradients:
         foreach_mul_(gradients, factor)
-    if model.remote_optimizer is not None:
-        model.remote_optimizer.scale(factor)
 
 
 def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.data.tree_map import tree_map
+from shoal.data.tree_map import take_rows
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 
@@ -32,28 +32,34 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
         window = slice(start, start + num_samples) if num_samples else slice(0, 1)
         is_last = index == count - 1
         yield batch._replace(
-            args=chunk(batch.args, window, batch.num_samples),
+            args=chunk_args(batch.args, window, batch.num_samples),
             kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
             num_samples=num_samples,
+            first_row=batch.first_row + start,
             is_last_microbatch=is_last,
             stop_requested=batch.stop_requested and is_last,
         )
         start += num_samples
 
 
-def chunk(value: Any, window: slice, num_samples: int) -> Any:
-    """Return the samples `window` of every tensor in a nest of tuples, lists and dicts.
+def chunk_args(args: tuple[Any, ...], window: slice, num_samples: int) -> tuple[Any, ...]:
+    """Return the samples `window` of each argument: `args` itself is no list of samples, though it
+    may be as long as one.
+    """
+    return tuple(chunk(value, window, num_samples) for value in args)
 
-    A 0-dimensional tensor stays as it is.
+
+def chunk(value: Any, window: slice, num_samples: int) -> Any:
+    """Return the samples `window` of a nest, as `take_rows` does.
 
     Raises: UsageError: dimension 0 of a tensor is not `num_samples`.
     """
-    if isinstance(value, Tensor):
-        if value.dim() and value.shape[0] != max(num_samples, 1):
-            raise UsageError(
-                "accumulate and pipeline split batches along dimension 0; this rank has "
-                f"{num_samples} samples and a tensor of shape {tuple(value.shape)}. Put the batch "
-                "dimension first, or use accumulate=1 and microbatches=1."
-            )
-        return value[window] if value.dim() else value
-    return tree_map(value, lambda item: chunk(item, window, num_samples))
+
+    def mismatch(tensor: Tensor) -> UsageError:
+        return UsageError(
+            "accumulate and pipeline split batches along dimension 0; this rank has "
+            f"{num_samples} samples and a tensor of shape {tuple(tensor.shape)}. Put the batch "
+            "dimension first, or use accumulate=1 and microbatches=1."
+        )
+
+    return take_rows(value, window, num_samples, mismatch)

@@ -97,12 +97,6 @@ def steps_of_epochs(job: Job, loader: DistributedBatchLoader) -> list[int]:
 
 
 def _to_device(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
-    if job.model.sync_batchnorm:
-        if device.type != "cuda":
-            raise ConfigError(
-                ["model.sync_batchnorm: needs CUDA; on the CPU use a model with GroupNorm."]
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if job.model.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_forward_pre_hook(partial(_as_input, job))

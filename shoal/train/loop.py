@@ -69,6 +69,7 @@ class Training:
             precision=job.train.precision,
             compile=job.model.compile,
             step_in_backward=job.optimizer.in_backward,
+            sync_batchnorm=job.model.sync_batchnorm,
             trace=job.log.trace,
             trace_to=job.directory,
             announce=lines.append,

@@ -183,6 +183,9 @@ EXPERIMENTS = {
     "mlp": Experiment(mlp, image_loader, F.cross_entropy),
     "cnn": Experiment(cnn, image_loader, F.cross_entropy),
     "cnn with BatchNorm": Experiment(cnn_with_batchnorm, image_loader, F.cross_entropy),
+    "cnn with BatchNorm of all ranks": Experiment(
+        cnn_with_batchnorm, image_loader, F.cross_entropy, sync_batchnorm=True
+    ),
     "ResNet-18": Experiment(resnet18, larger_image_loader, F.cross_entropy),
     "U-Net": Experiment(UNet, image_loader, F.cross_entropy),
     "lstm": Experiment(lstm, token_loader, mean_over_tokens),

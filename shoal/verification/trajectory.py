@@ -17,7 +17,9 @@ from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
-from shoal.run import init_with_place
+from shoal.run import Run, init_with_place
+from shoal.run.init import seed_generators
+from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction, supervised
 from shoal.strategies.loss_terms import split_result
 from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
@@ -36,6 +38,8 @@ class Experiment:
     """Returns a loader whose batches are the global ones."""
     loss_fn: LossFunction
     steps: int = 5
+    sync_batchnorm: bool = False
+    """The ranks take BatchNorm's statistics together."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def run_reference(experiment: Experiment, file: Path) -> None:
     model = experiment.model_fn().double()
     optimizer = _sgd(model)
     buffers_before = copy_buffers(model)
+    seed_generators(0)  # of Python and NumPy, as shoal.init does
     torch.manual_seed(derive_seed(0, 0))  # so that dropout draws the same numbers as on rank 0
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
@@ -104,7 +109,7 @@ def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: A
 
 
 def run_strategy(
-    experiment: Experiment, strategy: str, accumulate: int, reference: Path
+    experiment: Experiment, strategy: str, accumulate: int, reference: Path, draws: Draws = "rank"
 ) -> RankReport:
     """Train by the same loop under a strategy, and compare with the reference. Collective.
 
@@ -113,18 +118,47 @@ def run_strategy(
         strategy: as for `shoal.init`.
         accumulate: micro-batches of each rank's local batch.
         reference: the file of `run_reference`.
+        draws: as for `shoal.init`.
     """
     _hide_gpu()
     expected: Any = torch.load(reference, weights_only=True, mmap=True)
     summary_lines: list[str] = []
     try:
         run = init_with_place(
-            strategy, accumulate=accumulate, precision="fp64", announce=summary_lines.append
+            strategy,
+            accumulate=accumulate,
+            precision="fp64",
+            sync_batchnorm=experiment.sync_batchnorm,
+            draws=draws,
+            announce=summary_lines.append,
         )
         model = experiment.model_fn().double()
         model, optimizer, loader = run.prepare(model, _sgd(model), experiment.loader_fn())
+        errors = _train(run, experiment, model, optimizer, loader, expected)
     except (StrategyRefused, UsageError) as refusal:
         return RankReport({}, [], refusal=str(refusal))
+    weights = run.weights()
+    after = f"after {experiment.steps} steps"
+    for name, error in differences(expected["weights"], weights).items():
+        errors[f"{name} {after}"] = error
+    for name, error in differences(expected["buffers"], weights).items():
+        errors[f"buffer {name} {after}"] = error
+    is_divided = run.world * accumulate > 1
+    changed = expected["changed"] if is_divided else []
+    by_rank = frozenset(f"buffer {name} {after}" for name in changed)
+    notes = [line.removeprefix("note: ") for line in summary_lines if line.startswith("note: ")]
+    return RankReport(errors, notes, by_rank, expected["read"])
+
+
+def _train(
+    run: Run,
+    experiment: Experiment,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DistributedBatchLoader,
+    expected: Any,
+) -> dict[str, float]:
+    """Take all steps; return the errors of losses and gradients, by a description. Collective."""
     errors: dict[str, float] = {}
     for step, (*inputs, target) in enumerate(_steps(experiment, loader)):
         optimizer.zero_grad()
@@ -138,17 +172,7 @@ def run_strategy(
                 norm, expected["norms"][step]
             )
         optimizer.step()
-    weights = run.weights()
-    after = f"after {experiment.steps} steps"
-    for name, error in differences(expected["weights"], weights).items():
-        errors[f"{name} {after}"] = error
-    for name, error in differences(expected["buffers"], weights).items():
-        errors[f"buffer {name} {after}"] = error
-    is_divided = run.world * accumulate > 1
-    changed = expected["changed"] if is_divided else []
-    by_rank = frozenset(f"buffer {name} {after}" for name in changed)
-    notes = [line.removeprefix("note: ") for line in summary_lines if line.startswith("note: ")]
-    return RankReport(errors, notes, by_rank, expected["read"])
+    return errors
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:

@@ -13,8 +13,10 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction
 from shoal.strategies import StrategyLine, build_strategies, parse_line
+from shoal.strategies.options import LocalOptions, PipelineOptions, ServerOptions
 from shoal.strategies.precheck import check
 from shoal.testing import world
 from shoal.verification import buffer_check
@@ -146,10 +148,23 @@ def verify_job(
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         reference = Path(folder, "reference.pt")
         world.run(1, run_reference, experiment, reference, timeout_s=timeout_s)
-        reports = world.run(
-            ranks, run_strategy, experiment, line.text, accumulate, reference, timeout_s=timeout_s
-        )
+        settings = (ranks, run_strategy, experiment, line.text, accumulate, reference)
+        draws = draws_of(line)
+        reports = world.run(*settings, draws, timeout_s=timeout_s)
+        if any((report.refusal or "").startswith('draws="global"') for report in reports):
+            reports = world.run(*settings, timeout_s=timeout_s)
     return _verdict(reports, line.text, accumulate, experiment.steps, tolerance)
+
+
+def draws_of(line: StrategyLine) -> Draws:
+    """Return "global" if ranks of these strategies can draw the random numbers of one device."""
+    for spec in line.specs:
+        found = spec.options
+        if isinstance(found, PipelineOptions | LocalOptions):
+            return "rank"
+        if isinstance(found, ServerOptions) and found.staleness.strip("0"):
+            return "rank"
+    return "global"
 
 
 def _verdict(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shoal.platform.torch_private
+from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
 from shoal.testing import world
 
 HOME = Path(shoal.platform.torch_private.__file__).parent
@@ -43,6 +45,18 @@ def given_names() -> list[str]:
             elif isinstance(node, ast.Assign):
                 found.append(f"{path.stem}.{ast.unparse(node.targets[0])}")
     return found
+
+
+def _dispatch_mode(mode: Any) -> bool:
+    class Random(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    with Random():
+        torch.zeros(2).bernoulli_(0.5)
+    return seen[-1] and not seen[0]
 
 
 @pytest.mark.parametrize("name", given_names())
@@ -103,6 +117,40 @@ def _has_hooks(has_hooks: Any) -> bool:
     before.register_hook(lambda gradient: None)
     after.register_post_accumulate_grad_hook(lambda parameter: None)
     return [has_hooks(p) for p in (plain, before, after)] == [False, True, True]
+
+
+def _gradient_hooks(gradient_hooks: Any) -> bool:
+    leaf, seen = torch.zeros(1, requires_grad=True), []
+    empty = gradient_hooks(leaf) == {}
+    leaf.register_hook(seen.append)
+    hooks = dict(gradient_hooks(leaf))
+    gradient_hooks(leaf).clear()
+    (2 * leaf).sum().backward()
+    silent = not seen
+    gradient_hooks(leaf).update(hooks)
+    (2 * leaf).sum().backward()
+    return empty and silent and len(seen) == 1
+
+
+def _replace_call(replace_call: Any) -> bool:
+    layer, seen = nn.Linear(1, 1), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    before = replace_call(layer, lambda text: text * 2)
+    replaced = layer("ab") == "abab" and not seen
+    replace_call(layer, before)
+    return replaced and layer(torch.ones(1)).shape == (1,) and seen == [1]
+
+
+def _dispatch_mode(mode: Any) -> bool:
+    class Random(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    with Random():
+        torch.zeros(2).bernoulli_(0.5)
+    return seen[-1] and not seen[0]
 
 
 def _in_backward_pass(in_backward_pass: Any) -> bool:
@@ -351,6 +399,21 @@ def _runs_a_unit_without_calling_it() -> bool:
     return named == {"named": 1} and gathered and isinstance(model[0].weight, DTensor)
 
 
+def _is_gathered_until_reset() -> bool:
+    from shoal.platform.torch_private.fsdp import is_gathered, pre_forward, reset_after_error
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 2)).sum().backward()
+    before = is_gathered(model[0])
+    pre_forward(model[0], {})
+    during = is_gathered(model[0])
+    reset_after_error(model)
+    return (before, during, is_gathered(model[0])) == (False, True, False)
+
+
 def _cuts_in_strides(placement: Any) -> bool:
     made = placement(0, split_factor=2)
     return (made.dim, made.split_factor) == (0, 2) and all(world.run(4, _whole_of_strides))
@@ -384,6 +447,27 @@ def _halves(_: Any) -> bool:
     return nothing_yet and all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+class _Renumbered(IterableDataset):
+    """Gives the number of the worker, and the data set, that it is told after a replacement."""
+
+    def __iter__(self) -> Iterator[Any]:
+        set_worker_info(7, 9, 0, "the user's")
+        info = get_worker_info()
+        assert info is not None
+        yield info.id, info.num_workers, info.dataset
+
+
+def _replaces_worker_info(_: Any) -> bool:
+    found = next(iter(DataLoader(_Renumbered(), None, num_workers=1)))
+    return list(found) == [7, 9, "the user's"]
+
+
+def _hides_group() -> bool:
+    with without_default_group():
+        hidden = not dist.is_initialized()
+    return hidden and dist.get_world_size() == 2
+
+
 def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
     return lambda _: all(world.run(ranks, function))
 
@@ -397,6 +481,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.base": _base,
     "tensor_state.is_view": _is_view,
     "tensor_state.has_hooks": _has_hooks,
+    "tensor_state.gradient_hooks": _gradient_hooks,
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.schema_of": _schema_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
@@ -423,12 +508,17 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.has_pre_hooks_with_keywords": _says_of("keywords"),
     "module_state.has_backward_hooks": _says_of("backward", "before"),
     "module_state.is_compiled": _is_compiled,
+    "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
+    "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
     "subclasses.function_modes": _function_modes,
     "subclasses.DeviceMode": _device_mode,
+    "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.is_made_of_tensors": _is_made_of_tensors,
+    "data_workers.set_worker_info": _replaces_worker_info,
+    "data_workers.without_default_group": _over(2, _hides_group),
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),
     "pytree.treespec_dumps": lambda found: callable(found),
@@ -457,6 +547,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fsdp.StridedShard": _cuts_in_strides,
     "fsdp.pre_forward": _over(2, _runs_a_unit_without_calling_it),
     "fsdp.post_forward": _over(2, _runs_a_unit_without_calling_it),
+    "fsdp.is_gathered": _over(2, _is_gathered_until_reset),
+    "fsdp.reset_after_error": _over(2, _is_gathered_until_reset),
     "pipelining.stage_backward_input": _halves,
     "pipelining.stage_backward_weight": _halves,
 }

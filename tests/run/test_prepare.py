@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from minimal_script import data, parts, quiet
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
@@ -124,27 +124,6 @@ def test_a_parameter_unfrozen_after_prepare_is_named() -> None:
     x, y = next(iter(loader))
     with pytest.raises(UsageError, match="bias: unfrozen after prepare"):
         run.forward_backward(supervised(F.cross_entropy, model), x, y)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        yield torch.ones(4), 0
-
-
-def test_an_iterable_dataset_is_refused_with_the_cure() -> None:
-    model, optimizer, _ = parts()
-    with pytest.raises(UsageError, match=r"Endless is an IterableDataset.*map-style"):
-        quiet().prepare(model, optimizer, DataLoader(Endless(), batch_size=2))
-
-
-def test_a_batch_sampler_is_refused_with_the_cure() -> None:
-    class Own(BatchSampler):
-        pass
-
-    model, optimizer, _ = parts()
-    loader = DataLoader(data(), batch_sampler=Own(SequentialSampler(data()), 2, False))
-    with pytest.raises(UsageError, match=r"batch_sampler of its own.*sampler=\.\.\."):
-        quiet().prepare(model, optimizer, loader)
 
 
 def test_a_distributed_sampler_is_refused_with_the_cure() -> None:

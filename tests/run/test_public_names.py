@@ -23,9 +23,11 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
     public = [name for name in vars(shoal.Run) if not name.startswith("_")]
     names = [
         "clip_gradients",
+        "edit",
         "end_trace",
         "evaluate",
         "forward_backward",
+        "gather",
         "gradients",
         "is_synchronous",
         "layout_of",
@@ -36,6 +38,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "remote",
         "report",
         "request_stop",
+        "rows",
         "save",
         "state",
         "stopping",

@@ -108,7 +108,6 @@ def test_autocast_trains(precision: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"model.sync_batchnorm": "true"}, "model.sync_batchnorm: needs CUDA"),
         ({"model.weights": "nowhere.pt"}, "there is no file nowhere.pt"),
         ({"train.batch_size": "2000", "train.drop_last": "true"}, "more than the data set holds"),
         ({"optimizer.options.dampning": "0.1"}, "did you mean 'dampening'"),

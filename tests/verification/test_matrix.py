@@ -23,6 +23,9 @@ def test_a_cell_that_is_not_exact_says_why() -> None:
     for (name, strategy, *_), cell in CELLS.items():
         assert cell.verdict == "exact" or cell.reasons, f"{name} under {strategy}"
         if cell.verdict == "refused":
-            assert strategy.startswith(("recompute", "tensor")) or "unit=" in strategy, (
+            refusing = ["recompute", "tensor"]
+            if name == "cnn with BatchNorm of all ranks":
+                refusing += ["pipeline", "local", "diloco"]
+            assert strategy.startswith(tuple(refusing)) or "unit=" in strategy, (
                 f"{name} under {strategy}"
             )

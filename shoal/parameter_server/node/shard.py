@@ -216,6 +216,8 @@ class Shard(ShardReplica):
         if not requested or len(sum_.added) < len(self.workers):
             return []
         step, request = self.step_requests[self.workers[0]]
+        if any(self.step_requests[worker][1].leaves_out for worker in self.workers):
+            request = request._replace(leaves_out=True)
         self.sums[partition] = GradientSum(sum_.memory)
         # A dense gradient changes all blocks; only after a sparse one is a comparison worth it.
         before = state.values.clone() if sum_.sparse else None
@@ -248,6 +250,8 @@ class Shard(ShardReplica):
         """Run the optimizer on a partition, and return the same update for each backup."""
         state = self.held[partition]
         settings = request.settings[state.part.group]
+        if request.leaves_out:
+            update = update._replace(grad_mask=bytes(len(update.grad_mask)))
         if request.scale != 1.0:
             update = update._replace(gradient=update.gradient * request.scale)
         clock = state.clock

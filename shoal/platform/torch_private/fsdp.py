@@ -27,10 +27,35 @@ def pre_forward(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def post_forward(unit: nn.Module, output: Any) -> None:
-    """End a forward pass of a unit that was not called: free its weights.
+def post_forward(unit: nn.Module, output: Any) -> Any:
+    """End a forward pass of a unit that was not called: free its weights. Return the output.
 
     Why and without: see pre_forward. Checked: 2.13.
     """
     engine: Any = unit
-    engine._get_fsdp_state()._post_forward(unit, (), output)
+    return engine._get_fsdp_state()._post_forward(unit, (), output)
+
+
+def is_gathered(unit: nn.Module) -> bool:
+    """Return True if the weights of a unit are whole on this rank, or if it has none.
+
+    Why: with tensor parallelism whole weights are DTensors too, so their class does not tell.
+    Without: a second run of a unit would free weights that a gradient of a gradient still needs.
+    Checked: 2.13.
+    """
+    engine: Any = unit
+    group = engine._get_fsdp_state()._fsdp_param_group
+    return group is None or bool(group.is_unsharded)
+
+
+def reset_after_error(root: nn.Module) -> None:
+    """Free all weights after a forward pass that has failed, so that the next one begins anew.
+
+    Why: FSDP2 notes for each unit that it is in a forward pass, and an exception leaves the note
+    behind. Without, where torch has no such function: after an error that the user has caught, the
+    units that were running are reduced late. Checked: 2.13.
+    """
+    engine: Any = root
+    reset = getattr(engine._get_fsdp_state(), "_reset_iter_state", None)
+    if reset is not None:
+        reset()

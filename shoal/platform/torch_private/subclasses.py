@@ -34,6 +34,16 @@ DeviceMode = _DeviceContext
 # alias, for torch.compile knows it. Checked: 2.13.
 is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
 
+# Why: the only way to see every operator that runs, random ones among them; torch's own tutorials
+# take it from this module. Without: draws of a batch could not be handed to its parts. Checked:
+# 2.13.
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
+
+# Why: a subclass that only adds properties must not slow down every function of torch, and the
+# documented `super().__torch_function__` runs Python for each. Without: a parameter that servers
+# own would cost microseconds at each use. Checked: 2.13.
+DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
 # Why: a mode that stands around a whole function is to let a block inside run at full speed, and a
 # mode has no switch. Without: each operation inside a block would be looked at. Checked: 2.13.
 pop_mode_temporarily: Any = _pop_mode_temporarily

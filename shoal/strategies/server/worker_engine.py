@@ -4,12 +4,13 @@ run       the backward pass pushes each partition as soon as it has its gradient
           (`gradient_pusher.py`); with synchronous steps, the totals are summed meanwhile
 gather    the step request: learning rates and the like. A server steps a partition when it
           has the pushes and requests of all workers
-forward   of the next step: each unit waits for the values that it reads
+forward   of the next step: each unit waits for the values that it reads (`value_waits.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +26,24 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
 from shoal.parameter_server.launcher.cluster_report import report
-from shoal.parameter_server.launcher.server_pool import ClusterConfig
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import (
     ParamMeta,
     Partition,
-    assign,
     partition,
     partition_bytes,
 )
-from shoal.parameter_server.shard_settings import ShardSettings
-from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.push_trace import PushTrace
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.mean_scaling import scaled_for_mean
 from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.gradient_pusher import GradientPusher
-from shoal.strategies.server.unit_waits import register_unit_waits
+from shoal.strategies.server.server_start import start_servers
+from shoal.strategies.server.value_waits import ValueWaits
 from shoal.strategies.state import StrategyState
 
 RESIDUAL_PREFIX = "not_pushed."
@@ -58,6 +55,9 @@ RESIDUALS_LOST_MESSAGE = (
     "compress: the checkpoint has nothing that this number of workers had left out of what they "
     "pushed: the memories begin at zero"
 )
+
+
+Connect = Callable[["WorkerEngine", OptimizerSpec], WorkerClient]
 
 
 class WorkerEngine(StrategyState):
@@ -74,6 +74,7 @@ class WorkerEngine(StrategyState):
         totals: totals of this step; their sum over ranks when `totals_work` is done.
         factor: factor of the next step's gradients, by clipping for example.
         has_pushed: gradients are with the servers, which wait for the step request.
+        leaves_out: the gradients that were pushed are to be dropped, and no step be taken.
         has_other_weights: workers have stepped asynchronously since the last `synchronize`.
 
     Raises: ConfigError: compress of an unknown kind.
@@ -95,6 +96,7 @@ class WorkerEngine(StrategyState):
         self.totals_work: dist.Work | None = None
         self.factor = 1.0
         self.has_pushed = False
+        self.leaves_out = False
         self.has_other_weights = False
         self._is_connected = False
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
@@ -102,12 +104,14 @@ class WorkerEngine(StrategyState):
         self.client: WorkerClient
         self.flat: FlatParams
         self.pusher: GradientPusher
+        self.waits: ValueWaits
 
     # One step
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
-        output = self.model.forward(batch)
+        with self.waits.at_first_read():
+            output = self.model.forward(batch)
         if batch.is_last_microbatch:
             self.totals = output.step_totals
             self.totals_work = None
@@ -120,10 +124,13 @@ class WorkerEngine(StrategyState):
 
         Returns: totals of all ranks; of this rank if steps are asynchronous.
         """
+        if self.leaves_out:
+            self.gather()
         if self.has_pushed:
             raise UsageError(
                 "forward_backward was called twice before optimizer.step(): the first gradients "
-                "are with the servers. To add up several batches use accumulate."
+                "are with the servers. To add up several batches use accumulate; to leave a step "
+                "out call optimizer.zero_grad() instead of optimizer.step(), on all ranks."
             )
         # An asynchronous push is a step of its own, by the mean over this worker's samples.
         num_ranks = 1 if self.is_synchronous else self.mesh.size
@@ -142,7 +149,9 @@ class WorkerEngine(StrategyState):
         return result._replace(step_totals=self.totals)
 
     def gather(self) -> None:
-        """Request the step. The next forward pass waits for new values, unit by unit."""
+        """Request the step, or that it is left out. The next forward pass waits for new values,
+        unit by unit.
+        """
         if not self.has_pushed:
             return
         settings = [settings_of(group) for group in self.optimizer.param_groups]
@@ -151,9 +160,21 @@ class WorkerEngine(StrategyState):
             for group in settings:
                 group["lr"] = float(group["lr"]) / self.mesh.size  # type: ignore[arg-type]
         self.optimizer.state.clear()  # a copy that `pull_state` has made is old now
-        self.client.request_step(StepRequest(settings, self.factor))
+        self.client.request_step(StepRequest(settings, self.factor, self.leaves_out))
         self.has_pushed = False
+        self.leaves_out = False
         self.has_other_weights = not self.is_synchronous
+
+    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
+        """Let `zero_grad()` drop the gradients that the servers have, as it does elsewhere."""
+        zero_grad = optimizer.zero_grad
+
+        @wraps(zero_grad)
+        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
+            self.leaves_out = self.has_pushed
+            zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
 
     def _sync_stop(self, stop_requested: bool) -> None:
         """Set the stop request in the totals, so that all workers stop after the same step.
@@ -171,6 +192,7 @@ class WorkerEngine(StrategyState):
     def attach(self, optimizer: Optimizer) -> None:
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
+        self._watch_zero_grad(optimizer)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
         self.flat = FlatParams(parameters, self._partitions(optimizer, parameters))
@@ -179,7 +201,8 @@ class WorkerEngine(StrategyState):
         self.pusher = GradientPusher(self.client, self.flat, self.compression)
         self.push_state(optimizer)
         self.pusher.register_hooks()
-        register_unit_waits(self.model.module, self.client, self.flat, self.pusher.parts_of)
+        self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
+        self.waits.register_hooks()
 
     def _partitions(
         self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
@@ -317,34 +340,3 @@ class WorkerEngine(StrategyState):
             raise UsageError(
                 f"{call}: with staleness={self.options.staleness} no step is shared by all workers."
             )
-
-
-Connect = Callable[[WorkerEngine, OptimizerSpec], WorkerClient]
-
-
-def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
-    """Start servers for an engine's partitions, and connect to them. Collective."""
-    options = engine.options
-    flat = engine.flat
-    staleness = engine.staleness
-    owners = tuple(assign(flat.parts, options.servers))
-
-    def make_config(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
-        settings = ShardSettings(
-            tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression
-        )
-        return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
-
-    job, arbiter = engine.launcher.start(make_config)
-    # Ranks whose pushes a step waits for, in the trace.
-    ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
-    return connect_to_servers(
-        engine.launcher.worker,
-        flat,
-        arbiter,
-        job.transport,
-        staleness=staleness,
-        shares=options.shared_memory and engine.compression is None,
-        trace=PushTrace(engine.mesh.recorder, peers),
-    )

@@ -19,6 +19,7 @@ from shoal.strategies.tensor import conv
 from shoal.strategies.tensor.candidates import CONVOLUTIONS, is_gpt2_conv1d
 from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.find_pairs import ColumnRowPair
+from shoal.strategies.tensor.head_layouts import HeadLayout, head_layouts
 from shoal.strategies.tensor.heads import HeadsRegion
 from shoal.strategies.tensor.linear import (
     ColumnParallelGPT2Conv1D,
@@ -161,7 +162,9 @@ class _TensorParallelizer:
             if type(module) not in BETWEEN_CLASSES:  # pooling: the same on fewer channels
                 continue
             dims = {key: 0 for key in CHANNEL_TENSORS if hasattr(module, key)}
-            self.swap_class(name, BETWEEN_CLASSES[type(module)], dims).dim = channel_dim
+            between = self.swap_class(name, BETWEEN_CLASSES[type(module)], dims)
+            between.dim = channel_dim
+            between.region = region
             if isinstance(module, CONVOLUTIONS):
                 module.groups = module.groups // self.mesh.tensor.size
 
@@ -169,13 +172,19 @@ class _TensorParallelizer:
         """Divide attention that is known by its names, or a pair of the user's plan."""
         columns = [self.shard_column(name, attention.fused) for name in attention.columns]
         layers = [*columns, self.shard_row(attention.row)]
-        counts = [(self.modules[attention.owner], key) for key in attention.counts]
+        owner = self.modules[attention.owner]
+        counts = [(owner, key) for key in attention.counts]
+        widths = [(owner, key) for key in attention.widths]
+        if attention.is_asked:
+            layouts = [HeadLayout(tuple(counts), False, attention.fused)]
+        else:
+            layouts = list(head_layouts(counts, widths, attention.fused))
         module = self.modules[attention.name]
-        region = HeadsRegion(module, attention.name, self.mesh.tensor, layers, counts)
-        region.scale_counts(1, self.mesh.tensor.size)
+        region = HeadsRegion(
+            module, attention.name, self.mesh.tensor, layers, layouts, not attention.is_asked
+        )
         for layer in layers:
             layer.region = region
-            layer.parts = attention.fused
         module.forward = region
 
     def shard_multihead(self, name: str) -> None:

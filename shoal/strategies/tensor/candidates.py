@@ -199,6 +199,18 @@ def _containers(node: fx.Node) -> set[str]:
     return outer | {path for path, _ in node.meta.get("nn_module_stack", {}).values()}
 
 
+def callers_of(node: fx.Node) -> set[str] | None:
+    """Return the modules in whose forward functions the node was recorded; None if unknown.
+
+    The root of the graph is not among them, and a module that is called is not its own caller.
+    """
+    stack = node.meta.get("nn_module_stack")
+    if stack is None:
+        return None
+    own = {str(node.target)} if node.op == "call_module" else set()
+    return {path for path, _ in stack.values()} - own
+
+
 def find_parameter_with_hooks(module: nn.Module) -> str | None:
     """Return the name of a parameter of this very module that has hooks, None if none has."""
     parameters = module.named_parameters(recurse=False)

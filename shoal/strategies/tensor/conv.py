@@ -10,6 +10,7 @@ pytorch#186129).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,15 +18,26 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import reduce_from_region
-from shoal.strategies.tensor.region import Region, local_shard
+from shoal.strategies.tensor.region import (
+    Region,
+    between_outside,
+    column_outside,
+    local_part,
+    local_shard,
+    shard_outside,
+)
 
 
 class _ColumnParallelConv:
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        full = self.region.enter(x).full
-        y: Tensor = self._conv_forward(full, local_shard(self.weight), local_shard(self.bias))
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
+        if self.region.is_outside():
+            dim = -1 - len(self.kernel_size)
+            convolve = partial(self._conv_forward, weight=weight, bias=bias)
+            return column_outside(convolve, x, self.region.axis, dim)
+        y: Tensor = self._conv_forward(self.region.enter(x).full, weight, bias)
         return y
 
 
@@ -45,12 +57,14 @@ class _RowParallelConv:
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        partial = self._conv_forward(x, local_shard(self.weight), None)
-        y = reduce_from_region(partial, self.region.axis)
+        if self.region.is_outside():
+            x = shard_outside(x, self.region.axis, -1 - len(self.kernel_size))
+        partial_sum = self._conv_forward(x, local_shard(self.weight), None)
+        y = reduce_from_region(partial_sum, self.region.axis)
         if self.bias is None:
             return y
         # Added after the sum, so that it counts once; (channels, 1, ...) for the image's dims.
-        bias = local_shard(self.bias).to(y.dtype)
+        bias = local_part(self.bias).to(y.dtype)
         output: Tensor = y + bias.view(-1, *[1] * len(self.kernel_size))
         return output
 
@@ -71,6 +85,12 @@ class _GroupedConv:
     """Convolution in groups of channels, such as a depthwise one; each rank has some groups."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if self.region.is_outside():
+            return between_outside(self._on_shard, x, self)
+        y: Tensor = self._on_shard(x)
+        return y
+
+    def _on_shard(self: Any, x: Tensor) -> Tensor:
         y: Tensor = self._conv_forward(x, local_shard(self.weight), local_shard(self.bias))
         return y
 
@@ -92,6 +112,12 @@ class _ShardedBatchNorm:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         self._check_input_dim(x)
+        if self.region.is_outside():
+            return between_outside(self._on_shard, x, self)
+        y: Tensor = self._on_shard(x)
+        return y
+
+    def _on_shard(self: Any, x: Tensor) -> Tensor:
         # torch replaces None by an average of all batches: 1 / their number.
         factor = 0.0 if self.momentum is None else self.momentum
         updates_statistics = self.training and self.track_running_stats
@@ -132,8 +158,15 @@ class ShardedGroupNorm(nn.GroupNorm):
     """Normalizes this rank's shard of the groups of channels."""
 
     axis: Axis
+    dim: int
+    region: Region
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.region.is_outside():
+            return between_outside(self._on_shard, x, self)
+        return self._on_shard(x)
+
+    def _on_shard(self, x: Tensor) -> Tensor:
         local_groups = self.num_groups // self.axis.size
         weight = local_shard(self.weight)
         return F.group_norm(x, local_groups, weight, local_shard(self.bias), self.eps)

@@ -23,6 +23,7 @@ from shoal.strategies.tensor.candidates import (
     width_in,
     width_out,
 )
+from shoal.strategies.tensor.head_layouts import width_attributes
 
 ATTENTION_LAYERS = (
     (("query", "key", "value"), "output"),  # shoal.models
@@ -36,16 +37,36 @@ ATTENTION_LAYERS = (
     (("to_q", "to_k", "to_v"), "to_out"),
     (("qkv",), "proj"),  # timm, Swin
     (("c_attn",), "c_proj"),  # GPT-2, nanoGPT
+    (("query_key_value",), "dense"),  # GPT-NeoX
+    (("query", "key", "value"), "proj"),  # minGPT as it was
+    (("q", "k", "v"), "proj"),
+    (("wq", "wk", "wv"), "wo"),  # Llama as Meta wrote it
+    (("w_q", "w_k", "w_v"), "w_o"),
+    (("W_q", "W_k", "W_v"), "W_o"),
+    (("W_query", "W_key", "W_value"), "out_proj"),
+    (("q_proj", "k_proj", "v_proj"), "c_proj"),
+    (("linears.0", "linears.1", "linears.2"), "linears.3"),  # the annotated transformer
+    (("to_q", "to_k", "to_v"), "to_out.0"),
+    (("to_qkv",), "to_out"),
+    (("to_qkv",), "to_out.0"),
+    (("qkv_proj",), "o_proj"),
+    (("qkv",), "out_proj"),
 )
 """Names of column layers and of the row layer inside an attention module.
 
 A single column layer holds query, key and value in one matrix.
 """
 
-HEADS = ("num_heads", "n_heads", "heads", "n_head", "num_attention_heads")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+HEADS = (
+    *("num_heads", "n_heads", "heads", "n_head", "num_attention_heads"),
+    *("nhead", "num_head", "nheads", "h", "n_local_heads"),
+)
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
 WIDTHS = ("attn_dim", "all_head_size", "inner_dim", "split_size")
-HEAD_WIDTHS = ("head_dim", "head_width", "attention_head_size", "key_value_proj_dim", "head_size")
+HEAD_WIDTHS = (
+    *("head_dim", "head_width", "attention_head_size", "key_value_proj_dim", "head_size"),
+    *("d_k", "d_head", "dim_head"),
+)
 BIAS_OF_HEADS = "position_bias"
 """Argument of T5's attention: its first layer makes this bias and passes it to all others."""
 
@@ -61,6 +82,8 @@ class AttentionPlan:
         owner: name of the module with the attributes `counts`.
         counts: attributes that are 1/T on a rank: numbers of heads, the width of all heads.
         fused: matrices in each column layer: 3 where it holds query, key and value.
+        widths: other attributes of `owner` that are equal to the width of all heads.
+        is_asked: the user's plan says so: then another output than the full model's is an error.
     """
 
     name: str
@@ -69,6 +92,8 @@ class AttentionPlan:
     owner: str
     counts: tuple[str, ...]
     fused: int
+    widths: tuple[str, ...] = ()
+    is_asked: bool = False
 
 
 def find_attention(model: nn.Module, candidates: Candidates) -> Iterator[AttentionPlan]:
@@ -115,13 +140,15 @@ def _plan_attention(
         candidates.reasons[name] = reason
         return None
     prefix = f"{name}." if name else ""
+    counts = head_count_attributes(owner, width)
     return AttentionPlan(
         name,
         columns=tuple(prefix + column for column in columns),
         row=prefix + row,
         owner=(prefix + owner_path).rstrip("."),
-        counts=head_count_attributes(owner, width),
+        counts=counts,
         fused=fused,
+        widths=width_attributes(owner, width, counts),
     )
 
 

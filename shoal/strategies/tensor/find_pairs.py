@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -27,6 +27,7 @@ from shoal.strategies.tensor.candidates import (
     CONVOLUTIONS,
     LINEAR,
     Candidates,
+    callers_of,
     find_hooks_on_border,
     width_in,
     width_out,
@@ -72,16 +73,21 @@ class ColumnRowPair:
         between: modules between the two that have one entry for each unit, or that draw.
         row: the row parallel layer.
         sequential: True for linear layers, which compute each token by itself; convolutions don't.
+        caller: the innermost module whose forward function calls them all, as a trace has seen it;
+            None where no trace has: then the innermost module that contains them all.
     """
 
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
     sequential: bool
+    caller: str | None = None
 
     @property
     def region(self) -> str:
-        """Name of the innermost module that contains all layers of the pair."""
+        """Name of the innermost module in whose forward pass all layers of the pair run."""
+        if self.caller is not None:
+            return self.caller
         paths = [name.split(".")[:-1] for name in (*self.columns, *self.between, self.row)]
         common = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
         return ".".join(words[0] for words in common)
@@ -195,7 +201,21 @@ class PairMatcher:
         """Return the pair that `reaches_columns` has found."""
         columns = sorted({self._name(node) for node in self.columns})
         between = sorted(set(self.between))
-        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), self.kinds == LINEAR)
+        caller = self._innermost_caller((*self.inside, row))
+        is_linear = self.kinds == LINEAR
+        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), is_linear, caller)
+
+    def _innermost_caller(self, nodes: Iterable[fx.Node]) -> str | None:
+        """Return the module in whose forward function all nodes were recorded, if that is known.
+
+        It need not contain them by name: `self.layers[:3](x)` never calls `self.layers`.
+        """
+        callers = [callers_of(node) for node in nodes]
+        if any(each is None for each in callers):
+            return None
+        common = set.intersection(*(set(each) for each in callers if each is not None))
+        innermost = max(common, key=len, default="")
+        return f"{self.prefix}{innermost}".rstrip(".")
 
     def _name(self, node: fx.Node) -> str:
         return f"{self.prefix}{node.target}"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.strategies.tensor.derivatives import check_first_derivative
 
 all_to_all = getattr(dist, "all_to_all_single")  # noqa: B009 - untyped in torch's stubs
 
@@ -48,6 +49,7 @@ class _Regroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         num_rows = len(gradient) * ctx.axis.size
         stored_gradient = _exchange_rows(
             gradient,

@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
 from shoal.strategies.tensor.candidates import is_gpt2_conv1d
+from shoal.strategies.tensor.module_snapshot import restored_modules
 
 ESCAPES = "kept"
 """Key in the `meta` of a node: its value is still referenced after the trace."""
@@ -99,40 +100,42 @@ def _optional_arguments(module: nn.Module) -> list[dict[str, Any]]:
 def _trace(
     module: nn.Module, opaque: set[nn.Module], concrete_args: dict[str, Any]
 ) -> fx.Graph | None:
-    """Trace once; a module that fails becomes opaque, and the trace starts again."""
-    before = [(m, dict(vars(m))) for m in module.modules()]
+    """Trace once; a module that fails becomes opaque, and the trace starts again.
+
+    Each trace makes a module of the model opaque, or is the last one.
+    """
+    # A forward pass may register new modules. They are not of the model, in this or any trace.
+    members = set(module.modules())
     while True:
-        tracer = _LeafTracer(opaque)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                graph = tracer.trace(module, concrete_args or None)
-            tracer.mark_escaping()
-            return graph
-        except Exception:  # noqa: BLE001 - a forward pass may raise anything when values are absent
-            if tracer.failed is None:
-                return None
-            opaque.add(tracer.failed)
-        finally:
-            _remove_proxies(before)
-
-
-def _remove_proxies(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Remove proxies that the trace has left in modules; put back the attributes they replaced."""
-    for module, attributes in before:
-        current = vars(module)
-        for key in [key for key, value in current.items() if isinstance(value, fx.Proxy)]:
-            del current[key]
-            if key in attributes:
-                current[key] = attributes[key]
+        tracer = _LeafTracer(opaque, members)
+        with restored_modules(module):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    graph = tracer.trace(module, concrete_args or None)
+                tracer.mark_escaping()
+                return graph
+            except Exception:  # noqa: BLE001 - a forward pass may raise anything without values
+                if tracer.failed is None:
+                    return None
+                opaque.add(tracer.failed)
 
 
 class _LeafTracer(fx.Tracer):
-    """Tracer that keeps some modules as leaves, and notes the module in which a trace failed."""
+    """Tracer that keeps some modules as leaves, and notes the module in which a trace failed.
 
-    def __init__(self, opaque: set[nn.Module]) -> None:
+    Modules that are not of the model, because a forward pass makes them, as in `nn.ReLU()(x)` or
+    `self.layers[:3](x)`, are traced as if their code stood where they are called.
+
+    Args:
+        opaque: modules that are leaves.
+        members: modules of the model.
+    """
+
+    def __init__(self, opaque: set[nn.Module], members: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
+        self.members = members
         self.failed: nn.Module | None = None
         self.proxies: list[tuple[weakref.ref[fx.Proxy], fx.Node]] = []
 
@@ -160,6 +163,8 @@ class _LeafTracer(fx.Tracer):
         )
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if m not in self.members:
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:

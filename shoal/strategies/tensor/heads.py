@@ -2,8 +2,10 @@
 
 `find_attention.py` knows the layers of attention by their names only, and `user_plan.py` by the
 user's word. The code between these layers is not examined. So the first forward pass in training,
-and the first in evaluation, is computed twice on every rank: with the shards, and with the full
-parameters. A difference is an error. That costs one forward pass each.
+and the first in evaluation, is also computed on every rank with the full parameters. The first
+layout of the heads that gives the same output is used (`head_layouts.py`). Where none does, every
+rank gathers the layers in each forward pass and computes all heads; for a plan of the user's that
+is an error.
 
       full      weights of heads 0 1 2 3 ─┐
                                           ├─ compared: equal, or this rank's shard along one dim
@@ -15,12 +17,17 @@ that is gathered where somebody uses it (`lazy_gather.py`).
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.axis import Axis
@@ -29,9 +36,15 @@ from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.strategies.tensor.candidates import width_in
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
+from shoal.strategies.tensor.gathered_parameters import gathered_parameter
+from shoal.strategies.tensor.head_layouts import HeadLayout
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
+from shoal.strategies.tensor.module_snapshot import restored_modules
+from shoal.strategies.tensor.narrowed_input import full_inputs, narrowed_inputs
 from shoal.strategies.tensor.region import Region
+from shoal.strategies.tensor.sequence import gather_all
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest relative difference; 0.1 for shorter dtypes. A wrong plan differs in the first digit."""
@@ -46,12 +59,18 @@ class HeadsRegion(Region):
 
     Args:
         layers: the column and row parallel layers.
-        counts: (module, attribute) of each number that is 1/T on a rank, such as `num_heads`.
+        layouts: how the heads may be counted; the first one that gives the output is used.
+        may_gather: where no layout gives the output, the layers are gathered in each forward pass,
+            and every rank computes all heads. False: that is an error.
 
     Attributes:
+        chosen: for training and for evaluation, after the first pass: the layout that is used;
+            None where the layers are gathered.
         output_dims: for training and for evaluation, after the first pass: for each tensor of
             the output the dim along which it is a shard, None if it is replicated.
     """
+
+    may_run_outside = False  # numbers of heads are those of this rank, outside too
 
     def __init__(
         self,
@@ -59,68 +78,122 @@ class HeadsRegion(Region):
         name: str,
         axis: Axis,
         layers: list[Any],
-        counts: list[tuple[nn.Module, str]],
+        layouts: Sequence[HeadLayout],
+        may_gather: bool,
     ) -> None:
         super().__init__(module, name, axis)
         self.layers = layers
-        self.counts = counts
+        self.layouts = list(layouts)
+        self.may_gather = may_gather
+        attributes = {attribute for layout in layouts for attribute in layout.attributes}
+        self.full_values = {
+            (owner, key): getattr(owner, key)
+            for owner, key in sorted(attributes, key=lambda attribute: attribute[1])
+        }
+        self.chosen: dict[bool, HeadLayout | None] = {}
         self.output_dims: dict[bool, list[int | None]] = {}
+        self.set_layout(self.layouts[0])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self.depth:  # its forward pass calls itself
-            return self._forward_sharded(*inputs, **options)
-        if self.module.training in self.output_dims:
-            return self._wrap_outputs(self._forward_sharded(*inputs, **options))
+            return super().__call__(*inputs, **options)
+        is_training = self.module.training
+        is_first = is_training not in self.output_dims
+        if is_first:
+            expected = self._choose_layout(inputs, options)
+        layout = self.chosen[is_training]
+        if layout is None:
+            return self._forward_full(*gather_all(inputs), **gather_all(options))
+        output = self._forward_sharded(layout, inputs, options)
+        if is_first:
+            self.output_dims[is_training] = self._compare(output, expected)
+        return self._wrap_outputs(output)
 
-        # The first pass in this mode. A forward pass may write into its inputs, into a cache say,
-        # so the second one gets copies.
-        copied_inputs, copied_options = copy_without_tensors((inputs, options))
-        expected = self._forward_full(*copied_inputs, **copied_options)
+    def set_layout(self, layout: HeadLayout | None) -> None:
+        """Give each number its value for this rank's heads; for all heads if `layout` is None."""
+        divided = () if layout is None else layout.attributes
+        for (owner, key), value in self.full_values.items():
+            setattr(owner, key, value // self.axis.size if (owner, key) in divided else value)
+        if layout is not None:
+            for layer in self.layers:
+                layer.parts = layout.parts
+
+    def _choose_layout(self, inputs: Any, options: Any) -> Any:
+        """Choose the layout of this mode, and return the output of the full model. Collective.
+
+        A forward pass may write into its inputs, into a cache say, or change its modules. So each
+        pass that is only compared gets copies, and what it has changed is restored.
+
+        Raises:
+            StrategyRefused: no layout gives that output, and the layers may not be gathered.
+        """
+        is_training = self.module.training
+        expected = self._attempt(self._forward_full, inputs, options)
+        errors: list[StrategyRefused] = []
+        for layout in self.layouts:
+            try:
+                forward = partial(self._forward_layout, layout)
+                self._compare(self._attempt(forward, inputs, options), expected)
+            except StrategyRefused as error:
+                errors.append(error)
+            else:
+                self.chosen[is_training] = layout
+                return expected
+        if not self.may_gather:
+            raise errors[0]
+        self.chosen[is_training] = None
+        self.output_dims[is_training] = []
+        if self.axis.rank == 0:
+            warnings.warn(self._gathered_note(errors[0]), stacklevel=2)
+        return expected
+
+    def _attempt(self, forward: Callable[..., Any], inputs: Any, options: Any) -> Any:
+        """Run a forward pass of copies that leaves no trace. Collective."""
+        inputs, options = copy_without_tensors((inputs, options))
+        with torch.no_grad(), restored_modules(self.module):
+            return forward(*inputs, **options)
+
+    def _forward_layout(self, layout: HeadLayout, *inputs: Any, **options: Any) -> Any:
         try:
-            output = self._forward_sharded(*inputs, **options)
-        except RuntimeError as error:
+            return self._forward_sharded(layout, inputs, options)
+        except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
             raise StrategyRefused(
                 f"{self._error_head()}its forward pass fails: {error}. {self._suggestion()}"
             ) from error
-        self.output_dims[self.module.training] = self._compare(output, expected)
-        return self._wrap_outputs(output)
 
-    def scale_counts(self, numerator: int, denominator: int) -> None:
-        """Multiply each count by numerator / denominator."""
-        for module, key in self.counts:
-            setattr(module, key, getattr(module, key) * numerator // denominator)
-
-    def _forward_sharded(self, *inputs: Any, **options: Any) -> Any:
+    def _forward_sharded(self, layout: HeadLayout, inputs: Any, options: Any) -> Any:
+        self.set_layout(layout)
         # An output that was wrapped may come back as an input: a cache of keys and values, say.
         # The heads of this rank need their shard of it only.
         inputs, options = tree_map_only(
             HeadShardedTensor, lambda x: x if x.written else x.local, (inputs, options)
         )
+        if layout.is_narrowed:
+            width = width_in(self.layers[0])
+            inputs, options = narrowed_inputs((inputs, options), width, self.axis.size)
         with GlobalDropout(self.axis) if self.module.training else nullcontext():
-            return super().__call__(*inputs, **options)
+            return full_inputs(super().__call__(*inputs, **options))
 
     def _forward_full(self, *inputs: Any, **options: Any) -> Any:
         """Compute with the full parameters, and put the shards back. Collective."""
         sharded_classes = [type(layer) for layer in self.layers]
         sharded_parameters = [dict(own_parameters(layer)) for layer in self.layers]
-        device = self.axis.device
-        # The random state is restored: the sharded pass draws the same numbers afterwards.
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for layer in self.layers:
-                layer.__class__ = layer.full_class
-                _gather_parameters(layer)
-            self.scale_counts(self.axis.size, 1)
-            self.depth += 1
-            try:
-                return type(self.module).forward(self.module, *inputs, **options)
-            finally:
-                self.depth -= 1
-                self.scale_counts(1, self.axis.size)
-                for layer, sharded_class, parameters in zip(
-                    self.layers, sharded_classes, sharded_parameters, strict=True
-                ):
-                    layer.__class__ = sharded_class
-                    own_parameters(layer).update(parameters)
+        layout = self.chosen.get(self.module.training, self.layouts[0])
+        for layer in self.layers:
+            layer.__class__ = layer.full_class
+            _gather_parameters(layer, self.axis)
+        self.set_layout(None)
+        self.depth += 1
+        try:
+            return type(self.module).forward(self.module, *inputs, **options)
+        finally:
+            self.depth -= 1
+            self.set_layout(layout)
+            for layer, sharded_class, parameters in zip(
+                self.layers, sharded_classes, sharded_parameters, strict=True
+            ):
+                layer.__class__ = sharded_class
+                own_parameters(layer).update(parameters)
 
     def _compare(self, output: Any, expected: Any) -> list[int | None]:
         """Return for each tensor of the output the dim along which this rank has a shard.
@@ -185,6 +258,13 @@ class HeadsRegion(Region):
 
         return tree_map_only(Tensor, wrap, output)
 
+    def _gathered_note(self, error: StrategyRefused) -> str:
+        name = re.sub(r"\d+", "*", self.name) or "the model"
+        return (
+            f"tensor={self.axis.size}: {name} is stored in slices, but every rank gathers and "
+            f"computes all of it, because {error}"
+        )
+
     def _error_head(self) -> str:
         return f"{self.name or 'the model'}: with its layers in slices "
 
@@ -195,14 +275,20 @@ class HeadsRegion(Region):
         )
 
 
-def _gather_parameters(layer: nn.Module) -> None:
-    """Replace the layer's shards by full parameters. Collective."""
-    parameters = own_parameters(layer)
+def _gather_parameters(layer: nn.Module, axis: Axis) -> None:
+    """Replace the layer's shards by full tensors, differentiable if gradients are. Collective."""
+    parameters: dict[str, Any] = dict(own_parameters(layer))
+    needs_gradients = torch.is_grad_enabled()
     for key, parameter in parameters.items():
-        # Collectives must not receive into inference tensors.
-        with torch.inference_mode(False):
-            if parameter is not None:
-                parameters[key] = nn.Parameter(full_tensor(parameter), False)
+        if isinstance(parameter, DTensor):
+            # Collectives must not receive into inference tensors.
+            with torch.inference_mode(False):
+                parameters[key] = (
+                    gathered_parameter(parameter, axis)
+                    if needs_gradients
+                    else full_tensor(parameter)
+                )
+    own_parameters(layer).update(parameters)
 
 
 def _tensor_mask(output: Any) -> list[bool]:

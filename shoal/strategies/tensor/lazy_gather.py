@@ -28,6 +28,7 @@ from shoal.platform.torch_private.subclasses import (
     make_wrapper_subclass,
 )
 from shoal.platform.torch_private.tensor_state import IS_VIEW, schema_of, version
+from shoal.strategies.tensor.derivatives import check_first_derivative
 
 WRITE_MESSAGE = (
     "tensor: {what} writes into a tensor that lies in slices, and others have views of it that "
@@ -225,6 +226,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         return local_slice(gradient, ctx.axis, ctx.shard_dim).contiguous(), None, None, None
 
 
@@ -240,6 +242,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         return all_gather_dim(gradient, ctx.axis, ctx.shard_dim, ctx.length), None
 
 

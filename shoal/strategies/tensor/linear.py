@@ -16,6 +16,8 @@ Source: Shoeybi et al., arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,14 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.strategies.tensor.fused_qkv import regroup_qkv
-from shoal.strategies.tensor.region import Region, local_shard, reduce_scatter_sequence
+from shoal.strategies.tensor.region import (
+    Region,
+    column_outside,
+    local_part,
+    local_shard,
+    reduce_scatter_sequence,
+    shard_outside,
+)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -32,7 +41,10 @@ class ColumnParallelLinear(nn.Linear):
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.region.enter(x).linear(local_shard(self.weight), local_shard(self.bias))
+        weight, bias = local_shard(self.weight), local_shard(self.bias)
+        if self.region.is_outside():
+            return column_outside(lambda x: F.linear(x, weight, bias), x, self.region.axis, -1)
+        return self.region.enter(x).linear(weight, bias)
 
 
 class FusedColumnParallelLinear(nn.Linear):
@@ -63,9 +75,7 @@ class RowParallelLinear(nn.Linear):
     shard_dim: int | None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local_shard(self.weight)
-        y = row_parallel_matmul(x, weight, self.region.axis, self.shard_dim)
-        return add_bias(y, self.bias)
+        return row_parallel_linear(x, local_shard(self.weight), self)
 
 
 class ColumnParallelGPT2Conv1D(nn.Module):
@@ -76,7 +86,10 @@ class ColumnParallelGPT2Conv1D(nn.Module):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.region.enter(x).linear(local_shard(self.weight).t(), local_shard(self.bias))
+        weight, bias = local_shard(self.weight).t(), local_shard(self.bias)
+        if self.region.is_outside():
+            return column_outside(lambda x: F.linear(x, weight, bias), x, self.region.axis, -1)
+        return self.region.enter(x).linear(weight, bias)
 
 
 class FusedColumnParallelGPT2Conv1D(nn.Module):
@@ -103,9 +116,20 @@ class RowParallelGPT2Conv1D(nn.Module):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local_shard(self.weight).t()
-        y = row_parallel_matmul(x, weight, self.region.axis, self.shard_dim)
-        return add_bias(y, self.bias)
+        return row_parallel_linear(x, local_shard(self.weight).t(), self)
+
+
+def row_parallel_linear(x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+    """Return the output of a row parallel layer. Collective.
+
+    Args:
+        x: (..., in/T), this rank's shard; (..., in) outside of the layer's region.
+        weight: (out, in/T), this rank's shard.
+    """
+    axis, shard_dim = layer.region.axis, layer.shard_dim
+    if layer.region.is_outside():
+        x, shard_dim = shard_outside(x, axis, -1), None
+    return add_bias(row_parallel_matmul(x, weight, axis, shard_dim), layer.bias)
 
 
 def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | None) -> Tensor:
@@ -125,7 +149,7 @@ def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Add a replicated bias after the sum over ranks, so that it counts once."""
-    output: Tensor = y if bias is None else y + local_shard(bias).to(y.dtype)
+    output: Tensor = y if bias is None else y + local_part(bias).to(y.dtype)
     return output
 
 
@@ -137,10 +161,13 @@ class ShardedDropout(nn.Dropout):
 
     axis: Axis
     dim: int
+    region: Region
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.region.is_outside():
+            return F.dropout(x, self.p)
         shape = list(x.shape)
         shape[self.dim] *= self.axis.size
         factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)

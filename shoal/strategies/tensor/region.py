@@ -17,6 +17,7 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import copy_to_region, reduce_scatter_dim
-from shoal.errors import UsageError
+from shoal.comm.mappings import (
+    copy_to_region,
+    gather_from_region,
+    reduce_scatter_dim,
+    slice_to_region,
+)
+from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
+from shoal.strategies.tensor.derivatives import check_first_derivative
+from shoal.strategies.tensor.narrowed_input import full_inputs
 from shoal.strategies.tensor.sequence import (
     GatherForward,
     SequenceParallelTensor,
+    full_tensor,
     gathered_gradient,
 )
 
@@ -46,7 +55,11 @@ class Region:
     Attributes:
         depth: forward passes of the module that run now; 0 outside.
         entered: the last inputs of column layers: tensor, its state, and what was made of it.
+        was_outside: True once a layer has run outside of the forward pass.
     """
+
+    may_run_outside = True
+    """Layers that a method of the user's calls outside of the forward pass give full outputs."""
 
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
         self.module = module
@@ -54,6 +67,7 @@ class Region:
         self.axis = axis
         self.depth = 0
         self.entered: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
+        self.was_outside = False
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self.depth += 1
@@ -64,6 +78,29 @@ class Region:
             if not self.depth:
                 self.entered = []
 
+    def is_outside(self) -> bool:
+        """Return True if a layer that runs now must give a full output, and take a full input.
+
+        A method of the user's may call it, as in `model.encode(x)`, outside of the forward pass in
+        which nothing but layers of the pair gets slices.
+
+        Raises:
+            UsageError: activation checkpointing computes a layer again, which may have run inside
+                or outside.
+        """
+        if self.depth or not self.may_run_outside:
+            return False
+        if in_backward_pass():
+            if self.was_outside:
+                raise UsageError(
+                    f"activation checkpointing computes a layer of {self.name or 'the model'} "
+                    "again, which is cut along the tensor axis and is called by itself as well as "
+                    "in the forward pass. Keep the layer whole: see the strategy's option `whole`."
+                )
+            return False
+        self.was_outside = True
+        return True
+
     def enter(self, x: Tensor) -> ColumnInput:
         """Return `x` as the input of a column layer.
 
@@ -72,6 +109,7 @@ class Region:
         Raises:
             UsageError: the layer was called from outside of the region.
         """
+        x = full_inputs(x)
         if not self.depth:
             if in_backward_pass():  # activation checkpointing computes the layer again, alone
                 return to_column_input(x, self.axis)
@@ -92,6 +130,37 @@ class Region:
         # pairs must not live until its end.
         self.entered = [*self.entered[-1:], (x, state, column_input)]
         return column_input
+
+
+def column_outside(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the full output of a column parallel layer. Collective.
+
+    Args:
+        compute: returns this rank's shard of the output.
+        x: the full input.
+        dim: the dimension of the outputs.
+    """
+    return gather_from_region(compute(to_column_input(x, axis).full), axis, dim)
+
+
+def shard_outside(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's shard of a full tensor, for a layer that takes shards. Collective.
+
+    Its gradient is gathered in the backward pass.
+    """
+    return slice_to_region(full_tensor(x), axis, dim)
+
+
+def between_outside(compute: Callable[[Tensor], Tensor], x: Tensor, layer: Any) -> Tensor:
+    """Return the full output of a layer that takes and gives shards. Collective.
+
+    Args:
+        compute: returns this rank's shard of the output.
+        x: the full input.
+        layer: knows its region and the dimension of the shards.
+    """
+    axis = layer.region.axis
+    return gather_from_region(compute(shard_outside(x, axis, layer.dim)), axis, layer.dim)
 
 
 class ColumnInput(NamedTuple):
@@ -143,6 +212,23 @@ def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def local_shard(tensor: Tensor | None) -> Any:
+    """Return this rank's shard of a parameter or buffer of a divided layer, differentiable.
+
+    None, of a layer without one, is returned as it is.
+
+    Raises:
+        StrategyRefused: somebody has put a full tensor in its place.
+    """
+    if tensor is None or isinstance(tensor, DTensor):
+        return local_part(tensor)
+    raise StrategyRefused(
+        "tensor: a layer whose parameters lie in slices was given a full one "
+        f"{tuple(tensor.shape)} instead, by torch.func.functional_call for example. Call the model "
+        "itself, keep the layer whole by the strategy's option `whole`, or use ddp."
+    )
+
+
+def local_part(tensor: Tensor | None) -> Any:
     """Return this rank's shard, differentiable; a replicated tensor, or None, as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -173,6 +259,7 @@ class _AllGather(GatherForward):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         shard = reduce_scatter_dim(gradient, ctx.axis, ctx.shard_dim)
         length = gradient.shape[ctx.shard_dim]
         return SequenceParallelTensor.from_local(
@@ -190,6 +277,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         return gathered_gradient(gradient), None, None
 
 
@@ -212,6 +300,7 @@ class _LinearOfGathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         shards, weight = ctx.saved_tensors
         needs_full, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)

@@ -32,6 +32,7 @@ from shoal.platform.torch_private.subclasses import (
     make_wrapper_subclass,
 )
 from shoal.platform.torch_private.tensor_state import base, version
+from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.sequence_functions import (
     IN_PLACE_FUNCTIONS,
     METADATA_FUNCTIONS,
@@ -250,6 +251,7 @@ class _ToFull(GatherForward):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         local = local_slice(gradient, ctx.axis, ctx.shard_dim)
         length = gradient.shape[ctx.shard_dim]
         return SequenceParallelTensor.from_local(
@@ -266,4 +268,5 @@ class _FullGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         return gathered_gradient(gradient)

@@ -31,6 +31,7 @@ Sources: Shoeybi et al., arXiv:1909.08053 (Megatron-LM); Korthikanti et al., arX
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,7 @@ from shoal.strategies.colocation import Colocation
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.options import TensorOptions
 from shoal.strategies.tensor.apply import apply
+from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.user_plan import match_modules
@@ -122,6 +124,7 @@ class TensorParallel(TensorOptions, Strategy):
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
+            call=step.call,
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 
@@ -238,6 +241,7 @@ class TensorParallelStep:
     """A step of which the ranks of a tensor group compute replicated values alike.
 
     Attributes:
+        own: ids of the parameters as this strategy has made them.
         checked: True after the first step, in which replicated gradients are compared.
     """
 
@@ -245,6 +249,7 @@ class TensorParallelStep:
         self.model = model
         self.axis = mesh.tensor
         self.checked = False
+        self.own = {id(parameter) for parameter in model.module.parameters()}
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run a forward pass. A stop request of one rank becomes one of the group. Collective.
@@ -252,14 +257,28 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        output = self.model.forward(batch)
+        output: ForwardOutput = self._with_full_parameters(self.model.forward, batch)
         if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output
 
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the models outside of a step. Collective over the tensor axis."""
+        return self._with_full_parameters(self.model.call, function, *args, **kwargs)
+
+    def _with_full_parameters(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that may use parameters directly."""
+        mode = GatherParameters(self.model.module, self.axis, self.own)
+        with mode:
+            result = function(*args, **kwargs)
+        mode.check_writes()
+        return result
+
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
-        result = self.model.run(forward, batch)
+        recomputing = GatherParameters(self.model.module, self.axis, self.own, in_backward=True)
+        with recomputing:
+            result = self.model.run(forward, batch)
         if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(result.step_totals[STOP])
         return result
@@ -280,7 +299,7 @@ class TensorParallelStep:
         gradients = {
             name: parameter.grad
             for name, parameter in self.model.module.named_parameters()
-            if parameter.grad is not None and not _is_tensor_sharded(parameter)
+            if parameter.grad is not None and not is_tensor_sharded(parameter)
         }
         if not gradients:
             return
@@ -302,13 +321,6 @@ class TensorParallelStep:
                 "that are not drawn from torch's generator, the rank, or the time. Make it a "
                 "function of its inputs, or use ddp."
             )
-
-
-def _is_tensor_sharded(parameter: Tensor) -> bool:
-    """Return True for a shard along the tensor axis; FSDP's shards are along the data axis."""
-    if not isinstance(parameter, DTensor):
-        return False
-    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _sum_of_local(gradient: Any) -> Tensor:

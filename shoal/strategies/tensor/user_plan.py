@@ -170,5 +170,11 @@ def _plan_region(
     counts = head_count_attributes(candidates.by_name[region], width_in(candidates.by_name[row]))
     # No layer is fused here: a pattern does not say how the rows of a matrix belong together.
     return AttentionPlan(
-        region, columns=tuple(columns), row=row, owner=region, counts=counts, fused=1
+        region,
+        columns=tuple(columns),
+        row=row,
+        owner=region,
+        counts=counts,
+        fused=1,
+        is_asked=True,
     )

@@ -30,6 +30,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.platform.torch_private.kernels import assert_async
 from shoal.platform.torch_private.tensor_state import READ_BASE
+from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 from shoal.strategies.tensor.region import local_shard, reduce_scatter_sequence, to_column_input
 
@@ -255,6 +256,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        check_first_derivative()
         probabilities, local_target, is_local, is_counted = ctx.saved_tensors
         result = probabilities - ctx.smoothing / ctx.num_words
         at_target = -(1 - ctx.smoothing) * is_local.to(result.dtype).unsqueeze(1)

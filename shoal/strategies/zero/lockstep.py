@@ -21,9 +21,9 @@ Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie
       forward, downwards                                   backward, upwards
 
       pre_forward        stand in for earlier units            ▲  token's gradient goes to the
-                         token joins the inputs                │  unit that ran before
+                         token in place of the inputs          │  unit that ran before
       engine             gathers                               │  reduces gradients
-      post_all_gather    token leaves the inputs  ── [2] ──    │  `_fill`: zeros for missing ones
+      post_all_gather    inputs in place of the token ── [2] ──│  `_fill`: zeros for missing ones
       the module         computes                              │  computes
       post_compute       token joins the outputs               │
       engine             frees (zero3)                         │  gathers again (zero3)
@@ -31,7 +31,9 @@ Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie
                     ▼
 
 The engine gathers before the backward pass of an output, and reduces after that of all inputs. The
-token is both, so the engine does both on every rank.
+token is an output, so the engine gathers on every rank. The token is the only input, so the engine
+reduces on every rank, and not where an inner gradient passes the unit. The token comes back after
+all that was computed later than the unit began, because autograd goes backward in that order.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.fsdp import post_forward, pre_forward
+from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
 from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
 
@@ -62,54 +64,71 @@ class Lockstep:
 
     A run of unit i has the number 2 i with a token, and 2 i + 1 without one (no gradients).
 
-    Args: trained: names of all trainable parameters, in the same order on every rank.
+    Args:
+        root: the engine's root, around the user's model.
+        model: the user's model, or a container of several.
+        units: the units inside `model`, by name.
+        trained: names of all trainable parameters, in the same order on every rank.
+        frees: units are freed after their forward pass (zero3).
 
     Attributes:
-        orders: one order for each (training, gradients enabled).
+        root_hooks: hooks around the forward pass of the root.
+        orders: one order for each (user's function, training, gradients enabled).
         order: order of this forward pass; None outside of a forward pass.
         running: name of the unit that computes; empty between units.
         stood_in: this rank stood in for a unit in this forward pass.
         any_stood_in: any rank did, in the last finished forward pass.
         reduces: the next backward pass reduces gradients.
+        frees_after_backward: it frees units after the backward pass of their first run.
         lacking: names of parameters for which this rank has given zeros in this step.
         had: names of parameters for which it had a gradient in this step.
     """
 
     def __init__(
-        self, data: Axis, root: nn.Module, units: Mapping[str, nn.Module], trained: list[str]
+        self,
+        data: Axis,
+        root: nn.Module,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        trained: list[str],
+        frees: bool,
     ) -> None:
         self.data = data
-        self.root = root
+        self.model = model
         self.trained = trained
+        self.frees = frees
         # Numbers of runs travel over the CPU, where no rank waits for a GPU to read them.
         self.group = data.group if data.device.type == "cpu" else data.new_group()
-        self.hooks = self._make_hooks(units)
-        self.orders: dict[tuple[bool, bool], UnitOrder] = {}
+        self.hooks = self._make_hooks(units, root)
+        self.root_hooks = self.hooks[-1]
+        self.orders: dict[tuple[str, bool, bool], UnitOrder] = {}
         self.order: UnitOrder | None = None
         self.running = ""
         self.stood_in = False
         self.any_stood_in = False
         self.token: Tensor | None = None
         self.reduces = True
+        self.frees_after_backward = True
         self.lacking: set[str] = set()
         self.had: set[str] = set()
         self._pending_count: tuple[Tensor, dist.Work] | None = None
 
-    def _make_hooks(self, units: Mapping[str, nn.Module]) -> list[_UnitHooks]:
+    def _make_hooks(self, units: Mapping[str, nn.Module], root: nn.Module) -> list[_UnitHooks]:
         """Return the hooks of all units and of the root. Each parameter belongs to one of them."""
-        scalars = {name for name, parameter in self.root.named_parameters() if parameter.dim() == 0}
+        parameters = self.model.named_parameters()
+        scalars = {name for name, parameter in parameters if parameter.dim() == 0}
         remaining = [name for name in self.trained if name not in scalars]
         hooks: list[_UnitHooks] = []
         for name, module in units.items():
             inside = [parameter for parameter in remaining if parameter.startswith(f"{name}.")]
             hooks.append(_UnitHooks(self, 2 * len(hooks), name, module, inside))
             remaining = [parameter for parameter in remaining if parameter not in inside]
-        hooks.append(_UnitHooks(self, END_OF_STEP, "", self.root, remaining))
+        hooks.append(_UnitHooks(self, END_OF_STEP, "", root, remaining))
         return hooks
 
     @contextmanager
-    def wrap_step(self, module: nn.Module) -> Iterator[None]:
-        """Register hooks on a unit or the root, inside and outside of the engine's hooks.
+    def wrap_unit(self, module: nn.Module) -> Iterator[None]:
+        """Register hooks on a unit, inside and outside of the engine's hooks.
 
         The engine registers its own inside this context.
         """
@@ -159,11 +178,16 @@ class Lockstep:
             work.wait()
             self._pending_count = None
 
-    def begin(self) -> None:
-        """Begin a forward pass, with a new token if gradients are enabled."""
+    def begin(self, name: str) -> _UnitHooks:
+        """Begin a forward pass, with a new token if gradients are enabled.
+
+        Args: name: of the function that computes. Functions that use other units have other orders.
+
+        Returns: the hooks of the root.
+        """
         self.close()
         with_gradients = torch.is_grad_enabled()
-        key = (self.root.training, with_gradients)
+        key = (name, self.model.training, with_gradients)
         self.order = self.orders.setdefault(key, UnitOrder(self._min_over_ranks))
         self.order.begin()
         self.running = ""
@@ -173,6 +197,14 @@ class Lockstep:
             self.token = torch.zeros((), device=self.data.device, requires_grad=True)
         for hooks in self.hooks:
             hooks.will_reduce = False
+            hooks.stays = not self.frees
+        return self.root_hooks
+
+    def abandon(self) -> None:
+        """End a forward pass that has failed."""
+        self.order = None
+        self.running = ""
+        self.token = None
 
     def advance_to(self, requested: int) -> None:
         """Stand in for units of other ranks until the run `requested` is next. Collective."""
@@ -184,6 +216,22 @@ class Lockstep:
         """End a forward pass, when no rank needs a further unit. Collective."""
         self.advance_to(END_OF_STEP)
         self.order = None
+
+    def agree_on_inner(self, number: int, name: str) -> None:
+        """Raise StrategyRefused unless all ranks gather the same unit at one place. Collective.
+
+        Args: number, name: of the unit that this rank gathers for a gradient in the forward pass.
+        """
+        assert self.order is not None
+        mine = self.order.position * END_OF_STEP + number
+        extremes = torch.tensor([mine, -mine])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
+        if extremes.tolist() != [mine, -mine]:
+            raise StrategyRefused(
+                f"zero3: a gradient that is taken inside compute_loss needs {name} on this rank, "
+                "and another unit on others, whose samples take other branches. Use zero2, which "
+                "keeps what it has gathered."
+            )
 
     def _min_over_ranks(self, requested: int) -> int:
         """Return the minimum of the ranks' numbers, and record if any rank stood in.
@@ -209,6 +257,8 @@ class _UnitHooks:
     Attributes:
         will_reduce: a run of this forward pass reduces the unit already.
         has_token: the token goes through the run that computes.
+        inputs: of the module, while the engine sees the token in their place.
+        stays: the unit stays gathered between its runs of this pass.
     """
 
     def __init__(
@@ -221,22 +271,22 @@ class _UnitHooks:
         self.owners: list[tuple[str, nn.Module, str]] = []  # name, owner module, attribute
         for parameter in trained:
             path, _, key = parameter.rpartition(".")
-            self.owners.append((parameter, step.root.get_submodule(path), key))
+            self.owners.append((parameter, step.model.get_submodule(path), key))
         self.trains = number == END_OF_STEP or any(
             parameter.requires_grad for parameter in module.parameters()
         )
         self.will_reduce = False
         self.has_token = False
+        self.inputs: tuple[Any, Any] = ((), {})
+        self.stays = False
 
     def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
         """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
         step = self.step
         self.has_token = False
-        if self.number == END_OF_STEP:
-            step.begin()
-        elif step.order is None:
+        if step.order is None:
             return self._check_recompute()
-        elif step.running:
+        if step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
                 "modules that hold both, unit=CLASS, or use --strategy ddp."
@@ -246,13 +296,23 @@ class _UnitHooks:
         if self.number != END_OF_STEP:
             step.advance_to(self.number + (not self.has_token))
             step.running = self.name
-        return (inputs, options | {TOKEN: step.token}) if self.has_token else None
+            self._choose_if_stays()
+        if not self.has_token:
+            return None
+        self.inputs = inputs, options
+        return (), {TOKEN: step.token}
 
     def _check_recompute(self) -> None:
         """Raise StrategyRefused if a checkpoint recomputes this unit and ranks use different units.
 
         Recomputing is no forward pass of the order, so ranks could not stand in.
         """
+        if self.step.any_stood_in and self.trains and not self.will_reduce:
+            raise StrategyRefused(
+                f"{self.name} runs without gradients on some ranks only, as it does under a "
+                "checkpoint with "
+                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
+            )
         has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         if self.step.any_stood_in and has_shards:
             raise StrategyRefused(
@@ -265,7 +325,8 @@ class _UnitHooks:
         """Remove the token from the inputs, after the engine has gathered."""
         if self.has_token:
             self.step.token = self._fill_on_backward(options[TOKEN])
-            return inputs, {key: value for key, value in options.items() if key != TOKEN}
+            inputs, self.inputs = self.inputs, ((), {})
+            return inputs
         if self.step.order is not None or not torch.is_grad_enabled():
             return None
         # A checkpoint of the model's own recomputes this unit. It may differentiate here, where
@@ -283,6 +344,9 @@ class _UnitHooks:
             step.end()
             if step.token is not None:
                 step.token = step.token.clone()  # the first node of the backward pass
+        elif step.frees and torch.is_grad_enabled():
+            for tensor in differentiable(output)[0]:
+                tensor.register_hook(self._before_inner_gather)
         return (output, step.token) if self.has_token else None
 
     def post_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -292,18 +356,36 @@ class _UnitHooks:
     def stand_in(self, with_token: bool) -> None:
         """Gather and reduce as in a run of the unit, without computing it. Collective."""
         step = self.step
-        if not with_token and self.trains and step.token is not None:
-            raise StrategyRefused(
-                f"{self.name} runs without gradients on some ranks only, as it does under a "
-                "checkpoint with "
-                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
-            )
         step.stood_in = True
+        self._choose_if_stays()
         with torch.set_grad_enabled(with_token):
             options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
             if with_token:
                 step.token = self._fill_on_backward(options[TOKEN])
             post_forward(self.module, step.token)
+
+    @property
+    def _engine(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def _choose_if_stays(self) -> None:
+        """Let the unit stay gathered if an inner gradient has gathered it in this pass.
+
+        The outer gradient may need the weights once more. All ranks decide alike.
+        """
+        if self.step.frees:
+            self.stays = self.stays or is_gathered(self.module)
+            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
+
+    def _before_inner_gather(self, _gradient: Tensor) -> None:
+        """Agree with all ranks that an inner gradient gathers this unit now. Collective.
+
+        Ranks make the gatherings of the outer backward pass in one order [2] anyway.
+        """
+        step = self.step
+        if step.order is not None and not is_gathered(self.module):
+            step.agree_on_inner(self.number, self.name)
 
     def _fill_on_backward(self, token: Tensor) -> Tensor:
         """Return the token for the outputs. Its backward pass calls `_fill` before the engine
@@ -318,8 +400,9 @@ class _UnitHooks:
         """Set zeros for missing gradients if the engine reduces the unit now."""
         step = self.step
         reduces = is_first_run and step.reduces
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(reduces, recurse=False)
+        self._engine.set_requires_gradient_sync(reduces, recurse=False)
+        frees = step.frees_after_backward if is_first_run else not self.stays
+        self._engine.set_reshard_after_backward(frees, recurse=False)
         if not reduces:
             return
         for name, owner, key in self.owners:
@@ -329,3 +412,5 @@ class _UnitHooks:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 step.had.add(name)
+                if parameter.grad.layout != torch.strided:  # rows of an embedding
+                    parameter.grad = parameter.grad.to_dense()

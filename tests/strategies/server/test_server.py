@@ -146,7 +146,7 @@ def sum_and_count() -> dict[str, Tensor]:
     for x, y in loader:
         optimizer.zero_grad()
         run.forward_backward(
-            supervised(lambda o, t: (F.cross_entropy(o, t, reduction="sum"), len(t)), model), x, y
+            lambda x, y: shoal.counted(F.cross_entropy(model(x), y, reduction="sum"), len(y)), x, y
         )
         optimizer.step()
     return run.weights()
@@ -381,9 +381,7 @@ def goes_on_at_once() -> list[Tensor]:
     """Save on all ranks. Rank 0 takes its next step while the others still read the state."""
     run = shoal.init("server=2,staleness=async,part_mb=0.0005", announce=lambda _: None)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    model, optimizer, _ = run.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     if run.rank:
         engine: Any = run._local_model().remote_optimizer
         state, pull = engine.client.state, engine.client.pull

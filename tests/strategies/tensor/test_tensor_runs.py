@@ -155,16 +155,20 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert world.run(2, copy_is_independent) == [True, True]
 
 
-def call_from_outside() -> str:
-    _, model, _, loader, _ = prepared("tensor=2", mlp())
+def call_from_outside() -> tuple[str, Tensor]:
+    _, model, _, loader, _ = prepared("tensor=2", gpt())
+    x = next(iter(loader))[0]
+    hidden = model.token_embedding(x)
     with pytest.raises(UsageError) as refusal:
-        model.layers[1](next(iter(loader))[0].flatten(1))
-    return str(refusal.value)
+        model.blocks[0].attention.query(hidden)
+    full = model.blocks[0].mlp.up(hidden)
+    return str(refusal.value), full
 
 
 def test_a_slice_is_never_taken_for_the_whole() -> None:
-    for said in world.run(2, call_from_outside):
+    for said, full in world.run(2, call_from_outside):
         assert "was called from outside" in said
+        assert full.shape[-1] == gpt().blocks[0].mlp.up.out_features
 
 
 class Drifting(nn.Sequential):

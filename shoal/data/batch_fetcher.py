@@ -1,0 +1,184 @@
+"""Fetch the samples of this rank's rows, each under its own seed, and collate them.
+
+A collate function may look at all samples of its batch: it pads them to the longest, masks tokens
+at random, or packs texts into rows. Then rows of a share differ from those of the global batch, and
+the fetcher collates the whole global batch on every rank and takes this rank's rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from shoal.data.batch_shards import row_window, share_batch
+from shoal.data.index_batches import IndexBatch, index_seed
+from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
+from shoal.data.source import Batched
+from shoal.data.tree_map import rows_of, take_rows, tensors_in
+from shoal.errors import UsageError
+
+LocalRows = tuple[Any, int, int]
+"""(this rank's rows, how many they are, samples of the global batch)"""
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A collate function of which it is known what it has to see.
+
+    Args:
+        function: (list of samples) -> batch.
+        whole_batch: True to collate the global batch on every rank and take this rank's rows;
+            False to collate this rank's samples alone.
+    """
+
+    function: Callable[[list[Any]], Any]
+    whole_batch: bool
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.function(samples)
+
+
+class BatchFetcher(Dataset):
+    """A data set indexed by global batches, whose items are this rank's rows of them.
+
+    Args:
+        ready: each index gives a batch that comes ready-made.
+        whole_batch: collate the whole global batch, then take rows.
+    """
+
+    def __init__(
+        self, loader: DataLoader, seed: int, rank: int, ranks: int, ready: bool = False
+    ) -> None:
+        dataset: Any = loader.dataset
+        self.dataset = dataset
+        self.collate_fn: Any = loader.collate_fn
+        self.seed, self.rank, self.ranks, self.ready = seed, rank, ranks, ready
+        self.whole_batch = False
+        is_plain = self.collate_fn is default_collate
+        self._tensors = dataset.tensors if is_plain and type(dataset) is TensorDataset else None
+        self._batch = dataset.batch if is_plain and isinstance(dataset, Batched) else None
+
+    def __getitem__(self, batch: IndexBatch) -> LocalRows:
+        if self.ready:
+            return self._ready_rows(batch)
+        if self.whole_batch:
+            return self._rows_of_whole(batch)
+        count = len(batch.indices)
+        if self.ranks == 1:
+            found = self.collated(batch, batch.indices)
+            if self.collate_fn is not default_collate:
+                count = rows_of_whole(found, count) or count
+            return found, count, count
+        window = row_window(count, self.rank, self.ranks)
+        # Collectives need every rank: one without rows computes on a stand-in of weight zero.
+        indices = batch.indices[window] or batch.indices[:1]
+        return self.collated(batch, indices), window.stop - window.start, count
+
+    def collated(self, batch: IndexBatch, indices: Sequence[Any]) -> Any:
+        """Return the samples of some indices of `batch`, collated."""
+        # Nothing is random here and nothing needs collation: one indexing operation gives the same
+        # tensors many times faster.
+        if self._tensors is not None:
+            rows = torch.tensor(indices)
+            return [tensor[rows] for tensor in self._tensors]
+        if self._batch is not None:
+            return self._batch(list(indices))
+        with preserve_rng_state():
+            samples = []
+            for index in indices:
+                seed_all(index_seed(self.seed, batch.epoch, index))
+                samples.append(self.dataset[index])
+            seed_all(derive_seed(self.seed, batch.epoch, batch.stop, -1))
+            return self.collate_fn(samples)
+
+    def _ready_rows(self, batch: IndexBatch) -> LocalRows:
+        index = batch.indices[0]
+        with preserve_rng_state():
+            seed_all(index_seed(self.seed, batch.epoch, index))
+            found = self.dataset[list(index) if isinstance(index, tuple) else index]
+            return _share(self.collate_fn(found), self.rank, self.ranks, None)
+
+    def _rows_of_whole(self, batch: IndexBatch) -> LocalRows:
+        whole = self.collated(batch, batch.indices)
+        rows = rows_of_whole(whole, len(batch.indices))
+        if rows is None:
+            raise UsageError(
+                f"collate_fn has made tensors of a batch of {len(batch.indices)} samples that do "
+                "not agree on a number of rows. Put the rows along dimension 0 of every tensor."
+            )
+        return _share(whole, self.rank, self.ranks, rows)
+
+
+def rows_of_whole(batch: Any, num_samples: int) -> int | None:
+    """Return the rows along dimension 0 of a batch that was made of so many samples.
+
+    A collate function that packs several samples into a row makes fewer rows. None if the tensors
+    have no common number of rows, or have their samples along dimension 1.
+    """
+    try:
+        take_rows(batch, slice(0, 1), num_samples)
+        return num_samples
+    except UsageError:
+        pass
+    if any(tensor.dim() > 1 and tensor.shape[1] == num_samples for tensor in tensors_in(batch)):
+        return None
+    try:
+        return rows_of(batch)
+    except UsageError:
+        return None
+
+
+def _share(batch: Any, rank: int, ranks: int, rows: int | None) -> LocalRows:
+    local, shard = share_batch(batch, rank, ranks, rows)
+    return local, shard.rows, shard.global_rows
+
+
+def worker_loader(
+    fetch: Dataset, batches: Iterable[Any], loader: DataLoader, num_workers: int | None = None
+) -> DataLoader | None:
+    """Return a DataLoader with the user's worker settings that fetches one batch at a time.
+
+    None without workers and pinned memory: then the fetcher is called directly.
+
+    Args:
+        num_workers: instead of the user's number of workers, if that is not 0.
+    """
+    pin_memory = loader.pin_memory and torch.cuda.is_available()
+    if loader.num_workers == 0 and not pin_memory:
+        return None
+    workers = loader.num_workers if num_workers is None else min(num_workers, loader.num_workers)
+    return DataLoader(
+        fetch,
+        batch_size=None,
+        sampler=batches,
+        collate_fn=identity_collate,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        **worker_settings(loader),
+    )
+
+
+def worker_settings(loader: DataLoader) -> dict[str, Any]:
+    """Return the user's settings of worker processes, as arguments of another DataLoader."""
+    # Each new iterator draws a seed. From the default generator, the draw would change all dropout
+    # masks after it.
+    settings: dict[str, Any] = {"generator": torch.Generator()}
+    if loader.num_workers:
+        for name in (
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "prefetch_factor",
+            "persistent_workers",
+        ):
+            settings[name] = getattr(loader, name)
+    return settings
+
+
+def identity_collate(batch: Any) -> Any:
+    """Return the batch: it is collated already."""
+    return batch

@@ -1,0 +1,113 @@
+"""Whole batches for evaluation, which ranks take in turn.
+
+batch     0   1   2   3   4   5   6
+rank      0   1   2   0   1   2   0       of 3 ranks; 1 and 2 may join the last one uncounted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.data.batch_fetcher import BatchFetcher, worker_loader
+from shoal.data.index_batches import IndexBatch, IndexBatches
+from shoal.data.sharding import is_source
+from shoal.data.stream_loader import StreamLoader
+from shoal.errors import UsageError
+
+
+class EvaluationBatch(NamedTuple):
+    """One batch of this rank."""
+
+    number: int
+    """Position among the batches of all ranks."""
+    rows: int
+    batch: Any
+    is_counted: bool
+    """False for a batch that another rank counts, computed for its collectives alone."""
+
+
+class EvaluationBatches:
+    """Iterate over the whole batches that this rank computes.
+
+    A DataLoader of map-style data is read in the data set's own order, in batches of `batch_size`,
+    whatever its sampler. With a `batch_sampler`, ready-made or iterable batches, the batches are
+    those that the loader gives in one process; a rank reads all of a stream.
+
+    Args:
+        loader: a DataLoader, or an iterable of batches.
+        joins: give every rank a batch, not to be counted, for each batch of the others.
+
+    Attributes:
+        total: number of batches of all ranks; known at the end.
+
+    Raises: UsageError: the loader gives no batches.
+    """
+
+    def __init__(self, loader: Any, rank: int, ranks: int, joins: bool = False) -> None:
+        if not is_source(loader):
+            raise UsageError(
+                "evaluation needs a DataLoader or an iterable of batches, which ranks take in "
+                f"turn; {type(loader).__name__} is neither."
+            )
+        self._loader, self._rank, self._ranks, self._joins = loader, rank, ranks, joins
+        self.total = 0
+
+    def __iter__(self) -> Iterator[EvaluationBatch]:
+        loader = self._loader
+        fetches = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        yield from self._fetched(loader) if fetches else self._streamed(loader)
+
+    def _fetched(self, loader: DataLoader) -> Iterator[EvaluationBatch]:
+        """Yield this rank's batches of map-style data; the others are not fetched."""
+        batches = _index_batches(loader)
+        self.total = len(batches)
+        _check_any(self.total)
+        own = batches[self._rank :: self._ranks]
+        joins = self._joins and self._rank >= self.total % self._ranks > 0
+        ready = IndexBatches(loader, 0).are_ready
+        fetch = BatchFetcher(loader, 0, 0, 1, ready)
+        to_fetch = [*own, *(batches[:1] if joins else [])]
+        workers = worker_loader(fetch, to_fetch, loader)
+        found = map(fetch.__getitem__, to_fetch) if workers is None else workers
+        for index, (batch, rows, _) in enumerate(found):
+            is_counted = index < len(own)
+            number = self._rank + index * self._ranks if is_counted else 0
+            yield EvaluationBatch(number, rows, batch, is_counted)
+
+    def _streamed(self, loader: Any) -> Iterator[EvaluationBatch]:
+        """Yield this rank's batches of a stream, of which every rank reads all."""
+        first, found = None, False
+        stream = StreamLoader(loader, rank=0, ranks=1, seed=0)
+        for number, batch in enumerate(stream):
+            assert stream.share is not None
+            item = EvaluationBatch(number, stream.share.rows, batch, True)
+            first = item if number == 0 else first
+            self.total = number + 1
+            if number % self._ranks == 0:
+                found = False
+            if number % self._ranks == self._rank:
+                found = True
+                yield item
+        _check_any(self.total)
+        if self._joins and not found and first is not None:
+            yield first._replace(is_counted=False)
+
+
+def _index_batches(loader: DataLoader) -> list[IndexBatch]:
+    if loader.batch_size is None:
+        return list(IndexBatches(loader, 0).remaining(0, 0))
+    samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    stops = [min(start + size, samples) for start in range(0, samples, size)]
+    starts = range(0, samples, size)
+    return [
+        IndexBatch(0, stop, tuple(range(start, stop)))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def _check_any(batches: int) -> None:
+    if not batches:
+        raise UsageError("there is nothing to evaluate: the data set is empty.")

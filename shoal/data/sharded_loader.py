@@ -1,0 +1,94 @@
+"""The interface of every loader that yields this rank's rows of global batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from shoal.data.batch_registry import BatchRegistry
+from shoal.data.batch_shards import BatchShard
+from shoal.trace.recorder import Recorder
+from shoal.trace.span import DATA
+
+
+class ShardedLoader(ABC):
+    """Iterate over this rank's rows, one epoch for each `iter()`; save and restore the position.
+
+    Args:
+        rank, ranks: this rank and the number of ranks.
+        seed: of the run.
+        recorder: records the waiting time for each batch; None without a trace.
+
+    Attributes:
+        batch_size: samples of a global batch; None if batches may differ in size.
+        share: the shard that was yielded last.
+        epoch: of the next batches; counted from 0.
+        position: samples of this epoch yielded so far, over all ranks; batches, where they come
+            ready-made.
+        yielded: finds the shard of a batch.
+    """
+
+    batch_size: int | None = None
+    dataset: Any = None
+
+    def __init__(self, rank: int, ranks: int, seed: int, recorder: Recorder | None = None) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self.share: BatchShard | None = None
+        self.yielded = BatchRegistry()
+        self._recorder = recorder
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for share, batch in self._timed(self._batches()):
+                self.share = share
+                self.position = share.stop
+                self.yielded.remember(batch, share)
+                yield batch
+        finally:
+            # A loop that stops early ends its epoch, too, as with any DataLoader.
+            self.epoch, self.position = self.epoch + 1, 0
+            self._end_epoch()
+
+    @abstractmethod
+    def _batches(self) -> Iterable[tuple[BatchShard, Any]]:
+        """Return the remaining batches of this epoch."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data as JSON values; it is valid for any number of ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`: each remaining sample of its epoch comes exactly once."""
+
+    @abstractmethod
+    def first(self, samples: int) -> Any:
+        """Return the first samples of the data, collated, without moving the position."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the worker processes.
+
+        The garbage collector must not do it: in a reference cycle it closes the queues before torch
+        has sent the workers their end through them. Torch then waits 5 s for each worker."""
+
+    @abstractmethod
+    def _end_epoch(self) -> None:
+        """Forget all that belongs to one epoch."""
+
+    def _timed(self, batches: Iterable[tuple[BatchShard, Any]]) -> Iterator[tuple[BatchShard, Any]]:
+        """Yield the same batches and record the waiting time for each."""
+        recorder = self._recorder
+        iterator = iter(batches)
+        while True:
+            with nullcontext() if recorder is None else recorder.during(DATA, "data"):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item

@@ -1,0 +1,260 @@
+"""Load this rank's rows of the batches of a stream: iterable data, generators, lists of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from shoal.data.batch_fetcher import identity_collate, worker_settings
+from shoal.data.batch_shards import BatchShard
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.stream_reader import (
+    FRESH,
+    ReadBatch,
+    ReaderDataset,
+    ReaderState,
+    StartReader,
+    StreamReaders,
+)
+from shoal.data.tree_map import take_rows
+from shoal.errors import UsageError
+from shoal.trace.recorder import Recorder
+
+
+class StreamLoader(ShardedLoader):
+    """Iterate over this rank's rows of the batches that a stream gives in one process.
+
+    Every rank reads the whole stream: see `stream_reader`. `position` counts batches.
+
+    Args:
+        source: a DataLoader of an iterable data set, or an iterable of global batches.
+        rank, ranks: this rank and the number of ranks.
+        seed: of the run.
+        recorder: records the waiting time for each batch; None without a trace.
+        announce: prints a note.
+        gather: text -> the texts of all ranks; collective. With it, iterating is collective at the
+            batches 1, 2, 4, 8, ... and at the end of an epoch, where ranks compare what they read.
+
+    Raises: UsageError: the source keeps one rank's share already.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        rank: int,
+        ranks: int,
+        seed: int,
+        recorder: Recorder | None = None,
+        announce: Callable[[str], None] | None = None,
+        gather: Callable[[str], list[str]] | None = None,
+    ) -> None:
+        super().__init__(rank, ranks, seed, recorder)
+        self._loader = source if isinstance(source, DataLoader) else None
+        self.dataset = source if self._loader is None else self._loader.dataset
+        self.batch_size = None if self._loader is None else self._loader.batch_size
+        self.num_workers = 0 if self._loader is None else self._loader.num_workers
+        _check_unsplit(self.dataset)
+        self._announce = announce
+        self._gather = gather
+        self._states = self._fresh_states()
+        self._first = 0  # the reader whose turn it is
+        self._read_batches = 0
+        self._checksum = 0
+        self._workers: DataLoader | None = None
+        self._is_begun = False
+
+    def __len__(self) -> int:
+        """Return the number of batches of a list. Raises TypeError: only a stream's end tells."""
+        return self.batches_in(self.epoch)
+
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches of an epoch, as `__len__` does."""
+        if self._loader is not None:
+            raise TypeError("iterable data has no length before its end")
+        return len(self.dataset)
+
+    def first(self, samples: int) -> Any:
+        if isinstance(self.dataset, Iterator):
+            raise UsageError(
+                "a generator gives each batch once, and this strategy needs the first one twice. "
+                "Use a list, or an object whose iter() starts again."
+            )
+        readers = self._readers(0, 0, 1, self._fresh_states())
+        batch = next(readers.read(0), None)
+        if batch is None:
+            raise UsageError("the loader gives no batch.")
+        return take_rows(batch.batch, slice(0, samples), batch.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "reader": self._first,
+            "readers": [dict(state) for state in self._states],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`: each remaining sample of its epoch comes exactly once.
+
+        A source without `state_dict`, or with samples in a shuffle buffer, is read again from its
+        start, and what was seen is skipped.
+
+        Raises: UsageError: another number of workers has read the data.
+        """
+        self.close()
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        states = tuple(dict(reader) for reader in state.get("readers", ()))
+        if not self.position:
+            self._states, self._first = self._fresh_states(), 0
+            return
+        if len(states) != len(self._states):
+            raise UsageError(
+                f"the data was read by {len(states)} readers, one for each worker of the "
+                f"DataLoader; now there would be {len(self._states)}, and other samples would come "
+                f"next. Use num_workers={len(states)}, or begin a new epoch."
+            )
+        self._states, self._first = states, int(state["reader"])
+        again = sum(
+            reader["batches"]
+            for reader in states
+            if reader["state"] is None and not reader["ended"]
+        )
+        if again and self._announce is not None:
+            name = type(self.dataset).__name__
+            self._announce(
+                f"note: {again:,} batches of {name} are read again: it has no state_dict that "
+                "tells all of its position"
+            )
+
+    def close(self) -> None:
+        self._workers = None
+
+    def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
+        if isinstance(self.dataset, Iterator) and self._is_begun:
+            raise UsageError(
+                "a generator gives its batches once, and this is the second epoch. Use a list, or "
+                "an object whose iter() starts again."
+            )
+        self._is_begun = True
+        for batch in self._remaining():
+            self._states = tuple(
+                batch.state if number == batch.reader else state
+                for number, state in enumerate(self._states)
+            )
+            self._first = (batch.reader + 1) % len(self._states)
+            self._compare(batch)
+            shard = BatchShard(self.epoch, self.position + 1, batch.rows, batch.global_rows)
+            yield shard, batch.batch
+        self._check_agreement("the end")
+
+    def _remaining(self) -> Iterator[ReadBatch]:
+        """Yield the remaining batches of this epoch; of the next, if the position was its end."""
+        batches = self._epoch_batches()
+        first = next(batches, None)
+        if first is None and self.position and not isinstance(self.dataset, Iterator):
+            self.close()
+            self.epoch, self.position = self.epoch + 1, 0
+            self._states, self._first = self._fresh_states(), 0
+            return self._epoch_batches()
+        return batches if first is None else chain([first], batches)
+
+    def _epoch_batches(self) -> Iterator[ReadBatch]:
+        readers = self._readers(self.epoch, self.rank, self.ranks, self._states)
+        if not self.num_workers:
+            return readers.read(0)
+        assert self._loader is not None
+        if self._workers is None:
+            self._workers = _worker_processes(readers, self._loader, self._first)
+        return iter(self._workers)
+
+    def _readers(
+        self, epoch: int, rank: int, ranks: int, states: tuple[ReaderState, ...]
+    ) -> StreamReaders:
+        loader = self._loader
+        return StreamReaders(
+            self.dataset,
+            self.batch_size,
+            loader is not None and loader.drop_last,
+            identity_collate if loader is None else loader.collate_fn,
+            rank,
+            ranks,
+            self.seed,
+            epoch,
+            states,
+        )
+
+    def _end_epoch(self) -> None:
+        # Workers of a resumed epoch do not begin with reader 0; a later epoch does.
+        keep = self._loader is not None and self._loader.persistent_workers
+        if not keep or not self._began_with_first_reader:
+            self.close()
+        self._states, self._first = self._fresh_states(), 0
+        self._read_batches = self._checksum = 0
+
+    @property
+    def _began_with_first_reader(self) -> bool:
+        start = None if self._workers is None else self._workers.worker_init_fn
+        return isinstance(start, StartReader) and start.first == 0
+
+    def _fresh_states(self) -> tuple[ReaderState, ...]:
+        return (FRESH,) * max(self.num_workers, 1)
+
+    def _compare(self, batch: ReadBatch) -> None:
+        """Compare with the other ranks after 1, 2, 4, 8, ... batches."""
+        self._read_batches += 1
+        self._checksum = crc32(batch.checksum.to_bytes(4, "big"), self._checksum)
+        if self._read_batches & (self._read_batches - 1) == 0:
+            self._check_agreement(f"batch {self._read_batches:,}")
+
+    def _check_agreement(self, where: str) -> None:
+        """Raise UsageError if the ranks have read other batches. Collective."""
+        if self._gather is None or self.ranks == 1:
+            return
+        found = self._gather(f"{where}, checksum {self._checksum:08x}")
+        if len(set(found)) > 1:
+            ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+            raise UsageError(
+                f"the ranks have not read the same batches from {type(self.dataset).__name__} "
+                f"({ranks}). Every rank reads the whole stream and takes its rows of each global "
+                "batch, so the order must not depend on the rank, the process or the time: seed "
+                "it. If each rank makes samples of its own, prepare without the loader."
+            )
+
+
+def _worker_processes(readers: StreamReaders, loader: DataLoader, first: int) -> DataLoader:
+    """Return a DataLoader whose workers are the readers."""
+    settings = worker_settings(loader)
+    settings["worker_init_fn"] = StartReader(
+        readers.source, first, len(readers.states), readers.seed, loader.worker_init_fn
+    )
+    return DataLoader(
+        ReaderDataset(readers),
+        batch_size=None,
+        collate_fn=identity_collate,
+        num_workers=len(readers.states),
+        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        **settings,
+    )
+
+
+def _check_unsplit(source: Any) -> None:
+    """Raise UsageError if a source gives this rank's share of the samples already."""
+    split = getattr(source, "_distributed", None)
+    if split is not None:
+        raise UsageError(
+            f"{type(source).__name__} already keeps one share of "
+            f"{getattr(split, 'world_size', 'several')}; Shoal shares out global batches itself. "
+            "Remove split_dataset_by_node."
+        )
+    if isinstance(getattr(source, "sampler", None), DistributedSampler):
+        raise UsageError(
+            f"{type(source).__name__} has a DistributedSampler, which gives every rank other "
+            "samples; Shoal shares out global batches itself. Use the sampler that the script has "
+            "on one device."
+        )

@@ -1,0 +1,39 @@
+"""The view that a data set has of its process: its DataLoader worker, and its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+
+
+def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Let `get_worker_info` of this worker process return another number and data set.
+
+    Why: torch sets it before a data set is read, and has no public setter. Without: an epoch that
+    is resumed could not begin with the worker whose turn it is, and a user's `worker_init_fn` would
+    be shown Shoal's data set in the place of its own. Checked: 2.13.
+    """
+    assert get_worker_info() is not None, "not in a DataLoader worker"
+    worker._worker_info = worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=seed, dataset=dataset
+    )
+
+
+@contextmanager
+def without_default_group() -> Iterator[None]:
+    """Let `torch.distributed.is_initialized` return False in the block.
+
+    Why: a data set asks it to take its rank's share, and nothing but torch's own variable answers.
+    Without: each rank would drop samples that no other rank has. Checked: 2.13.
+    """
+    group = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = group

@@ -1,0 +1,20 @@
+"""Guards: what bypasses `run` works, or ends in an error that names the cure.
+
+      a loop does                              file
+      loss.backward()                          backward_hooks.py
+      clip_grad_norm_, p.grad                  absent_gradient.py, grad_clipping.py
+      p.grad.norm().item()                     partial_numbers.py
+      p.clamp_(), p.data, load_state_dict      weight_writes.py, given_state.py
+      model.state_dict()                       state_requests.py
+      functional_call                          borrowed_weights.py
+      optimizers that were not prepared        foreign_optimizer.py
+      rates of its own on each rank            group_numbers.py
+      loss that is not finite                  loss_watch.py
+
+`Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has
+none.
+"""
+
+from shoal.run.guards.guards import Guards
+
+__all__ = ["Guards"]

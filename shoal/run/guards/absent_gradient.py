@@ -1,0 +1,120 @@
+"""A stand-in for a gradient that this rank does not have.
+
+Where servers or other stages have a gradient, `.grad` would be None, and a loop that sums norms
+over `.grad` would leave it out in silence. The stand-in can be asked for its shape, and removed.
+Any other use is an error that names the cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.platform.torch_private.pytree import tree_leaves
+from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import Removable
+from shoal.run.guards.readable_attributes import READABLE
+
+_ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_, Tensor.zero_}
+
+
+class AbsentGradient(Tensor):
+    """A gradient that is not on this rank: NaN of the right shape, without memory."""
+
+    parameter_name: str
+    under: str
+
+    @classmethod
+    def of(cls, parameter: Tensor, name: str, under: str) -> AbsentGradient:
+        """Return a stand-in for the gradient of `parameter`.
+
+        Args: under: words such as " under server".
+        """
+        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        absent = nan.expand(parameter.shape).as_subclass(cls)
+        absent.parameter_name, absent.under = name, under
+        return absent
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch._foreach_zero_:
+            with DisableTorchFunctionSubclass():
+                return func([item for item in args[0] if not isinstance(item, AbsentGradient)])
+        if func in _ALLOWED:
+            with DisableTorchFunctionSubclass():
+                return args[0] if func is Tensor.zero_ else func(*args, **(kwargs or {}))
+        absent = next(
+            item for item in tree_leaves((args, kwargs)) if isinstance(item, AbsentGradient)
+        )
+        raise absent.refusal(getattr(func, "__name__", str(func)))
+
+    def refusal(self, call: str) -> UsageError:
+        """Return the error about a use of this gradient."""
+        return UsageError(
+            f"{call}{call_site()}: the gradient of {self.parameter_name} is not on this rank"
+            f"{self.under}. For norms and clipping use run.clip_gradients(max_norm), for values "
+            "run.gradients()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of a parameter has no gradient."""
+        return None
+
+
+class AbsentGradients:
+    """The stand-ins of some parameters, made once.
+
+    Attributes: parameters: by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], under: str) -> None:
+        self.parameters = parameters
+        self._absent = [(p, AbsentGradient.of(p, name, under)) for name, p in parameters.items()]
+        self._shown = False
+
+    def show(self) -> None:
+        """Put the stand-ins where `.grad` is None."""
+        self._shown = True
+        for parameter, absent in self._absent:
+            if parameter.grad is None:
+                parameter.grad = absent
+
+    def hide(self) -> bool:
+        """Remove the stand-ins. Return True if they were shown, and none was removed since."""
+        if not self._shown:
+            return False
+        self._shown = False
+        there = False
+        for parameter, absent in self._absent:
+            if parameter.grad is absent:
+                there = True
+                parameter.grad = None
+        return there
+
+    def hide_in_steps(self, optimizers: Iterable[Optimizer]) -> Iterator[Removable]:
+        """Hide stand-ins from the optimizers, which would step by them; yield handles."""
+        shown = False
+
+        def before(*_: Any) -> None:
+            nonlocal shown
+            shown = self.hide()
+
+        def after(*_: Any) -> None:
+            if shown:
+                self.show()
+
+        for optimizer in optimizers:
+            yield optimizer.register_step_pre_hook(before)
+            yield optimizer.register_step_post_hook(after)

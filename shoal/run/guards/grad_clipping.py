@@ -1,0 +1,105 @@
+"""`clip_grad_norm_` and `clip_grad_value_` on prepared parameters.
+
+every rank has whole gradients   torch's own
+shards, all or some              the norm over all ranks; torch's loop over single tensors
+stages of a pipeline             an error that names `run.clip_gradients`
+servers                          the same, by `absent_gradient.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.norm import full_tensor, global_norm
+from shoal.errors import UsageError
+from shoal.platform.torch_private import clip_grad
+from shoal.run.guards.absent_gradient import AbsentGradient
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
+
+
+def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:
+    """Replace torch's norm and its choice of a loop where it would be wrong; yield handles."""
+    local_model = guarded.local_model
+    if local_model.is_partial or local_model.has_sharded_params or guarded.steps_in_backward:
+        yield _total_norm.add(guarded)
+    if guarded.absent_gradients or local_model.has_sharded_params:
+        yield _uses_lists.add(guarded)
+
+
+def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:
+    @torch.no_grad()
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not given and any(guarded.steps_in_backward for guarded in patch.active):
+            raise UsageError(
+                f"clip_grad_norm_{call_site()}: with step_in_backward the gradients have been used "
+                "and freed. Use step_in_backward=False."
+            )
+        guarded = _owner_of(given, patch)
+        if guarded is not None and guarded.local_model.is_partial:
+            raise UsageError(
+                f"clip_grad_norm_{call_site()}{guarded.under}: this rank has the gradients of its "
+                "own stage, and would clip by their norm alone. Use "
+                "run.clip_gradients(max_norm) instead."
+            )
+        if guarded is None or not any(isinstance(tensor, DTensor) for tensor in given):
+            whole: Tensor = original(given, norm_type, error_if_nonfinite, foreach)
+            return whole
+        norm = _norm_of_shards(given, float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}: not finite.")
+        return norm
+
+    return total_norm
+
+
+def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all entries of all tensors, a plain scalar. Collective."""
+    if norm_type == 2.0:
+        return global_norm(tensors)
+    norms = [full_tensor(torch.linalg.vector_norm(tensor, norm_type)) for tensor in tensors]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+def _make_uses_lists(_: ProcessWidePatch, original: Callable[..., bool]) -> Any:
+    def uses_lists(tensors: Sequence[Any], device: Any) -> bool:
+        for tensor in tensors:
+            if isinstance(tensor, AbsentGradient):  # before any other gradient is clipped
+                raise tensor.refusal("clipping")
+        meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
+        # torch takes no lists that mix tensors of several meshes, and plain ones.
+        return len(meshes) == 1 and original(tensors, device)
+
+    return uses_lists
+
+
+def _owner_of(gradients: Sequence[Tensor], patch: ProcessWidePatch) -> GuardedModels | None:
+    """Return the prepared models that own one of the gradients."""
+    ids = {id(gradient) for gradient in gradients}
+    for guarded in patch.active:
+        owned = guarded.local_model.trainable_params.values()
+        if any(id(parameter.grad) in ids for parameter in owned if parameter.grad is not None):
+            return guarded
+    return None
+
+
+_total_norm = ProcessWidePatch(
+    replaced_by(partial(clip_grad.replace, clip_grad.TOTAL_NORM), _make_total_norm)
+)
+_uses_lists = ProcessWidePatch(
+    replaced_by(partial(clip_grad.replace, clip_grad.USES_LISTS), _make_uses_lists)
+)

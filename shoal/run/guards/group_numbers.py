@@ -1,0 +1,62 @@
+"""Learning rates and other numbers of the optimizers' groups: the same on all ranks.
+
+A scheduler that sees each rank's own loss would make them come apart, and the ranks' weights with
+them. Ranks compare their numbers at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import UsageError
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.optimizer_binding import group_settings
+
+LONGEST_INTERVAL = 64
+"""Steps between two comparisons, at most."""
+
+
+def guard_group_numbers(guarded: GuardedModels) -> Iterator[Removable]:
+    """Compare the numbers of each optimizer's groups before its steps; yield handles."""
+    # Ranks that step by themselves may be at different steps.
+    if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
+        for optimizer in guarded.optimizers:
+            yield optimizer.register_step_pre_hook(_GroupComparison(guarded.mesh))
+
+
+class _GroupComparison:
+    """Counts the steps of one optimizer, and compares its numbers over ranks. Collective."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._steps = count(1)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        step = next(self._steps)
+        if step % LONGEST_INTERVAL and (step & (step - 1) or step > LONGEST_INTERVAL):
+            return
+        texts = self._mesh.all_gather_str(json.dumps(group_settings(optimizer)))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise UsageError(_describe(json.loads(texts[0]), rank, json.loads(text)))
+
+
+def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:
+    """Return the first number in which rank 0 and another rank differ."""
+    for group, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        for key in (*ours, *theirs):
+            if ours.get(key) != theirs.get(key):
+                return (
+                    f"rank 0 steps with {key}={ours.get(key)}, rank {rank} with "
+                    f"{key}={theirs.get(key)} (group {group}){call_site()}. If a scheduler saw "
+                    "another number on each rank, step it with what run.evaluate or "
+                    "run.forward_backward returns: those are the same on all ranks."
+                )
+    return f"rank 0 has {len(first)} optimizer groups, rank {rank} has {len(other)}{call_site()}."

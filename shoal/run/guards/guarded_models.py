@@ -1,0 +1,111 @@
+"""The prepared models, optimizers and ranks, as all guards see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.strategies.base import LocalModel
+
+
+class Removable(Protocol):
+    """A registered hook."""
+
+    def remove(self) -> None: ...
+
+
+class StepPhase:
+    """The phase of a run that guards ask about.
+
+    Attributes:
+        in_passes: the passes of `forward_backward` run now.
+        in_edit: the user changes weights within `run.edit()`.
+        has_gradients: `forward_backward` was called since the last step of an optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.in_passes = False
+        self.in_edit = False
+        self.has_gradients = False
+
+
+@dataclass(frozen=True, eq=False)
+class GuardedModels:
+    """Everything that was prepared, after all strategies were applied.
+
+    Attributes:
+        models: the user's models by their prefix in names of parameters; "" for a single one.
+        group_names: for each optimizer and each of its groups, the names of parameters as they
+            were before `prepare`.
+        strategy: name for messages, such as "zero3"; may be empty.
+        steps_in_backward: gradients are used and freed in the backward pass.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Sequence[Optimizer]
+    group_names: Sequence[Sequence[Sequence[str]]]
+    local_model: LocalModel
+    mesh: Mesh
+    strategy: str
+    steps_in_backward: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the user's models show, by name."""
+        return {
+            f"{prefix}{name}": parameter
+            for prefix, model in self.models.items()
+            for name, parameter in model.named_parameters()
+        }
+
+    @cached_property
+    def absent_gradients(self) -> dict[str, nn.Parameter]:
+        """Parameters of the user's models whose `.grad` is None after a step because the gradient
+        is elsewhere: on servers, in another stage, or in a shard.
+        """
+        if self.steps_in_backward:
+            return {}
+        owned = {id(parameter) for parameter in self.local_model.trainable_params.values()}
+        remote = self.local_model.remote_optimizer is not None
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and (remote or id(parameter) not in owned)
+        }
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if a parameter that a model shows is a shard."""
+        return any(is_shard(parameter) for parameter in self.parameters.values())
+
+    @property
+    def under(self) -> str:
+        """Words for messages: ` under zero3`, or nothing."""
+        return f" under {self.strategy}" if self.strategy else ""
+
+
+class ModuleHook:
+    """A hook on a module. A copy or a pickle of the module gets one that does nothing."""
+
+    def __init__(self, hook: Callable[..., Any] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._hook is None else self._hook(*args)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return type(self), ()
+
+
+def is_shard(parameter: Any) -> bool:
+    """Return True if this rank holds a part of a parameter only."""
+    return isinstance(parameter, DTensor) and not all(
+        isinstance(placement, Replicate) for placement in parameter.placements
+    )

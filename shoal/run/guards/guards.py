@@ -1,0 +1,208 @@
+"""All guards of a run: installed after the strategies are applied, asked at each step, removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import UsageError
+from shoal.run.guards.absent_gradient import AbsentGradients
+from shoal.run.guards.backward_hooks import guard_backward
+from shoal.run.guards.borrowed_weights import guard_functional_call
+from shoal.run.guards.foreign_optimizer import (
+    ParameterNames,
+    guard_foreign_optimizers,
+    named_parameters,
+)
+from shoal.run.guards.given_state import cut_given_optimizer_state, cut_given_weights
+from shoal.run.guards.grad_clipping import guard_clipping
+from shoal.run.guards.group_numbers import guard_group_numbers
+from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
+from shoal.run.guards.loss_watch import LossWatch
+from shoal.run.guards.partial_numbers import guard_partial_numbers
+from shoal.run.guards.state_requests import guard_state_requests
+from shoal.run.guards.weight_writes import WeightWatch
+from shoal.strategies.base import LocalModel
+
+
+class Guards:
+    """Turns what bypasses `run` into something that works, or into an error with the cure.
+
+    Args:
+        enabled: False leaves out what costs time in each step: hooks on parameters, stand-ins for
+            gradients, comparisons of numbers, and looks at weights and losses.
+        announce: called with notes, on rank 0.
+        strategy: name for messages, such as "zero3".
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        announce: Callable[[str], None] = print,
+        strategy: str = "",
+    ) -> None:
+        self.enabled = enabled
+        self.phase = StepPhase()
+        self._strategy = strategy
+        self._names = ParameterNames()
+        self._loss_watch = LossWatch(announce)
+        self._handles: list[Removable] = []
+        self._guarded: GuardedModels | None = None
+        self._absent: AbsentGradients | None = None
+        self._weights: WeightWatch | None = None
+
+    def remember(self, models: Mapping[str, nn.Module]) -> None:
+        """Note the full parameters, before strategies replace them.
+
+        Args: models: by the prefix of their parameters' names; "" for a single one.
+        """
+        self._names.add(named_parameters(models.items()))
+
+    def install(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+        group_names: Sequence[Sequence[Sequence[str]]],
+        local_model: LocalModel,
+        mesh: Mesh,
+        steps_in_backward: bool = False,
+    ) -> None:
+        """Guard models and optimizers from now on, instead of those before. Called on all ranks.
+
+        Args:
+            group_names: for each optimizer and group the names of parameters before `prepare`.
+            steps_in_backward: gradients are used and freed in the backward pass.
+        """
+        self.remove()
+        guarded = GuardedModels(
+            dict(models),
+            optimizers,
+            group_names,
+            local_model,
+            mesh,
+            self._strategy,
+            steps_in_backward,
+        )
+        self._guarded = guarded
+        self._names.add(guarded.parameters.items())
+        self._names.add(local_model.trainable_params.items())
+        handles = self._handles
+        handles += cut_given_weights(guarded)
+        handles += cut_given_optimizer_state(guarded)
+        handles += guard_state_requests(guarded)
+        handles += guard_clipping(guarded)
+        handles += guard_partial_numbers(guarded)
+        handles += guard_functional_call(guarded)
+        handles += guard_foreign_optimizers(guarded, self._names, self.phase)
+        handles += [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
+        if not self.enabled:
+            return
+        handles += guard_backward(guarded, self.phase)
+        handles += guard_group_numbers(guarded)
+        if guarded.absent_gradients:
+            self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
+            handles += self._absent.hide_in_steps(optimizers)
+        if local_model.remote_optimizer is not None:
+            self._weights = WeightWatch(guarded)
+            handles.append(self._weights)
+
+    def remove(self) -> None:
+        """Remove all hooks, and put back all that was replaced."""
+        if self._absent is not None:
+            self._absent.hide()
+        for handle in reversed(self._handles):
+            handle.remove()
+        self._handles = []
+        self._absent = self._weights = self._guarded = None
+
+    def before_step(self) -> None:
+        """Check what was done since the last step. Call it first in `forward_backward`.
+
+        Raises: UsageError: weights were written that would be lost.
+        """
+        if self._absent is not None:
+            self._absent.hide()
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        """Raise UsageError if weights were written that would be lost."""
+        if self._weights is not None and not self.phase.in_edit:
+            self._weights.check()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Let backward passes reach parameters in this context."""
+        before = self.phase.in_passes
+        self.phase.in_passes = True
+        try:
+            yield
+        finally:
+            self.phase.in_passes = before
+
+    def after_step(self, loss: Tensor | None) -> None:
+        """Show stand-ins for gradients that are elsewhere, and look at the loss.
+
+        Args: loss: the global mean, a detached scalar; None where another check looks at it.
+        """
+        self.phase.has_gradients = True
+        if self._absent is not None:
+            self._absent.show()
+        if self.enabled and loss is not None:
+            self._loss_watch.look(loss)
+
+    @contextmanager
+    def edit(self) -> Iterator[None]:
+        """Let the user write weights in this context, the same on all ranks. Collective.
+
+        All ranks hold the same weights at its beginning. At its end, servers are sent the weights
+        if any was changed.
+
+        Raises: UsageError: the gradients of a step are with the servers.
+        """
+        guarded = self._guarded
+        assert guarded is not None, "nothing is prepared"
+        state = guarded.local_model.strategy_state
+        self.check_weights()
+        state.synchronize()
+        is_remote = guarded.local_model.remote_optimizer is not None
+        if is_remote and self.phase.has_gradients:
+            raise UsageError(
+                "run.edit(): the servers have gradients of the weights as they are. Call "
+                "optimizer.step() first."
+            )
+        parameters = guarded.local_model.trainable_params
+        before = [p.detach().clone() for p in parameters.values()] if is_remote else []
+        self.phase.in_edit = True
+        try:
+            yield
+            if is_remote:
+                self._send_changes(guarded, before)
+        finally:
+            self.phase.in_edit = False
+            if self._weights is not None:
+                self._weights.accept()
+
+    def _on_step(self, *_: Any) -> None:
+        self.phase.has_gradients = False
+
+    def _send_changes(self, guarded: GuardedModels, before: Sequence[Tensor]) -> None:
+        """Send the weights to the servers if any rank has changed one. Collective."""
+        local_model, mesh = guarded.local_model, guarded.mesh
+        parameters = local_model.trainable_params.values()
+        changed = any(
+            not torch.equal(old, new) for old, new in zip(before, parameters, strict=True)
+        )
+        flag = torch.tensor([float(changed)], device=mesh.device)
+        if not mesh.all_reduce_max(flag).item():
+            return
+        for parameter in parameters:
+            mesh.broadcast_tensor(parameter.detach())
+        for optimizer in guarded.optimizers:
+            local_model.strategy_state.pull_state(optimizer)
+            local_model.strategy_state.push_state(optimizer)

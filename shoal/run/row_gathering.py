@@ -1,0 +1,106 @@
+"""`Run.gather` and `Run.rows`: the rows of all ranks, for losses that couple samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.comm.row_collectives import count_rows, gather_rows
+from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies import base
+
+OTHER_WEIGHTS = (
+    "run.gather: the ranks have different weights between two averages or pushes here, so the "
+    "gathered rows would be outputs of different models. Use ddp, zero1, zero2, zero3, or server "
+    "with staleness=0."
+)
+STAGES = (
+    "run.gather couples the samples of a global batch; a pipeline makes micro-batches of it, one "
+    "after the other. Use a strategy without pipeline."
+)
+EVALUATION = (
+    "run.gather inside of evaluate: ranks take whole batches in turn there, and some have none "
+    "left. Return the sums of each batch; or gather in a loop of your own, over a prepared loader."
+)
+
+
+def check_gather_allowed(
+    mesh: Mesh, accumulate: int, local_model: base.LocalModel, inside_step: bool = True
+) -> None:
+    """Raise where gathered rows are not the rows of one model for one global batch.
+
+    Args:
+        accumulate: micro-batches of each rank's local batch.
+        inside_step: the call is inside of `forward_backward`.
+
+    Raises: StrategyRefused: with the cure.
+    """
+    if not local_model.strategy_state.is_synchronous:
+        raise StrategyRefused(OTHER_WEIGHTS)
+    if inside_step and mesh.pipeline.size > 1:
+        raise StrategyRefused(STAGES)
+    if inside_step and accumulate > 1:
+        raise StrategyRefused(
+            f"run.gather couples the samples of a global batch; accumulate={accumulate} would make "
+            f"{accumulate} batches of it. Use accumulate=1."
+        )
+
+
+class RowGathering:
+    """Gathers rows along the data axis, without those of stand-ins.
+
+    Args:
+        accumulate: micro-batches of each rank's local batch.
+    """
+
+    def __init__(self, mesh: Mesh, accumulate: int) -> None:
+        self._mesh = mesh
+        self._accumulate = accumulate
+        self._inside_step = False
+        self._evaluates = False
+        # The last batch on this rank is a stand-in, which has no rows.
+        self._stands_in = False
+        self._rows: slice | None = None
+
+    def gather(self, x: Tensor, local_model: base.LocalModel) -> Tensor:
+        """Return the rows of all data ranks; `Run.gather` explains it. Collective."""
+        if self._evaluates:
+            raise UsageError(EVALUATION)
+        check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)
+        axis = self._mesh.data
+        own = x[:0] if self._stands_in and x.dim() else x
+        counts = count_rows(own, axis)
+        start = sum(counts[: axis.rank])
+        # A stand-in is the first sample of the global batch, so its row is among those of others.
+        self._rows = slice(0, 1) if self._stands_in else slice(start, start + len(own))
+        return gather_rows(own, axis, counts)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of this rank in the tensor that was gathered last."""
+        if self._rows is None:
+            raise UsageError("run.rows: nothing was gathered yet. Call run.gather(tensor) first.")
+        return self._rows
+
+    @contextmanager
+    def step(self, batch: base.LocalBatch) -> Iterator[None]:
+        """Gather rows of `batch` inside, and after it until the next step."""
+        self._stands_in = batch.num_samples == 0
+        self._rows = None
+        self._inside_step = True
+        try:
+            yield
+        finally:
+            self._inside_step = False
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Refuse to gather inside."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False

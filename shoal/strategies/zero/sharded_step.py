@@ -1,0 +1,237 @@
+"""One rank's steps through torch's `fully_shard`.
+
+      forward    root opens │ compute_loss: units gather, compute, free │ root closes, adds token
+      backward   units gather again, compute, reduce │ the root's parameters are reduced and freed
+      reduce     scalars; parameters that no rank has used lose their gradient
+
+A gradient that is taken inside compute_loss (`torch.autograd.grad`) is a backward pass of its own
+to the engine, which must neither reduce nor free anything before the forward pass has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from shoal.comm.axis import Axis
+from shoal.comm.mesh import register_cleanup
+from shoal.errors import StrategyRefused
+from shoal.platform.torch_private.pytree import tree_map
+from shoal.platform.torch_private.tensor_state import is_view
+from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
+from shoal.strategies.wrap_units import innermost, units
+from shoal.strategies.zero.lockstep import Lockstep
+from shoal.strategies.zero.step_root import StepRoot
+from shoal.strategies.zero.unit_order import END_OF_STEP
+
+
+class ShardedStep:
+    """One rank's steps through `fully_shard`.
+
+    `fully_shard` takes no 0-dimensional parameters. These *scalars* are replicated. The optimizer
+    steps a DTensor that shares the memory of the scalar, for it takes no mix of both kinds.
+
+    Attributes:
+        totals: totals of this step; their sum over ranks when `totals_work` is done.
+        scalars: 0-dimensional trainable parameters, by name.
+        replicated: their DTensors, by name.
+        sharded: parameters that the optimizer steps, by name.
+        lockstep: None on one rank.
+        root: the module around the user's model, which the engine takes for the model.
+        engines: units and the root, as the engine knows them.
+    """
+
+    def __init__(self, stage: int, model: LocalModel, data: Axis) -> None:
+        self.stage = stage
+        self.model = model
+        self.data = data
+        self.totals: Tensor | None = None
+        self.totals_work: dist.Work | None = None
+        self.scalars = {name: p for name, p in model.trainable_params.items() if p.dim() == 0}
+        self.replicated: dict[str, nn.Parameter] = {}
+        self.sharded: dict[str, nn.Parameter] = {}
+        self.lockstep: Lockstep | None = None
+        self.root = StepRoot(model.module)
+        self.engines: list[FSDPModule] = []
+
+    def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
+        """Shard the parameters of all units, and then of the root around them. Collective.
+
+        Args: unit: class name of the units; empty for the rule of `wrap_units`.
+        """
+        model = self.model.module
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": policy,
+            "ignored_params": {p for p in model.parameters() if p.dim() == 0},
+        }
+        # Units inside each other would run at the same time, and have no order.
+        wrapped = innermost(units(model, unit))
+        if self.data.size > 1:
+            trained = [*self.model.trainable_params]
+            self.lockstep = Lockstep(
+                self.data, self.root, model, wrapped, trained, frees=self.stage == 3
+            )
+            register_cleanup(self.lockstep)
+        self.root.lockstep = self.lockstep
+        for module in wrapped.values():
+            module.register_forward_hook(_clone_views)
+            with self.lockstep.wrap_unit(module) if self.lockstep else nullcontext():
+                fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
+        fully_shard(self.root, reshard_after_forward=False, **arguments)
+        self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
+        is_container = type(model).forward is nn.Module.forward
+        models = model.children() if is_container else [model]
+        self.root.open_for_calls({*models, *wrapped.values()}, self.release)
+        for name, scalar in self.scalars.items():
+            self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
+
+    def trainable_params(self) -> dict[str, nn.Parameter]:
+        """Return this rank's shard of every trainable parameter, by name, for its optimizer."""
+        parameters = dict(self.model.module.named_parameters())
+        self.sharded = {
+            name: self.replicated.get(name, parameters[name])
+            for name in self.model.trainable_params
+        }
+        return self.sharded
+
+    def forward(self, batch: LocalBatch) -> ForwardOutput:
+        """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
+        self._configure(reduces=False, frees=False, is_last=False)
+        if self.lockstep is not None and batch.sum_counts is not None:
+            batch = batch._replace(sum_counts=partial(self._sum_counts, batch.sum_counts))
+        output = self.root.run(batch.compute_loss, partial(self.model.forward, batch))
+        reduces = batch.is_last_microbatch or self.stage > 1
+        frees = batch.is_last_microbatch or self.stage == 3
+        self._configure(reduces, frees, is_last=True)
+        if self.lockstep is not None:
+            self.lockstep.reduces = reduces
+            self.lockstep.frees_after_backward = frees
+            output = output._replace(loss=self.lockstep.attach_token(output.loss))
+        if batch.is_last_microbatch:
+            self.totals = output.step_totals
+            self.totals_work = None
+            if self.data.size > 1:
+                self.totals_work = dist.all_reduce(
+                    self.totals, group=self.data.group, async_op=True
+                )
+        return output
+
+    def _sum_counts(self, sum_counts: Callable[[Tensor], Tensor], counts: Tensor) -> Tensor:
+        """Sum counts over ranks, when no rank needs a further unit. Collective."""
+        assert self.lockstep is not None
+        self.lockstep.advance_to(END_OF_STEP)
+        return sum_counts(counts)
+
+    def _configure(self, reduces: bool, frees: bool, is_last: bool) -> None:
+        """Choose what the engine does in the backward passes that come now.
+
+        Those inside the forward pass are of inner gradients. They reduce and free nothing.
+
+        Args: is_last: no further backward pass comes before the next forward pass.
+        """
+        for engine in self.engines:
+            engine.set_requires_gradient_sync(reduces, recurse=False)
+            engine.set_reshard_after_backward(frees, recurse=False)
+        assert isinstance(self.root, FSDPModule)
+        self.root.set_is_last_backward(is_last)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that computes with the model, as `LocalModel.call`. Collective."""
+        return self.root.run(function, partial(self.model.call, function, *args, **kwargs))
+
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
+        """Compute both passes of one micro-batch. Collective.
+
+        The engine reduces gradients to means over ranks. `scaled_for_mean` turns them into sums.
+        """
+        with self.root.step(), self._explain_sharded_weights():
+            result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
+        if not batch.is_last_microbatch:
+            return result
+        assert self.totals is not None
+        if self.totals_work is not None:
+            self.totals_work.wait()
+        return mean_result(result, self.totals, self.data.size)
+
+    @contextmanager
+    def _explain_sharded_weights(self) -> Iterator[None]:
+        """Replace torch's error about a weight that is sharded when it is used, by the cures."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            freed = (
+                "it is gathered while that unit runs"
+                if self.stage == 3
+                else "it is gathered when that unit runs"
+            )
+            later = " zero2, where it is used after the unit has run;" if self.stage == 3 else ""
+            raise StrategyRefused(
+                f"zero{self.stage}: a weight of one unit is used outside of that unit, and "
+                f"{freed}. Cures:{later} "
+                "unit=CLASS with a class that holds both; assign the weight to the module that "
+                "uses it as well, self.name = unit.weight, so that it counts as tied; ddp."
+            ) from error
+
+    def reduce(self) -> None:
+        """Average the gradients of scalars, and remove unused ones. Collective.
+
+        The engine has averaged all others. A parameter that no rank has used gets `.grad = None`.
+        """
+        self.model.reduce_gradients()
+        lacking = {name for name, scalar in self.scalars.items() if scalar.grad is None}
+        unused = lacking if self.lockstep is None else set(self.lockstep.unused(lacking))
+        used = {name: scalar for name, scalar in self.scalars.items() if name not in unused}
+        if used:
+            self._reduce_scalars(used)
+        for name in unused - self.scalars.keys():
+            self.sharded[name].grad = None
+
+    def _reduce_scalars(self, used: dict[str, nn.Parameter]) -> None:
+        """Average the gradients of scalars in one message. Collective.
+
+        Every rank sends a value for each, 0 if it did not use the scalar.
+        """
+        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
+        dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
+        means = self.data.all_reduce(
+            torch.stack([gradient.to(dtype) for gradient in gradients])
+        ).div_(self.data.size)
+        for (name, scalar), mean in zip(used.items(), means.unbind(), strict=True):
+            stepped = self.replicated[name]
+            assert isinstance(stepped, DTensor)
+            stepped.grad = _replicated(mean.to(scalar.dtype), stepped.device_mesh)
+            scalar.grad = None
+
+    def release(self) -> None:
+        """Free the parameters that a forward pass without a backward pass has gathered."""
+        self.model.reshard()
+        for engine in self.engines:
+            engine.reshard()
+
+
+def _clone_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Forward hook: clone outputs that are views.
+
+    The engine gathers a unit again by a node on its outputs. Writing into a view would replace that
+    node.
+    """
+    return tree_map(
+        lambda item: item.clone() if isinstance(item, Tensor) and is_view(item) else item, output
+    )
+
+
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,147 @@
+"""The engine's root: a module around the user's models, whose forward pass is that of a step.
+
+      root ───────────────────────────────────────────────┐
+      │  compute_loss     model(x) ── model(x) ── head(h) │    units gather and free inside
+      └───────────────────────────────────────────────────┘
+
+torch's engine gathers the parameters that are in no unit in the forward pass of its root. A step
+may call the model twice, a method of it, a part, or several models. So the root is none of them:
+the root's forward pass begins before the user's function and ends with its loss. A model that is
+called outside of a step makes a forward pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shoal.platform.torch_private.fsdp import post_forward, pre_forward, reset_after_error
+from shoal.strategies.zero.lockstep import Lockstep
+
+Output = TypeVar("Output")
+
+
+class StepRoot(nn.Module):
+    """The module around the user's models. Its forward pass is opened and closed, not called.
+
+    Args: module: the user's model, or a container of several.
+
+    Attributes:
+        lockstep: follows the order of units; None on one rank.
+        is_open: a forward pass is under way.
+        in_step: a step is under way: its forward pass, or its backward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.lockstep: Lockstep | None = None
+        self.is_open = False
+        self.in_step = False
+        self._opened_by: nn.Module | None = None
+
+    def run(self, function: Callable[..., Any], work: Callable[[], Output]) -> Output:
+        """Call `work` as one forward pass of the root, and return what it returns. Collective.
+
+        Args: function: the user's function in it, under whose name the order of units is kept.
+        """
+        if self.is_open:
+            return work()
+        self._open(name_of(function))
+        try:
+            output = work()
+        except BaseException:
+            self._abandon()
+            raise
+        closed: Output = self._close(output)
+        return closed
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compute a step in this context. A call of a model belongs to the step, also where the
+        backward pass computes a unit again.
+        """
+        self.in_step = True
+        try:
+            # One thread takes nodes in the reverse order of their making, those of inner gradients
+            # too. A unit's gradient is complete then when the token has come back to its inputs.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.in_step = False
+
+    def open_for_calls(self, modules: Iterable[nn.Module], release: Callable[[], None]) -> None:
+        """Let each call of `modules` outside of a step be one forward pass of the root.
+
+        Args: release: frees what the pass has gathered.
+        """
+        uncompiled: Any = torch.compiler.disable
+        for module in modules:
+            module.register_forward_pre_hook(uncompiled(self._on_call), prepend=True)
+            module.register_forward_hook(uncompiled(partial(self._on_return, release)))
+            module.register_forward_hook(uncompiled(self._on_error), always_call=True)
+
+    def _on_call(self, module: nn.Module, _inputs: Any) -> None:
+        if not self.is_open and not self.in_step:
+            self._open("")
+            self._opened_by = module
+
+    def _on_return(
+        self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
+    ) -> Any:
+        if self._opened_by is not module:
+            return None
+        self._opened_by = None
+        output = self._close(output)
+        # Else an optimizer could step the shards of weights that are read whole afterwards.
+        release()
+        return output
+
+    def _on_error(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._opened_by is module:
+            self._abandon()
+
+    def _open(self, name: str) -> None:
+        """Gather the root's parameters, and begin to follow the order of units. Collective."""
+        self.is_open = True
+        if self.lockstep is None:
+            pre_forward(self, {})
+            return
+        hooks = self.lockstep.begin(name)
+        _, options = hooks.pre_forward(self, (), {}) or ((), {})
+        hooks.post_all_gather(self, (), pre_forward(self, options))
+
+    def _close(self, output: Any) -> Any:
+        """End the forward pass, when no rank needs a further unit. Collective."""
+        self.is_open = False
+        if self.lockstep is None:
+            return post_forward(self, output)
+        # The token goes through the root in place of the loss, to which it is added later.
+        hooks = self.lockstep.root_hooks
+        hooks.post_compute(self, (), None)
+        post_forward(self, self.lockstep.token)
+        return output
+
+    def _abandon(self) -> None:
+        """End a forward pass that has failed."""
+        self.is_open = False
+        self._opened_by = None
+        if self.lockstep is not None:
+            self.lockstep.abandon()
+        reset_after_error(self)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a name for a user's function that is the same on all ranks, and in all steps."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

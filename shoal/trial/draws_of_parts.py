@@ -1,0 +1,166 @@
+"""The random numbers of a whole batch, handed to its parts row by row.
+
+    whole    dropout draws a mask of (12, 8)         recorded
+    part     rows 3, 7, 1: dropout draws (3, 8)      replaced by rows 3, 7, 1 of the recorded mask
+
+So a difference between parts and whole is no matter of luck. A permutation of the rows is no draw
+of rows: it is drawn anew, and what it mixes shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.trial.loss_verdict import CannotTry
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_HALF = (torch.float16, torch.bfloat16)
+_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class RecordedDraws:
+    """The draws of a whole batch, in their order.
+
+    Attributes:
+        num_rows: samples of the whole.
+        in_blocks: k draws of each row lie n apart, as for torch.cat of two views of a batch; False:
+            they are neighbours.
+        repeats_rows: there are draws for which `in_blocks` makes a difference.
+        uncut: a draw that has no rows of its own, in words; empty if there is none.
+        half: an operator computed in 16 bits.
+        permuted: rows were permuted at random.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.in_blocks = False
+        self.repeats_rows = False
+        self.uncut = ""
+        self.half = False
+        self.permuted = False
+        self._values: list[tuple[str, Tensor]] = []
+        # Index of a draw -> its dimensions of rows, as the parts have shown.
+        self._row_dims: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def record(self, operator: str, value: Tensor) -> None:
+        """Append a draw of the whole."""
+        self._values.append((operator, value.detach().clone()))
+
+    def share(self, index: int, operator: str, drawn: Tensor, rows: Tensor) -> Tensor | None:
+        """Return what a part is to use in place of `drawn`; None if draws cannot be told apart."""
+        if index >= len(self._values) or self._values[index][0] != operator:
+            return self._refused(operator)
+        whole = self._values[index][1]
+        if whole.dim() != drawn.dim() or whole.dtype != drawn.dtype:
+            return self._refused(operator)
+        dims = [d for d in range(whole.dim()) if whole.shape[d] != drawn.shape[d]]
+        # A permutation of all rows changes no shape: the parts before it have shown the rows.
+        dims = (
+            self._row_dims.setdefault(index, dims)
+            if len(rows) < self.num_rows
+            else (self._row_dims.get(index, []))
+        )
+        for d in dims:
+            chosen = self._rows_along(whole.shape[d], rows)
+            if chosen is None:
+                return self._refused(operator)
+            whole = whole.index_select(d, chosen.to(whole.device))
+        return whole if whole.shape == drawn.shape else self._refused(operator)
+
+    def _rows_along(self, length: int, rows: Tensor) -> Tensor | None:
+        if length % self.num_rows:
+            return None
+        per_row = length // self.num_rows
+        self.repeats_rows |= per_row > 1
+        repeats = torch.arange(per_row)
+        if self.in_blocks:
+            return (repeats[:, None] * self.num_rows + rows).flatten()
+        return (rows[:, None] * per_row + repeats).flatten()
+
+    def _refused(self, operator: str) -> Tensor | None:
+        self.uncut = self.uncut or operator
+        return None
+
+
+class DrawnInParts(DispatchMode):
+    """Record the draws of the whole (`rows` None), or replace those of a part.
+
+    Raises: CannotTry: inside of it a collective is called, or a sharded tensor is used.
+    """
+
+    def __init__(self, draws: RecordedDraws, rows: Tensor | None) -> None:
+        super().__init__()
+        self._draws, self._rows, self._next = draws, rows, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
+            raise CannotTry("it takes part in communication between ranks")
+        if _RANDOM not in func.tags:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype in _HALF:
+                self._draws.half = True
+            return result
+        return self._draw(func, args, kwargs or {})
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        operator = str(func.overloadpacket).removeprefix("aten.")
+        if operator == "native_dropout":
+            return self._dropout(func, args, kwargs)
+        before = torch.get_rng_state(), _device_state(args)
+        result = func(*args, **kwargs)
+        if operator == "randperm":
+            self._draws.permuted = True
+            return result
+        if not isinstance(result, Tensor):
+            # Attention without dropout is marked as random too, and draws nothing.
+            if not _same_states(before, (torch.get_rng_state(), _device_state(args))):
+                self._draws.uncut = self._draws.uncut or operator
+            return result
+        share = self._share(operator, result)
+        return result if share is None else result.copy_(share)
+
+    def _dropout(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Dropout as one kernel: its mask is the draw, and the output follows from it."""
+        output, mask = func(*args, **kwargs)
+        share = self._share("native_dropout", mask)
+        if share is not None:
+            keep = 1.0 - args[1]
+            output.copy_(args[0] * share * (1.0 / keep if keep else 0.0))
+            mask.copy_(share)
+        return output, mask
+
+    def _share(self, operator: str, drawn: Tensor) -> Tensor | None:
+        if self._rows is None:
+            self._draws.record(operator, drawn)
+            return None
+        self._next += 1
+        return self._draws.share(self._next - 1, operator, drawn, self._rows)
+
+    def finish(self) -> None:
+        """Note a part that has drawn less often than the whole. Called after the part."""
+        if self._rows is not None and self._next != len(self._draws):
+            self._draws.uncut = self._draws.uncut or "another number of draws"
+
+
+def _device_state(args: Any) -> Tensor | None:
+    for value in args:
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            return torch.cuda.get_rng_state(value.device)
+    return None
+
+
+def _same_states(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    return all(
+        (old is None and new is None) or torch.equal(old, new)
+        for old, new in zip(before, after, strict=True)
+    )

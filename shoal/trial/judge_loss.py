@@ -1,0 +1,290 @@
+"""The verdict on a loss: the whole and its parts, and what tells randomness from coupling."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.platform.torch_private.module_state import DropoutBase
+from shoal.trial.batch_rows import choose_rows, take_rows
+from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
+from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
+from shoal.trial.guess_cause import guess_cause, user_line
+from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
+from shoal.trial.untouched import Untouched
+
+MAX_ROWS = 16
+"""Rows of a batch that are enough for the passes through whole models."""
+TOLERANCE = 1e-4
+"""float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
+TOLERANCE_IN_FLOAT64 = 1e-5
+"""For recorded outputs, converted to float64. The function may compute in float32."""
+TOLERANCE_IN_HALF = 0.4
+"""16 bits hide what is smaller, so below it nothing is said."""
+_DROPPING = (DropoutBase, nn.RNNBase, nn.MultiheadAttention)
+
+
+def try_loss(
+    compute_loss: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_samples: int,
+    models: Sequence[nn.Module],
+    parameters: Sequence[Tensor],
+) -> LossVerdict:
+    """Judge a loss by its gradients on rows of a batch and on parts of them.
+
+    Runs the models about ten times on at most `MAX_ROWS` rows. Changes nothing, and makes no
+    collective: the models must be whole on this rank.
+
+    Args:
+        num_samples: dimension 0 of the tensors in `args` and `kwargs`.
+        models: the modules that `compute_loss` calls.
+        parameters: whose gradients are compared.
+    """
+    if num_samples < 2:
+        return LossVerdict(
+            LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank"
+        )
+
+    chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
+
+    def compute(rows: Tensor) -> Any:
+        # More rows than were chosen are those of the whole batch.
+        rows = chosen[rows] if len(rows) <= len(chosen) else rows
+        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
+        return compute_loss(*taken_args, **taken_kwargs)
+
+    try:
+        with Untouched(models, compute_loss) as state:
+            judge = LossJudge(compute, parameters, state, len(chosen))
+            verdict = judge.verdict(all_rows=num_samples)
+        if not verdict.objects:
+            return verdict
+        return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
+    except CannotTry as why:
+        return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
+
+
+class LossJudge:
+    """The passes of one trial.
+
+    Args:
+        compute: (rows) -> the result of the user's function on these rows.
+        leaves: tensors whose gradients are compared.
+        state: entered by the caller.
+        num_rows: rows of the whole.
+        tolerance: relative.
+        num_splits: 1 to 3 ways to cut the whole in two.
+        seed: of the random split.
+
+    Attributes:
+        draws: of the whole, with what the parts showed of them.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Tensor], Any],
+        leaves: Sequence[Tensor],
+        state: Untouched,
+        num_rows: int,
+        tolerance: float = TOLERANCE,
+        num_splits: int = 3,
+        seed: int = 0,
+    ) -> None:
+        self._loss = LossOnRows(compute, leaves)
+        self._state = state
+        self._num_rows = num_rows
+        self._tolerance = tolerance
+        self._all = torch.arange(num_rows)
+        self._order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+        self._num_splits = num_splits
+        self.draws = RecordedDraws(num_rows)
+
+    def verdict(self, all_rows: int) -> LossVerdict:
+        """Judge the loss.
+
+        Args: all_rows: of the batch, for a function that fails on `num_rows` of them.
+
+        Raises: CannotTry: see `take_rows`, `LossOnRows` and `DrawnInParts`.
+        """
+        try:
+            whole = self._measure_whole()
+        except _FailedError as failed:
+            return self._failed_whole(failed, all_rows)
+        verdict = self._compare(whole)
+        if verdict.kind is LossKind.COUPLED and self.draws.repeats_rows:
+            # The draws of a row may lie side by side, or once in each of several blocks.
+            self.draws.in_blocks = True
+            in_blocks = self._compare(whole)
+            verdict = verdict if in_blocks.objects else in_blocks
+        if verdict.kind is LossKind.COUPLED and self.draws.uncut:
+            return self._without_dropout()
+        return self._confirmed(verdict, whole) if verdict.objects else verdict
+
+    def _measure_whole(self) -> Measured:
+        return self._pass(lambda: self._loss.whole(self._all), None)
+
+    def _compare(self, whole: Measured) -> LossVerdict:
+        """Compare the whole with its parts in all splits, and with its rows in another order."""
+        errors: list[SplitError] = []
+        failure: _FailedError | None = None
+        for parts in self._splits():
+            try:
+                measured = [self._part(rows) for rows in parts]
+            except _FailedError as failed:
+                failure = failure or failed
+                errors.append(SplitError(tuple(len(rows) for rows in parts), 1.0, 1.0))
+            else:
+                errors.append(distance(whole, measured))
+        if failure is not None or any(error.mean >= self._tolerance for error in errors):
+            return self._difference(whole, errors, failure)
+        if self._num_splits > 1 and self._order_error(whole) >= self._tolerance:
+            return self._order_matters(whole)
+        kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
+        return LossVerdict(kind, max(error.mean for error in errors))
+
+    def _difference(
+        self, whole: Measured, errors: list[SplitError], failure: _FailedError | None
+    ) -> LossVerdict:
+        """Return the verdict where parts do not add up, or fail, as a mean would not."""
+        if all(error.sum < self._tolerance for error in errors):
+            return LossVerdict(LossKind.SUM, max(error.sum for error in errors))
+        worst = max(errors, key=lambda error: error.mean)
+        if self._num_rows >= 4 and self._needs_two_rows(whole, errors):
+            reason = failure.text if failure else "it gives a loss that is not finite"
+            return LossVerdict(LossKind.NEEDS_TWO_ROWS, reason=reason)
+        sizes = (*worst.sizes, self._num_rows)
+        if failure is not None:
+            return LossVerdict(
+                LossKind.FAILS_ON_PARTS,
+                sizes=(failure.num_rows, self._num_rows),
+                reason=failure.text,
+            )
+        return LossVerdict(LossKind.COUPLED, worst.mean, sizes)
+
+    def _needs_two_rows(self, whole: Measured, errors: list[SplitError]) -> bool:
+        """Return True if only parts of a single row are wrong, and by no finite number."""
+        if any(error.mean >= self._tolerance and 1 not in error.sizes for error in errors):
+            return False
+        if not any(error.mean == 1.0 for error in errors):
+            return False
+        try:
+            parts = [self._part(self._order[:2]), self._part(self._order[2:])]
+        except _FailedError:
+            return False
+        return distance(whole, parts).mean < self._tolerance
+
+    def _order_error(self, whole: Measured) -> float:
+        try:
+            return distance_of_repeat(whole, self._part(self._order))
+        except _FailedError:
+            return 1.0
+
+    def _order_matters(self, whole: Measured) -> LossVerdict:
+        return LossVerdict(
+            LossKind.COUPLED,
+            self._order_error(whole),
+            (self._num_rows, self._num_rows),
+            cause="The same samples in another order give another loss.",
+        )
+
+    def _splits(self) -> list[tuple[Tensor, Tensor]]:
+        order, n = self._order, self._num_rows
+        third = max(1, n // 3)
+        splits = [
+            (order[:third], order[third:]),
+            (order[:1], order[1:]),
+            (self._all[: n // 2], self._all[n // 2 :]),
+        ]
+        return splits[: self._num_splits]
+
+    def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
+        """Return the objection, if it is neither randomness nor rounding."""
+        try:
+            again = self._pass(lambda: self._loss.whole(self._all), self._all)
+            if distance_of_repeat(whole, again) > self._tolerance:
+                return _cannot("the same samples give another loss when they are tried again")
+            self._state.reseed(1)
+            other = self._pass(lambda: self._loss.whole(self._all), self._all)
+            if distance_of_repeat(whole, other) > self._tolerance:
+                return _cannot("it draws numbers from numpy or random, which no part can share")
+        except _FailedError as failed:
+            return _cannot(f"it fails when it is tried again, with {failed.text}")
+        finally:
+            self._state.reseed(None)
+        if self.draws.half and verdict.difference < TOLERANCE_IN_HALF:
+            return _cannot("it computes in 16 bits, whose rounding hides the answer")
+        return verdict
+
+    def _without_dropout(self) -> LossVerdict:
+        """Judge again without the dropout of modules, whose draws could not be cut."""
+        reason = f"the random numbers of {self.draws.uncut} have no rows of their own"
+        self._state.stop_dropout(_DROPPING)
+        self.draws = RecordedDraws(self._num_rows)
+        try:
+            whole = self._measure_whole()
+            verdict = self._compare(whole)
+            if not verdict.objects:
+                return verdict
+            return _cannot(reason) if self.draws.uncut else self._confirmed(verdict, whole)
+        except _FailedError:
+            return _cannot(reason)
+
+    def _failed_whole(self, failed: _FailedError, all_rows: int) -> LossVerdict:
+        """Return the verdict on a function that fails already on the rows of the whole."""
+        if all_rows > self._num_rows:
+            self.draws = RecordedDraws(all_rows)
+            try:
+                self._pass(lambda: self._loss.whole(torch.arange(all_rows)), None)
+            except _FailedError:
+                pass
+            else:
+                return LossVerdict(
+                    LossKind.FAILS_ON_PARTS,
+                    sizes=(self._num_rows, all_rows),
+                    reason=failed.text,
+                )
+        return _cannot(f"it fails with {failed.text}")
+
+    def _part(self, rows: Tensor) -> Measured:
+        return self._pass(lambda: self._loss.part(rows, self._num_rows), rows)
+
+    def _pass(self, measure: Callable[[], Measured], rows: Tensor | None) -> Measured:
+        """Measure with everything put back before it, and draws recorded or handed out.
+
+        Raises: _FailedError: the function failed.
+        """
+        self._state.restore()
+        mode = DrawnInParts(self.draws, rows)
+        try:
+            with torch.enable_grad(), mode:
+                measured = measure()
+        except CannotTry:
+            raise
+        except Exception as error:
+            size = self._num_rows if rows is None else len(rows)
+            raise _FailedError(error, size) from error
+        mode.finish()
+        return measured
+
+
+class _FailedError(Exception):
+    """The user's function raised an error."""
+
+    def __init__(self, error: Exception, num_rows: int) -> None:
+        message = str(error).split("\n")[0][:200]
+        place = user_line(traceback.extract_tb(error.__traceback__))
+        name = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
+        self.text = f"{name}{message}{place}"
+        self.num_rows = num_rows
+        super().__init__(self.text)
+
+
+def _cannot(reason: str) -> LossVerdict:
+    return LossVerdict(LossKind.CANNOT_JUDGE, reason=reason)

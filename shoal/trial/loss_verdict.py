@@ -1,0 +1,124 @@
+"""The result of a trial of `compute_loss`, and the sentences that tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class LossKind(Enum):
+    """The way in which the loss of a batch follows from those of its parts."""
+
+    MEAN = "mean"
+    """The mean over samples, weighted by their numbers."""
+    COUNTED = "counted"
+    """Sums and counts add up, as do means beside them."""
+    SUM = "sum"
+    """The losses of parts add up, without a count."""
+    COUPLED = "coupled"
+    """Neither: samples of a batch influence one another."""
+    FAILS_ON_PARTS = "fails on parts"
+    """It raises an error on fewer samples."""
+    NEEDS_TWO_ROWS = "needs two rows"
+    """A mean wherever each part has at least two samples."""
+    CANNOT_JUDGE = "cannot judge"
+    """Randomness or rounding hides the answer."""
+    NOT_TRIED = "not tried"
+    """The batch or the function does not allow a trial without side effects."""
+
+
+OBJECTIONS = frozenset({LossKind.SUM, LossKind.COUPLED, LossKind.FAILS_ON_PARTS})
+"""Kinds of which several ranks would compute other gradients than one."""
+
+CURES = (
+    "Return shoal.counted(sum, count) for a sum and the number that divides it; or compute it from "
+    "the samples of all ranks with run.gather(tensor); or, to train each rank's own loss and take "
+    'the mean over ranks, say so: run.forward_backward(..., reduction="ranks").'
+)
+
+
+class CannotTry(Exception):
+    """Raised where a trial cannot be made; the text completes `it meets ...`.
+
+    Without a text the user has decided against it, and nothing is to be said.
+    """
+
+    @property
+    def reason(self) -> str:
+        """The reason as a sentence without a full stop; empty if nothing is to be said."""
+        return f"it meets {self}" if str(self) else ""
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    """The result of one trial.
+
+    Attributes:
+        difference: of the gradients (or losses) of the parts from those of the whole, relative.
+        sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
+        cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
+        reason: why it was not tried or cannot be judged, or the error on fewer samples.
+        outputs_only: the models' recorded outputs were used; what models do inside was not seen.
+    """
+
+    kind: LossKind
+    difference: float = 0.0
+    sizes: tuple[int, ...] = ()
+    cause: str = ""
+    reason: str = ""
+    outputs_only: bool = False
+
+    @property
+    def objects(self) -> bool:
+        """True if several ranks would compute other gradients than one."""
+        return self.kind in OBJECTIONS
+
+    def text(self) -> str:
+        """Return what was seen as sentences, with the cures if there is an objection."""
+        if self.objects:
+            return f"{self._objection()} {CURES}"
+        if self.kind is LossKind.NEEDS_TWO_ROWS:
+            return (
+                "compute_loss needs at least 2 samples on each rank: on 1 sample "
+                f"{self.reason}. Choose a batch size of at least twice the number of ranks, with "
+                "drop_last=True if the last batch of an epoch is smaller."
+            )
+        if self.kind in (LossKind.CANNOT_JUDGE, LossKind.NOT_TRIED):
+            return (
+                "compute_loss was not compared on parts of a batch: "
+                f"{self.reason}. It must be a mean over samples or shoal.counted(sum, count); "
+                "nothing has checked that it is."
+            )
+        return f"compute_loss is a {self.kind.value} over samples, as far as this batch shows."
+
+    def _objection(self) -> str:
+        if self.kind is LossKind.SUM:
+            return (
+                "compute_loss is a sum over samples, no mean: the losses of parts of a batch add "
+                "up to the loss of the whole, and n ranks would each take their sum for a mean. "
+                "Divide it by the number of samples (len of the batch)."
+            )
+        if self.kind is LossKind.FAILS_ON_PARTS:
+            return (
+                "compute_loss is no mean over samples: it runs on "
+                f"{self.sizes[-1]} samples and fails on {_listed(self.sizes[:-1])} of them with "
+                f"{self.reason}.{self._cause()}"
+            )
+        return (
+            "compute_loss is no mean over samples: on "
+            f"{_listed(self.sizes[:-1])} of these {self.sizes[-1]} samples it gives gradients that "
+            f"differ by {_percent(self.difference)} from those of all "
+            f"{self.sizes[-1]}.{self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        return f" {self.cause}" if self.cause else ""
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " and ".join(str(size) for size in sizes)
+
+
+def _percent(difference: float) -> str:
+    percent = 100 * difference
+    return f"{percent:.0f} %" if percent >= 1 else f"{percent:.2g} %"

@@ -1,0 +1,142 @@
+"""Calls of a user's function that leave no trace: generators, models, gradients, the script.
+
+with Untouched(models, compute_loss) as state:
+    compute_loss(...)
+    state.restore()          each pass begins where the training step would
+    compute_loss(...)
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.platform.torch_private.tensor_state import gradient_hooks
+from shoal.trial.running_trial import running
+from shoal.trial.saved_objects import SavedObjects
+
+
+class GeneratorStates:
+    """The states of the generators of torch, its devices, Python and NumPy at one moment.
+
+    Args: devices: where the models are.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._torch = torch.get_rng_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._devices = [
+            (device, torch.cuda.get_rng_state(device))
+            for device in devices
+            if device.type == "cuda"
+        ]
+
+    def put_back(self, seed: int | None = None) -> None:
+        """Set all generators; those of Python and NumPy to a seed, if there is one."""
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.cuda.set_rng_state(state, device)
+        if seed is None:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+        else:
+            random.seed(seed)
+            np.random.seed(seed)
+
+
+def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
+    """Return the devices on which the parameters of models lie."""
+    return {parameter.device for model in models for parameter in model.parameters()}
+
+
+class Untouched:
+    """Save all that a call of `function` may change; put it back on `restore` and at the end.
+
+    BatchNorm normalises with its running statistics meanwhile: that it mixes the samples of a
+    batch is told elsewhere. TensorFloat-32 is off, for its rounding depends on the split. Hooks of
+    gradients do not run, and nothing is printed.
+
+    Args:
+        models: the modules that the function calls.
+        function: the user's function.
+        with_modules: False leaves the modules out, where none of them is called.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], function: Any, with_modules: bool = True
+    ) -> None:
+        self._models = list(models)
+        self._function = function
+        self._with_modules = with_modules
+        self._stack = ExitStack()
+        self._seed: int | None = None
+        self._evaluated: tuple[type[nn.Module], ...] = (BatchNormBase,)
+
+    def __enter__(self) -> Untouched:
+        self._objects = SavedObjects()
+        if self._with_modules:
+            for model in self._models:
+                self._objects.save(model)
+        else:
+            self._objects.skip(module for model in self._models for module in model.modules())
+        self._objects.save(self._function)
+        self._generators = GeneratorStates(devices_of(self._models))
+        self._parameters = [p for model in self._models for p in model.parameters()]
+        self._grads = [parameter.grad for parameter in self._parameters]
+        self._hooks = [dict(gradient_hooks(parameter)) for parameter in self._parameters]
+        self._tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        self._stack.enter_context(running())
+        self._stack.enter_context(redirect_stdout(io.StringIO()))
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        for parameter in self._parameters:
+            gradient_hooks(parameter).clear()
+        self._prepare_modules()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seed = None
+        self._put_back()
+        for parameter, hooks in zip(self._parameters, self._hooks, strict=True):
+            gradient_hooks(parameter).update(hooks)
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._tf32
+        self._stack.close()
+
+    def restore(self) -> None:
+        """Put everything back, for the next pass."""
+        self._put_back()
+        self._prepare_modules()
+
+    def reseed(self, seed: int | None) -> None:
+        """Let the following passes find Python's and NumPy's generators in another state.
+
+        Args: seed: None for the state of the beginning.
+        """
+        self._seed = seed
+
+    def stop_dropout(self, kinds: tuple[type[nn.Module], ...]) -> None:
+        """Evaluate modules of these classes too in all following passes."""
+        self._evaluated = (BatchNormBase, *kinds)
+
+    def _prepare_modules(self) -> None:
+        for model in self._models if self._with_modules else ():
+            for module in model.modules():
+                if isinstance(module, self._evaluated):
+                    module.training = False
+
+    def _put_back(self) -> None:
+        self._objects.restore()
+        self._generators.put_back(self._seed)
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad

@@ -1,0 +1,308 @@
+"""What a script does past `run` on two ranks: right under a strategy, or refused with its reason.
+
+A result is "exact", or the words of the error that tell the reason and the cure.
+"""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import ShoalError
+from shoal.testing import world
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 4, (32,), generator=generator))
+
+
+class Script:
+    """A prepared script and a plain one beside it, which takes the same steps on all samples."""
+
+    def __init__(self, strategy: str) -> None:
+        self.run = shoal.init(strategy, announce=lambda _: None)
+        self.plain = net()
+        self.plain_optimizer = self.sgd(self.plain)
+        x, y = data()[:8]
+        F.cross_entropy(self.plain(x), y).backward()
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        model = copy.deepcopy(self.plain)
+        optimizer = self.sgd(model)
+        optimizer.load_state_dict(copy.deepcopy(self.plain_optimizer.state_dict()))
+        loader = DataLoader(data(), batch_size=8)
+        self.stray = self.sgd(model)
+        self.model, self.optimizer, loader = self.run.prepare(model, optimizer, loader)
+        self.batches = (batch for _ in range(9) for batch in loader)
+        self.plain_batches = iter([*DataLoader(data(), batch_size=8)] * 9)
+
+    @staticmethod
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+        x, y = next(self.plain_batches)
+        F.cross_entropy(self.plain(x), y).backward()
+        x, y = next(self.batches)
+        self.run.forward_backward(lambda x, y: F.cross_entropy(self.model(x), y), x, y)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+    def difference(self) -> float:
+        """The largest difference of a weight from the plain script's."""
+        expected = self.plain.state_dict()
+        return max(
+            (value - expected[name]).abs().max().item()
+            for name, value in self.run.weights().items()
+        )
+
+    def result(self, act: Callable[[], Any]) -> str:
+        """Act on both sides; return "exact" if they hold the same weights, or the error."""
+        try:
+            act()
+        except (ShoalError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        if act.__name__ in STATES:  # one rank alone may be refused, so nothing collective follows
+            return "exact"
+        difference = self.difference()
+        return "exact" if difference < 1e-12 else f"differs by {difference:g}"
+
+    # Each does the same to the plain script.
+
+    def train(self) -> None:
+        self.backward()
+        self.step()
+
+    def clip_norm(self) -> None:
+        self.backward()
+        found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 0.01)
+        assert type(found) is Tensor
+        assert torch.allclose(found, expected, rtol=1e-10)
+        self.step()
+
+    def clip_largest(self) -> None:
+        self.backward()
+        for model in (self.model, self.plain):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf)
+        self.step()
+
+    def clip_groups(self) -> None:
+        self.backward()
+        for group in (*self.optimizer.param_groups, *self.plain_optimizer.param_groups):
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.01)
+        self.step()
+
+    def clip_values(self) -> None:
+        self.backward()
+        for model in (self.model, self.plain):
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        self.step()
+
+    def own_norm(self) -> None:
+        self.backward()
+        norms = [
+            sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt()
+            for model in (self.model, self.plain)
+        ]
+        assert abs(float(norms[0]) - float(norms[1])) < 1e-12
+        self.step()
+
+    def own_numbers(self) -> None:
+        self.backward()
+        squares = [
+            sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
+            for model in (self.model, self.plain)
+        ]
+        assert abs(squares[0] - squares[1]) < 1e-12
+        self.step()
+
+    def clamp(self) -> None:
+        with torch.no_grad():
+            for model in (self.plain, self.model):
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+        self.train()
+
+    def clamp_data(self) -> None:
+        for model in (self.plain, self.model):
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+        self.train()
+
+    def clamp_in_edit(self) -> None:
+        with self.run.edit():
+            for model in (self.plain, self.model):
+                for parameter in model.parameters():
+                    parameter.data.clamp_(-0.05, 0.05)
+        self.train()
+
+    def load(self) -> None:
+        full = {name: value + 0.5 for name, value in net().state_dict().items()}
+        self.plain.load_state_dict(full)
+        self.model.load_state_dict(full)
+        self.train()
+
+    def load_in_edit(self) -> None:
+        with self.run.edit():
+            full = {name: value + 0.5 for name, value in net().state_dict().items()}
+            self.plain.load_state_dict(full)
+            self.model.load_state_dict(full)
+        self.train()
+
+    def load_optimizer(self) -> None:
+        state = self.plain_optimizer.state_dict()
+        for values in state["state"].values():
+            values["momentum_buffer"] = values["momentum_buffer"] * 0.5
+        state = copy.deepcopy(state)
+        self.plain_optimizer.load_state_dict(copy.deepcopy(state))
+        self.optimizer.load_state_dict(state)
+        self.train()
+
+    def model_state(self) -> None:
+        state = self.model.state_dict()
+        for name, value in self.plain.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-10)
+
+    def submodule_state(self) -> None:
+        state = self.model[4].state_dict()
+        assert torch.allclose(state["weight"], self.plain[4].weight, rtol=1e-10)
+
+    def optimizer_state(self) -> None:
+        expected = self.plain_optimizer.state_dict()["state"]
+        found = self.optimizer.state_dict()["state"]
+        assert all(
+            torch.allclose(found[i]["momentum_buffer"], expected[i]["momentum_buffer"])
+            for i in expected
+        )
+
+    def read_weights(self) -> None:
+        found = [p.detach().clone() for p in self.model.parameters()]
+        for mine, whole in zip(found, self.plain.parameters(), strict=True):
+            assert mine.shape == whole.shape
+            if type(mine) is Tensor and not mine.is_meta:
+                assert torch.allclose(mine, whole, rtol=1e-10)
+
+    def other_weights(self) -> None:
+        other = {name: torch.zeros_like(value) for name, value in self.plain.named_parameters()}
+        with torch.no_grad():
+            output = torch.func.functional_call(self.model, other, (data()[:4][0],))
+        assert torch.equal(output, torch.zeros(4, 4, dtype=torch.float64))
+
+    def stray_step(self) -> None:
+        self.backward()
+        self.stray.step()
+
+    def bare_backward(self) -> None:
+        self.model(data()[:4][0]).sum().backward()
+
+
+READS = ("clip_norm", "clip_largest", "clip_groups", "own_norm", "own_numbers", "clip_values")
+WRITES = ("clamp", "clamp_data", "clamp_in_edit", "load", "load_in_edit", "load_optimizer")
+STATES = ("model_state", "submodule_state", "optimizer_state", "read_weights", "other_weights")
+
+
+def results(strategy: str) -> dict[str, str]:
+    script = Script(strategy)
+    found = {}
+    for act in ("train", *READS, *STATES, *WRITES, "bare_backward", "stray_step"):
+        found[act] = script.result(getattr(script, act))
+        if found[act] == "exact":
+            continue
+        if act in READS and act != "clip_values":
+            script.step()  # the gradients are as they were, and on both sides the same
+        elif act in (*WRITES, "clip_values"):
+            script = Script(strategy)
+            script.train()
+    return found
+
+
+REFUSED = {
+    "bare_backward": r"\.backward\(\).*outside of run\.forward_backward \(test_bypasses.*py:\d+\)",
+    "stray_step": r"SGD\.step\(\).*0\.weight.*not prepared",
+}
+SHARDS = REFUSED | {
+    "own_numbers": r"item\(\).*part of this number.*run\.clip_gradients",
+    "model_state": r"model\.state_dict\(\).*shard of 0\.weight.*run\.save.*run\.weights",
+    "optimizer_state": r"optimizer\.state_dict\(\).*shards of the state.*run\.state",
+    "other_weights": r"functional_call.*another tensor.*Use ddp",
+}
+ABSENT = r"gradient of \d\.\w+ is not on this rank.*run\.clip_gradients.*run\.gradients"
+STAGES = REFUSED | {
+    "clip_norm": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
+    "clip_largest": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
+    "clip_groups": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
+    **dict.fromkeys(("own_norm", "own_numbers", "clip_values"), ABSENT),
+    "model_state": r"another rank's stage.*run\.save",
+    "optimizer_state": r"its own stage.*run\.state",
+    "other_weights": r"functional_call.*Use ddp",
+    "bare_backward": "does not require grad",
+}
+SERVERS = REFUSED | {
+    **dict.fromkeys(READS, ABSENT),
+    **dict.fromkeys(("clamp", "clamp_data", "load"), r"0\.weight was written.*with run\.edit\(\)"),
+    "optimizer_state": r"servers hold the state.*run\.state",
+    "other_weights": r"functional_call.*Use ddp",
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [
+        ("ddp", REFUSED),
+        ("zero3", SHARDS | {"submodule_state": "shard of 4"}),
+        ("tensor=2", SHARDS),
+        ("pipeline=2", STAGES),
+        ("server=1", SERVERS),
+    ],
+)
+def test_each_bypass_is_exact_or_refused_by_its_true_reason(
+    strategy: str, refused: dict[str, str]
+) -> None:
+    for rank, found in enumerate(world.run(2, results, strategy)):
+        for act, result in found.items():
+            if strategy == "pipeline=2" and act == "submodule_state" and rank == 0:
+                assert re.search("another rank's stage", result)
+            elif act in refused:
+                assert re.search(refused[act], result), (act, result)
+            else:
+                assert result == "exact", (act, result)
+
+
+def rates_apart() -> str:
+    run = shoal.init(announce=lambda _: None)
+    model = net()
+    model, optimizer, loader = run.prepare(model, Script.sgd(model), DataLoader(data(), 8))
+    try:
+        for x, y in loader:
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.step()
+            if run.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.05
+    except ShoalError as error:
+        return str(error)
+    return ""
+
+
+def test_learning_rates_that_come_apart_are_named_with_their_ranks() -> None:
+    for text in world.run(2, rates_apart):
+        assert re.search(r"rank 0 steps with lr=0\.1, rank 1 with lr=0\.05 \(group 0\)", text)

@@ -1,0 +1,187 @@
+"""What couples the samples of a batch is exact on any number of ranks: gathered rows, statistics
+of BatchNorm, and random numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import coupled_script as script
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.testing import world
+
+Result = tuple[dict[str, Tensor], list[float], list[str]]
+Case = tuple[str, Callable[[], nn.Module], Callable[..., Any], dict[str, Any]]
+
+
+def all_of(cases: list[Case]) -> list[Result]:
+    """Train every case one after the other."""
+    return [
+        script.trained(strategy, make_model(), make_loss, **options)
+        for strategy, make_model, make_loss, options in cases
+    ]
+
+
+def plain(cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """Train every case without Shoal."""
+    return [
+        script.trained_plainly(make_model(), make_loss, options.get("batch_size", 7))
+        for _, make_model, make_loss, options in cases
+    ]
+
+
+def check_equal(ranks: int, cases: list[Case]) -> list[list[str]]:
+    """Train cases on ranks and on one device, compare, and return the lines of rank 0."""
+    expected = world.run(1, plain, cases)[0]
+    found = world.run(ranks, all_of, cases)
+    for results in found:
+        for case, (weights, losses, _), (right, right_losses) in zip(
+            cases, results, expected, strict=True
+        ):
+            assert losses == pytest.approx(right_losses, rel=1e-10), case
+            for name, value in right.items():
+                assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-11), (case, name)
+    return [lines for _, _, lines in found[0]]
+
+
+GATHERING: list[Case] = [
+    ("ddp", script.tower, script.whole_contrastive_loss, {}),
+    ("ddp", script.tower, script.contrastive_loss_of_own_rows, {}),
+    ("zero3", script.tower, script.contrastive_loss_of_one_call, {}),
+    ("server=1", script.tower, script.contrastive_loss_of_one_call, {}),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_contrastive_loss_of_gathered_rows_trains_as_on_one_device(ranks: int) -> None:
+    # The last batch has two samples: the third rank has none.
+    check_equal(ranks, GATHERING)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batchnorm_over_all_ranks_trains_as_on_one_device(ranks: int) -> None:
+    synced = {"sync_batchnorm": True, "batch_size": 8}
+    cases: list[Case] = [
+        ("ddp", script.batchnorm_model, script.plain_loss, synced),
+        ("ddp,bucket_mb=0.0001", script.batchnorm_model, script.plain_loss, synced),
+        ("recompute,unit=Linear,ddp", script.batchnorm_model, script.plain_loss, synced),
+        ("zero2", script.batchnorm_model, script.plain_loss, synced),
+        ("zero3", script.batchnorm_model, script.plain_loss, synced),
+        ("server=1", script.batchnorm_model, script.plain_loss, synced),
+    ]
+    for lines in check_equal(ranks, cases):
+        assert not any("BatchNorm" in line for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_global_draws_train_as_on_one_device(ranks: int) -> None:
+    cases: list[Case] = [
+        ("ddp", script.Noisy, script.noisy_loss, {"draws": "global", **options})
+        for options in ({}, {"accumulate": 2}, {"accumulate": 3})
+    ]
+    cases += [
+        ("zero3", script.Noisy, script.noisy_loss, {"draws": "global"}),
+        ("zero2", script.Noisy, script.noisy_loss, {"draws": "global", "accumulate": 2}),
+        ("recompute,unit=Dropout,ddp", script.Noisy, script.noisy_loss, {"draws": "global"}),
+    ]
+    for lines in check_equal(ranks, cases):
+        assert not any("draws" in line for line in lines)
+
+
+def refusals() -> None:
+    """Run on two ranks; each script is refused on both."""
+
+    def refused(strategy: str, make_loss: Any, message: str, **options: Any) -> None:
+        with pytest.raises(ShoalError, match=message):
+            script.trained(strategy, script.batchnorm_over_space(), make_loss, **options)
+
+    gathering = script.whole_contrastive_loss
+    refused("ddp", gathering, "accumulate=4 would make 4 batches", accumulate=4)
+    refused("local=2", gathering, "different weights")
+    refused("diloco=2", gathering, "different weights")
+    refused("local=2", script.plain_loss, "sync_batchnorm=True needs", sync_batchnorm=True)
+    refused("local=2", script.noisy_loss, 'draws="global" needs ranks', draws="global")
+    refused("ddp", script.permuting_loss, "randperm over the [34] samples", draws="global")
+    refused("ddp", script.loss_of_ones_own_batch, "must know which rows", draws="global")
+    run = script.shoal.init(announce=lambda _: None)
+    with pytest.raises(ShoalError, match="nothing was gathered yet"):
+        _ = run.rows
+    model = script.tower()
+    loader = script.pairs(7)
+    run.prepare(model)
+    with pytest.raises(ShoalError, match="inside of evaluate"):
+        run.evaluate(lambda x, _z, _y: {"sum": run.gather(model(x)).sum()}, loader)
+    # Outside of a step and of an evaluation, rows are gathered at any time.
+    assert run.gather(torch.ones(run.rank + 1, 2)).shape == (3, 2)
+
+
+def test_what_would_not_be_one_global_batch_is_refused() -> None:
+    world.run(2, refusals)
+
+
+def test_there_are_two_kinds_of_draws() -> None:
+    with pytest.raises(ConfigError, match='"rank" or "global"'):
+        script.shoal.init(draws="local")  # type: ignore[arg-type]
+
+
+def notes() -> list[list[str]]:
+    return [
+        script.trained(strategy, make_model(), make_loss, **options)[2]
+        for strategy, make_model, make_loss, options in [
+            ("ddp", script.Noisy, script.noisy_loss, {}),
+            ("zero3", script.Noisy, script.noisy_loss, {}),
+            ("ddp", script.tower, script.plain_loss, {}),
+            ("ddp", script.batchnorm_over_space, script.plain_loss, {}),
+            ("ddp", script.batchnorm_over_space, script.plain_loss, {"sync_batchnorm": True}),
+            (
+                "ddp",
+                script.batchnorm_over_space,
+                script.plain_loss,
+                {"sync_batchnorm": True, "accumulate": 2},
+            ),
+        ]
+    ]
+
+
+def test_every_source_of_random_numbers_and_every_layer_of_batch_statistics_is_noted() -> None:
+    (noisy, sharded, nothing, apart, together, in_parts), others = world.run(2, notes)
+    for lines in (noisy, sharded):
+        dropout, first_step = (line for line in lines if line.startswith("note: "))
+        assert "dropout (drop, ...)" in dropout
+        assert "randint in coupled_script.py:" in first_step
+        assert "and 3 more): a stream of its own" in first_step
+    assert not any(line.startswith("note: ") for line in [*nothing, *together])
+    assert any("sync_batchnorm=True none between ranks" in line for line in apart)
+    assert any("one micro-batch of all ranks at a time" in line for line in in_parts)
+    assert others == [[]] * 6  # only the first rank says it
+
+
+def drawn_outside_of_steps() -> list[Tensor]:
+    drawn = []
+    for draws in ("rank", "global"):
+        script.trained("ddp", script.Noisy(), script.noisy_loss, draws=draws)
+        drawn.append(torch.rand(2))
+        drawn.append(torch.tensor([script.random.random(), script.np.random.rand()]))
+    return drawn
+
+
+def test_loops_draw_apart_on_ranks_of_other_samples_and_decide_alike() -> None:
+    one, other = world.run(2, drawn_outside_of_steps)
+    for index in (0, 2):
+        assert not torch.equal(one[index], other[index])
+        assert torch.equal(one[index + 1], other[index + 1])
+
+
+def drawn_in_a_pipeline() -> list[float]:
+    run = script.shoal.init("pipeline=2,microbatches=1", announce=lambda _: None)
+    model = script.tower().float()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [torch.rand(()).item(), script.random.random(), float(script.np.random.rand())]
+
+
+def test_all_stages_of_a_pipeline_draw_the_same_in_the_loop() -> None:
+    first, last = world.run(2, drawn_in_a_pipeline)
+    assert first == last

@@ -1,0 +1,1 @@
+"""Scripts by their field, one class each, written in our own words after well-known originals."""

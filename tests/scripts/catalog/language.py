@@ -1,0 +1,661 @@
+"""Language models, translation and tagging."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from tests.scripts.samples import (
+    BATCH,
+    PADDED,
+    SAMPLES,
+    VOCABULARY,
+    built,
+    dict_loader,
+    generator,
+    integers,
+    loader,
+    sequences,
+    sgd,
+    uneven_sequences,
+)
+from tests.scripts.script import Script, draw_as_rank_0, weights
+
+
+class Block(nn.Module):
+    """A causal block of a transformer, normalised before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A small GPT with a tied head; returns (logits, loss), as nanoGPT does."""
+
+    def __init__(self, width: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(self.norm(h))
+        if y is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=PADDED)
+
+
+class NanoGpt(Script):
+    """Pretraining on random windows of a long text, without a loader; accumulation, clipping."""
+
+    follows = "karpathy/nanoGPT train.py"
+    needs = "NAW"
+
+    @staticmethod
+    def plain():
+        model = built(Gpt)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        text, draws = integers(VOCABULARY, 200), generator(5)
+
+        def get_batch():
+            starts = torch.randint(193, (BATCH,), generator=draws)
+            return tuple(torch.stack([text[i + k : i + k + 6] for i in starts]) for k in (0, 1))
+
+        losses = []
+        for step in range(3):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 + math.cos(math.pi * step / 3))
+            for _ in range(2):
+                x, y = get_batch()
+                _, loss = model(x, y)
+                (loss / 2).backward()
+                losses.append(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Gpt)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        text, draws = integers(VOCABULARY, 200), generator(5)
+        model, optimizer = run.prepare(model, optimizer)
+
+        def get_batch():
+            starts = torch.randint(193, (BATCH,), generator=draws)
+            return tuple(torch.stack([text[i + k : i + k + 6] for i in starts]) for k in (0, 1))
+
+        def compute_loss(x, y):
+            _, loss = model(x, y)
+            return loss / 2
+
+        losses = []
+        for step in range(3):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 + math.cos(math.pi * step / 3))
+            for _ in range(2):
+                x, y = run.share(get_batch())
+                loss = run.forward_backward(compute_loss, x, y)
+                losses.append(2 * loss)
+            run.clip_gradients(1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return losses, run.weights()
+
+
+class SpeedrunGpt(Script):
+    """Two optimizers over one model: momentum for matrices, AdamW for the rest."""
+
+    follows = "KellerJordan/modded-nanogpt"
+    needs = "O"
+
+    @staticmethod
+    def plain():
+        model = built(Gpt)
+        matrices = [p for b in model.blocks for p in b.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        optimizers = [
+            torch.optim.SGD(matrices, lr=0.05, momentum=0.95, nesterov=True),
+            torch.optim.AdamW(others, lr=0.01, eps=1e-3, betas=(0.8, 0.95)),
+        ]
+        data = loader(*sequences())
+        losses = []
+        for x, y in data:
+            loss = model(x, y)[1]
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Gpt)
+        matrices = [p for b in model.blocks for p in b.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        optimizers = [
+            torch.optim.SGD(matrices, lr=0.05, momentum=0.95, nesterov=True),
+            torch.optim.AdamW(others, lr=0.01, eps=1e-3, betas=(0.8, 0.95)),
+        ]
+        data = loader(*sequences())
+        model, *optimizers, data = run.prepare(model, *optimizers, data)
+
+        def compute_loss(x, y):
+            return model(x, y)[1]
+
+        losses = []
+        for x, y in data:
+            loss = run.forward_backward(compute_loss, x, y)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class ChatTuning(Script):
+    """Fine-tuning on answers only: the mean over unmasked tokens; batches are dicts."""
+
+    follows = "TRL SFT"
+    needs = "KCV"
+
+    @staticmethod
+    def plain():
+        model = built(Gpt)
+        optimizer = sgd(model.parameters())
+        tokens, labels = uneven_sequences()
+        data = dict_loader({"input_ids": tokens, "labels": labels})
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            logits, _ = model(batch["input_ids"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Gpt)
+        optimizer = sgd(model.parameters())
+        tokens, labels = uneven_sequences()
+        data = dict_loader({"input_ids": tokens, "labels": labels})
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(batch):
+            logits, _ = model(batch["input_ids"])
+            labels = batch["labels"].flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            return shoal.counted(loss, (labels != PADDED).sum())
+
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, batch)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class ForgottenTokenCount(Script):
+    """The same, with the mean over tokens left to the model: ranks have other numbers of them."""
+
+    follows = "TRL SFT, unchanged"
+    needs = "KC"
+
+    plain = ChatTuning.plain
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Gpt)
+        optimizer = sgd(model.parameters())
+        tokens, labels = uneven_sequences()
+        data = dict_loader({"input_ids": tokens, "labels": labels})
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(input_ids, labels):
+            return model(input_ids, labels)[1]
+
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, **batch)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder with padding masks."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, 8), nn.Embedding(VOCABULARY, 8)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=dropout, batch_first=True)
+        self.generator = nn.Linear(8, VOCABULARY)
+
+    def encode(self, source: Tensor, padding: Tensor) -> Tensor:
+        return self.transformer.encoder(self.source(source), src_key_padding_mask=padding)
+
+    def decode(self, memory: Tensor, padding: Tensor, target: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.transformer.decoder(
+            self.target(target), memory, tgt_mask=causal, memory_key_padding_mask=padding
+        )
+
+
+class Translation(Script):
+    """Encode, decode and generate are called one by one; label smoothing, Noam's schedule."""
+
+    follows = "The Annotated Transformer"
+    needs = "CVX"
+
+    @staticmethod
+    def plain():
+        model = built(Translator)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.98), eps=1e-3)
+        noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) ** -0.5, s / 4))
+        tokens, targets = uneven_sequences()
+        data = loader(tokens, targets == PADDED, tokens.flip(0), targets)
+        losses = []
+        for source, padding, inputs, labels in data:
+            optimizer.zero_grad()
+            memory = model.encode(source, padding)
+            logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+            loss.backward()
+            optimizer.step()
+            noam.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Translator)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.98), eps=1e-3)
+        noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) ** -0.5, s / 4))
+        tokens, targets = uneven_sequences()
+        data = loader(tokens, targets == PADDED, tokens.flip(0), targets)
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(source, padding, inputs, labels):
+            memory = model.encode(source, padding)
+            logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
+            labels = labels.flatten()
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+            return shoal.counted(loss, (labels != PADDED).sum())
+
+        losses = []
+        for source, padding, inputs, labels in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, source, padding, inputs, labels)
+            optimizer.step()
+            noam.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class Recurrent(nn.Module):
+    """A language model that takes and returns its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        output, hidden = self.rnn(self.embedding(x), hidden.transpose(0, 1).contiguous())
+        return self.head(output), hidden.transpose(0, 1)
+
+
+class WordLanguageModel(Script):
+    """Truncated backpropagation: the hidden state goes on from batch to batch; own SGD."""
+
+    follows = "pytorch/examples word_language_model"
+    needs = "SWN"
+
+    @staticmethod
+    def plain():
+        model = built(Recurrent)
+        text = integers(VOCABULARY, BATCH, 19)
+        hidden = torch.zeros(BATCH, 1, 8)
+        losses = []
+        for start in range(0, 18, 6):
+            x, y = text[:, start : start + 6], text[:, start + 1 : start + 7]
+            model.zero_grad()
+            output, hidden = model(x, hidden.detach())
+            loss = F.cross_entropy(output.flatten(0, 1), y.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.5)
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Recurrent)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = run.prepare(model, optimizer)
+        text = run.share(integers(VOCABULARY, BATCH, 19))
+        hidden = torch.zeros(len(text), 1, 8)
+
+        def compute_loss(x, y, hidden):
+            output, hidden = model(x, hidden)
+            return F.cross_entropy(output.flatten(0, 1), y.flatten()), hidden
+
+        losses = []
+        for start in range(0, 18, 6):
+            x, y = text[:, start : start + 6], text[:, start + 1 : start + 7]
+            model.zero_grad()
+            loss, hidden = run.forward_backward(compute_loss, x, y, hidden, rows=len(x))
+            run.clip_gradients(0.25)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class StepsByHand(Script):
+    """The same with the original's own step, written on `parameter.data`."""
+
+    follows = "pytorch/examples word_language_model, step unchanged"
+    needs = "SWN"
+
+    plain = WordLanguageModel.plain
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(Recurrent)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = run.prepare(model, optimizer)
+        text = run.share(integers(VOCABULARY, BATCH, 19))
+        hidden = torch.zeros(len(text), 1, 8)
+
+        def compute_loss(x, y, hidden):
+            output, hidden = model(x, hidden)
+            return F.cross_entropy(output.flatten(0, 1), y.flatten()), hidden
+
+        losses = []
+        for start in range(0, 18, 6):
+            x, y = text[:, start : start + 6], text[:, start + 1 : start + 7]
+            model.zero_grad()
+            loss, hidden = run.forward_backward(compute_loss, x, y, hidden, rows=len(x))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.5)
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class MaskedModel(nn.Module):
+    """An encoder with a masked-language head, called by keyword; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        h = self.embedding(input_ids)
+        h = self.encoder(h, src_key_padding_mask=attention_mask == 0)
+        return {"logits": self.head(h)}
+
+
+class MaskedLanguage(Script):
+    """Masked language modelling of padded sequences: few tokens of each sample count."""
+
+    follows = "transformers run_mlm_no_trainer.py"
+    needs = "KC"
+
+    @staticmethod
+    def plain():
+        model = built(MaskedModel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        tokens, labels = uneven_sequences()
+        mask = torch.ones_like(tokens).masked_fill(labels == PADDED, 0)
+        mask[:, 0] = 1
+        data = dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+        losses = []
+        for batch in data:
+            labels = batch.pop("labels").flatten()
+            output = model(**batch)
+            loss = F.cross_entropy(output["logits"].flatten(0, 1), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(MaskedModel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        tokens, labels = uneven_sequences()
+        mask = torch.ones_like(tokens).masked_fill(labels == PADDED, 0)
+        mask[:, 0] = 1
+        data = dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(labels, **batch):
+            labels = labels.flatten()
+            output = model(**batch)
+            loss = F.cross_entropy(output["logits"].flatten(0, 1), labels, reduction="sum")
+            return shoal.counted(loss, (labels != PADDED).sum())
+
+        losses = []
+        for batch in data:
+            loss = run.forward_backward(compute_loss, **batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class QuestionAnswering(nn.Module):
+    """Two heads over one encoder: where an answer begins and where it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Gpt()
+        self.span = nn.Linear(VOCABULARY, 2)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        begin, end = self.span(self.body(tokens)[0]).unbind(-1)
+        return begin, end
+
+
+class ExtractiveAnswers(Script):
+    """The mean of two cross-entropies; exact matches of the outputs are counted."""
+
+    follows = "transformers run_qa_no_trainer.py"
+    needs = "KE"
+
+    @staticmethod
+    def plain():
+        model = built(QuestionAnswering)
+        optimizer = sgd(model.parameters())
+        tokens, _ = sequences()
+        begins, ends = integers(6, SAMPLES, seed=6), integers(6, SAMPLES, seed=7)
+        data = dict_loader({"tokens": tokens, "begin": begins, "end": ends})
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            begin, end = model(batch["tokens"])
+            loss = (F.cross_entropy(begin, batch["begin"]) + F.cross_entropy(end, batch["end"])) / 2
+            loss.backward()
+            optimizer.step()
+            losses += [loss, (begin.argmax(1) == batch["begin"]).sum()]
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(QuestionAnswering)
+        optimizer = sgd(model.parameters())
+        tokens, _ = sequences()
+        begins, ends = integers(6, SAMPLES, seed=6), integers(6, SAMPLES, seed=7)
+        data = dict_loader({"tokens": tokens, "begin": begins, "end": ends})
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(batch):
+            begin, end = model(batch["tokens"])
+            loss = (F.cross_entropy(begin, batch["begin"]) + F.cross_entropy(end, batch["end"])) / 2
+            return loss, {"hits": shoal.summed((begin.argmax(1) == batch["begin"]).sum())}
+
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            loss, measured = run.forward_backward(compute_loss, batch)
+            optimizer.step()
+            losses += [loss, measured["hits"]]
+        return losses, run.weights()
+
+
+class WithMemory(nn.Module):
+    """Attends to the states of the previous segment, which it returns as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embedding(x)
+        context = torch.cat([memory, h], dim=1)
+        mixed, _ = self.attention(h, context, context, need_weights=False)
+        return self.head(h + mixed), (h + mixed).detach()
+
+
+class SegmentMemory(Script):
+    """The memory of the last segment comes with each batch, and goes out of it."""
+
+    follows = "kimiyoung/transformer-xl"
+    needs = "SE"
+
+    @staticmethod
+    def plain():
+        model = built(WithMemory)
+        optimizer = sgd(model.parameters())
+        text = integers(VOCABULARY, BATCH, 19)
+        memory = torch.zeros(BATCH, 6, 8)
+        losses = []
+        for start in range(0, 18, 6):
+            x, y = text[:, start : start + 6], text[:, start + 1 : start + 7]
+            optimizer.zero_grad()
+            logits, memory = model(x, memory)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(WithMemory)
+        optimizer = sgd(model.parameters())
+        model, optimizer = run.prepare(model, optimizer)
+        text = run.share(integers(VOCABULARY, BATCH, 19))
+        memory = torch.zeros(len(text), 6, 8)
+
+        def compute_loss(x, y, memory):
+            logits, memory = model(x, memory)
+            return F.cross_entropy(logits.flatten(0, 1), y.flatten()), memory
+
+        losses = []
+        for start in range(0, 18, 6):
+            x, y = text[:, start : start + 6], text[:, start + 1 : start + 7]
+            optimizer.zero_grad()
+            loss, memory = run.forward_backward(compute_loss, x, y, memory, rows=len(x))
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()
+
+
+class WeightDrop(nn.Module):
+    """An LSTM cell whose recurrent weights are dropped anew in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.inputs = nn.Linear(8, 8)
+        self.recurrent = nn.Parameter(torch.randn(8, 8) / 3)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = F.dropout(self.recurrent, 0.3, self.training)
+        state, outputs = torch.zeros(len(x), 8), []
+        for column in self.inputs(self.embedding(x)).unbind(1):
+            state = torch.tanh(column + state @ dropped)
+            outputs.append(state)
+        return self.head(torch.stack(outputs, 1))
+
+
+class DroppedWeights(Script):
+    """One mask for the recurrent weights of a whole batch; activation regularisation."""
+
+    follows = "salesforce/awd-lstm-lm"
+    needs = "R"
+
+    @staticmethod
+    def plain():
+        model = built(WeightDrop)
+        optimizer = sgd(model.parameters())
+        data = loader(*sequences())
+        draw_as_rank_0()
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            logits = model(x)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * logits.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = built(WeightDrop)
+        optimizer = sgd(model.parameters())
+        data = loader(*sequences())
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(x, y):
+            logits = model(x)
+            return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * logits.pow(2).mean()
+
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, x, y)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()

@@ -1,0 +1,46 @@
+"""Scripts under strategies: their verdicts are those of docs/scripts.md, and none is a defect."""
+
+import pytest
+
+from tests.scripts.report import RECORD, read
+from tests.scripts.runner import DEFECTS, LAYOUTS, Layout, judge_all
+from tests.scripts.script import catalog
+
+EVERYDAY = [
+    "DigitsCnn",
+    "ClassWeights",
+    "ForgottenClassWeights",
+    "ImageTextPairs",
+    "Dcgan",
+    "WassersteinPenalty",
+    "DetectionLists",
+    "ChatTuning",
+    "NanoGpt",
+    "Translation",
+    "SpeechCtc",
+    "Lora",
+    "MeanTeacher",
+    "ExpertsBalanced",
+    "Forces",
+    "SparseClicks",
+]
+
+
+def check(names, layout):
+    """Measure cells, and compare them with the record."""
+    recorded = read(RECORD)
+    cells = judge_all(names, layout)
+    assert {n: cell for n, cell in cells.items() if cell.verdict in DEFECTS} == {}
+    expected = {name: recorded[name, *layout].verdict for name in names}
+    assert {name: cell.verdict for name, cell in cells.items()} == expected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_handful_of_scripts_on_two_ranks(strategy):
+    check(EVERYDAY, Layout(strategy, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_script(layout):
+    check(list(catalog()), layout)

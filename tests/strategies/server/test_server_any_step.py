@@ -1,0 +1,194 @@
+"""Steps on parameter servers that read weights beside the model's call, or are left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
+SERVERS = "server=2,part_mb=0.0001"
+LATE_S = 0.15
+
+
+class Net(nn.Module):
+    """Blocks, which are units, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encode(x))
+        return scores
+
+
+def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    first, second = net(x), net(x.flip(1))
+    return F.cross_entropy(first, y) + F.mse_loss(first, second)
+
+
+def penalty_first(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A penalty on all weights, which are read before any layer runs."""
+    penalty = sum((p.abs().sum() for p in net.parameters()), torch.zeros(()))
+    return F.cross_entropy(net(x), y) + 0.01 * penalty
+
+
+def functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Weights of units and of the head in functions, in lists, and by `.data`; no model call."""
+    weights: Any = [block.weight for block in net.blocks]
+    norms = torch.stack(torch._foreach_norm(weights))
+    hidden = F.linear(net.encode(x), weights[1].T, bias=net.stem.bias.data)
+    return F.cross_entropy(hidden @ net.head.weight.T, y) + norms.sum().detach() * 1e-3
+
+
+def some(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """One unit twice; the other one has no gradient."""
+    hidden = net.blocks[1](net.blocks[1](net.stem(x)))
+    return F.cross_entropy(net.head(hidden), y)
+
+
+def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A gradient of a gradient."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    return F.cross_entropy(net(x), y) + gradient.square().sum(1).mean()
+
+
+STEPS = (twice, penalty_first, functional, some, penalised)
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(14, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (14,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=5)
+
+
+def prepared(strategy: str) -> tuple[shoal.Run, Net, torch.optim.SGD, Any]:
+    torch.manual_seed(0)
+    run, net = shoal.init(strategy, **QUIET), Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return run, *run.prepare(net, optimizer, loader())
+
+
+def make_late(run: shoal.Run) -> None:
+    """Let requests of steps leave late, so that new values come late."""
+    if run.remote is None:
+        return
+    client: Any = run.remote.client  # type: ignore[attr-defined]
+    network, request_step = client._network, client.request_step
+    send: Callable[[Any], None] = network.carry_out
+
+    def send_late(actions: Any) -> None:
+        actions = [*actions]
+
+        def later() -> None:
+            with client.lock:
+                send(actions)
+
+        threading.Timer(LATE_S, later).start()
+
+    def late_step(order: Any) -> None:
+        client.wait(range(len(client.parts)))
+        network.carry_out = send_late
+        request_step(order)
+        network.carry_out = send
+
+    client.request_step = late_step
+
+
+def trained(strategy: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    """Return losses and weights for each kind of step."""
+    results = {}
+    for step in STEPS:
+        run, net, optimizer, batches = prepared(strategy)
+        make_late(run)
+        losses = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            losses.append(run.forward_backward(partial(step, net), x, y).item())
+            optimizer.step()
+        results[step.__name__] = losses, run.weights()
+    return results
+
+
+def test_a_step_reads_the_newest_weights_wherever_it_reads_them() -> None:
+    expected = trained("single")
+    for found in world.run(2, trained, SERVERS):
+        for name, (losses, weights) in expected.items():
+            assert found[name][0] == pytest.approx(losses, rel=1e-10), name
+            same(found[name][1], weights)
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+
+
+def leaves_out(strategy: str, after: bool) -> dict[str, Tensor]:
+    """Train without the second of the steps, whose gradients are dropped before or after."""
+    run, net, optimizer, batches = prepared(strategy)
+    for index, (x, y) in enumerate(batches):
+        if not after:
+            optimizer.zero_grad()
+        run.forward_backward(partial(twice, net), x, y)
+        if index != 1:
+            optimizer.step()
+        if after:
+            optimizer.zero_grad()
+    return run.weights()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_may_be_left_out_by_zero_grad(after: bool) -> None:
+    expected = leaves_out("single", after)
+    for found in world.run(2, leaves_out, f"{SERVERS},replicas=2" if after else SERVERS, after):
+        same(found, expected)
+
+
+def takes_nothing(strategy: str) -> dict[str, Tensor]:
+    """Drop the gradients just before each step."""
+    run, net, optimizer, batches = prepared(strategy)
+    for x, y in batches:
+        run.forward_backward(partial(twice, net), x, y)
+        optimizer.zero_grad()
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    for found in world.run(2, takes_nothing, SERVERS):
+        same(found, takes_nothing("single"))
+
+
+def adds_up() -> str:
+    run, net, _, batches = prepared(SERVERS)
+    x, y = next(iter(batches))
+    run.forward_backward(partial(twice, net), x, y)
+    with pytest.raises(UsageError) as error:
+        run.forward_backward(partial(twice, net), x, y)
+    return str(error.value)
+
+
+def test_gradients_of_two_calls_are_not_added_up_in_silence() -> None:
+    assert "to leave a step out call optimizer.zero_grad()" in world.run(1, adds_up)[0]

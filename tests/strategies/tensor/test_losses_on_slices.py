@@ -1,0 +1,225 @@
+"""Losses that use weights, methods or several models are those of one device, or are refused."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.comm.norm import full_tensor
+from shoal.errors import StrategyRefused
+from shoal.testing import world
+
+
+class Encoder(nn.Module):
+    """A pair of linear layers, and one of convolutions, that methods call by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(6, 12), nn.Dropout(0.3), nn.Linear(12, 6)
+        self.first, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.last, self.head = nn.Conv1d(4, 1, 3, padding=1), nn.Linear(6, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.relu(self.act(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.encode(x))
+        x = self.last(torch.relu(self.norm(self.first(x.unsqueeze(1))))).squeeze(1)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 3, (12,), generator=generator))
+
+
+def plain(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def with_l1(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    return plain(model, x, y) + 0.01 * sum(p.abs().sum() for p in model.parameters())
+
+
+def with_l2(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    norms = torch.stack([p.norm() for p in model.parameters()])
+    return plain(model, x, y) + 0.1 * norms.sum() + 0.1 * flat.square().sum()
+
+
+def with_weights_as_values(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    hidden = F.linear(x, model.up.weight, model.up.bias)
+    gram = model.up.weight.T @ model.up.weight + model.first.weight[0, 0, 0]
+    return plain(model, x, y) + hidden.tanh().mean() + gram.square().sum()
+
+
+def with_a_method(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model.encode(x)
+    return plain(model, x, y) + hidden.square().mean() + model.down(hidden).square().mean()
+
+
+def methods_only(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(model.down(model.encode(x))), y)
+
+
+def with_parts_of_a_pair(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    channels = model.norm(model.first(x.unsqueeze(1)))
+    return plain(model, x, y) + model.last(channels.tanh()).square().mean()
+
+
+def with_a_gradient_penalty(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return plain(model, x, y) + (slope.norm(dim=1) - 1).square().mean()
+
+
+EXACT = (
+    *(plain, with_l1, with_l2, with_weights_as_values),
+    *(with_a_method, methods_only, with_parts_of_a_pair, with_a_gradient_penalty),
+)
+
+
+def write_in_place(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.up.weight.mul_(0.5)
+    return plain(model, x, y)
+
+
+def write_a_detached_one(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    model.up.weight.detach().mul_(0.5)
+    return plain(model, x, y)
+
+
+def ask_for_its_gradient(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    loss = plain(model, x, y)
+    (gradient,) = torch.autograd.grad(loss, model.up.weight, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def step_inside(model: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    moved = {name: p - 0.1 * p.detach() for name, p in model.named_parameters()}
+    scores = torch.func.functional_call(model, moved, (x,))
+    return F.cross_entropy(scores, y)
+
+
+REFUSED = {
+    write_in_place: "writes into up.weight, .* Write after the step, .*whole=up",
+    write_a_detached_one: "writes into up.weight",
+    step_inside: "given a full one .*functional_call",
+    ask_for_its_gradient: "asks for the gradient of up.weight",
+}
+
+
+def gradients(
+    strategy: str, loss_of: Callable[..., Any], make: Callable[[], nn.Module] = Encoder
+) -> dict[str, Tensor]:
+    """Take one step without an update, and return the loss and all full gradients."""
+    run = shoal.init(strategy, precision="fp64", seed=0, announce=lambda _: None)
+    torch.manual_seed(3)
+    model = make().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = run.prepare(model, optimizer, DataLoader(rows(), batch_size=12))
+    x, y = next(iter(loader))
+    loss = run.forward_backward(lambda x, y: loss_of(model, x, y), x, y)
+    found = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": torch.as_tensor(float(loss), dtype=torch.float64)}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def exact_gradients(strategy: str) -> list[dict[str, Tensor]]:
+    return [gradients(strategy, loss_of) for loss_of in EXACT]
+
+
+def refusals(strategy: str) -> list[str]:
+    found = []
+    for loss_of in REFUSED:
+        with pytest.raises(StrategyRefused) as refusal:
+            gradients(strategy, loss_of)
+        found.append(str(refusal.value))
+    return found
+
+
+def exact_and_refused(strategy: str) -> tuple[list[dict[str, Tensor]], list[str]]:
+    return exact_gradients(strategy), refusals(strategy)
+
+
+def test_weights_and_methods_in_a_loss_give_the_gradients_of_one_device_or_are_refused() -> None:
+    single = exact_gradients("single")
+    for found, said in world.run(2, exact_and_refused, "tensor=2"):
+        for one, other in zip(single, found, strict=True):
+            assert_same(one, other)
+        for message, pattern in zip(said, REFUSED.values(), strict=True):
+            assert re.search(pattern, message), message
+
+
+def refused_beside_zero(strategy: str) -> list[str]:
+    found = []
+    for loss_of in (with_l1, with_weights_as_values):
+        with pytest.raises(StrategyRefused) as refusal:
+            gradients(strategy, loss_of)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_weights_that_zero_divides_too_are_refused() -> None:
+    for said in world.run(4, refused_beside_zero, "tensor=2,zero3")[0]:
+        assert "Use ddp instead of zero1, zero2 or zero3" in said
+
+
+def train_two(strategy: str) -> tuple[list[float], dict[str, Tensor], float]:
+    """Train a student against a frozen teacher and another student, with a batch of names."""
+    run = shoal.init(strategy, precision="fp64", seed=0, announce=lambda _: None)
+    torch.manual_seed(3)
+    one, two, teacher = Encoder().double(), Encoder().double(), Encoder().double()
+    teacher.requires_grad_(False).eval()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two)]
+    one, two, teacher, *optimizers, loader = run.prepare(
+        one, two, teacher, *optimizers, DataLoader(rows(), batch_size=6)
+    )
+
+    def compute_loss(*, x: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            goal = teacher(x)
+        found = F.cross_entropy(one(x=x), labels) + F.mse_loss(two(x), goal)
+        return found + 0.1 * F.mse_loss(one.encode(x), two.encode(x)), {"goal": goal}
+
+    losses = []
+    for x, labels in loader:
+        loss, extra = run.forward_backward(compute_loss, x=x, labels=labels)
+        losses.append(float(loss) + float(extra["goal"].sum()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def compute_sums(x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        penalty = sum(p.abs().sum() for p in one.parameters()) * len(x)
+        return {"loss": F.cross_entropy(one(x), labels, reduction="sum") + penalty}
+
+    sums = run.evaluate(compute_sums, DataLoader(rows(), batch_size=5))
+    weights = {
+        f"{i}.{n}": full_tensor(p)
+        for i, m in enumerate((one, two))
+        for n, p in m.named_parameters()
+    }
+    return losses, weights, sums["loss"]
+
+
+def test_several_models_and_a_batch_of_names_train_and_evaluate_as_on_one_device() -> None:
+    losses, weights, loss = train_two("single")
+    for other_losses, other_weights, other_loss in world.run(2, train_two, "tensor=2"):
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        assert other_loss == pytest.approx(loss, rel=1e-10)
+        assert_same(weights, other_weights)

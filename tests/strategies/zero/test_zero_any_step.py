@@ -1,0 +1,301 @@
+"""Steps that call the model twice, its parts or methods, or take gradients inside the loss."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import StrategyRefused
+from shoal.testing import world
+
+QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
+
+
+class Net(nn.Module):
+    """Blocks, which are units, between two layers and a scalar, which are in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.encode(x))
+        return scores
+
+
+def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """R-Drop: two calls, of which the second sees other inputs."""
+    first, second = net(x), net(x.flip(1))
+    return F.cross_entropy(first, y) + F.mse_loss(first, second)
+
+
+def parts(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A method, a part of the model, and a weight of the root; a unit alone, and not all units."""
+    hidden = net.encode(x)
+    penalty: Tensor = (net.head.weight @ net.blocks[1](hidden).T).square().mean()
+    return F.cross_entropy(net.head(hidden), y) + penalty
+
+
+def some(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """One unit only, twice, and no call of the model."""
+    hidden = net.blocks[2](net.blocks[2](net.stem(x)))
+    return F.cross_entropy(net.head(hidden), y)
+
+
+def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Gradient penalty: a gradient of a gradient, and a call of the model after it."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    return F.cross_entropy(net(x), y) + gradient.square().sum(1).mean()
+
+
+def forces(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Forces only: the gradient is the output."""
+    x = x.clone().requires_grad_()
+    (force,) = torch.autograd.grad(net(x).logsumexp(1).sum(), x, create_graph=True)
+    distance: Tensor = (force[:, :4] - F.one_hot(y, 4)).square().mean()
+    return distance
+
+
+def attacked(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Adversarial training: inner gradients without a graph, then the step."""
+    for _ in range(2):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(net(x), y) * len(x), x)
+        x = (x + 0.1 * gradient.sign()).detach()
+    return F.cross_entropy(net(x), y)
+
+
+def ungraded(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A target of the model's own, without gradients, for rows that differ between ranks."""
+    if y[0] > 1:
+        with torch.no_grad():
+            target = net(x).softmax(1)
+        distance: Tensor = (net(x).softmax(1) - target).abs().mean()
+        return F.cross_entropy(net(x), y) + distance
+    return F.cross_entropy(net(x), y)
+
+
+STEPS = (twice, parts, some, penalised, forces, attacked, ungraded)
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(14, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (14,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=5)
+
+
+def trained(strategy: str, names: list[str], accumulate: int = 1) -> dict[str, list[Any]]:
+    """Return for each kind of step the losses, which gradients are None, and the weights."""
+    results: dict[str, list[Any]] = {}
+    for name in names:
+        torch.manual_seed(0)
+        run, net = shoal.init(strategy, accumulate=accumulate, **QUIET), Net().double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, optimizer, batches = run.prepare(net, optimizer, loader())
+        found: list[Any] = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = run.forward_backward(partial(globals()[name], net), x, y)
+            optimizer.step()
+            found.append(loss.item())
+        gradients = run.gradients()
+        found.append([gradient is None for gradient in gradients.values()])
+        results[name] = [*found, run.weights()]
+    return results
+
+
+def same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
+    for name, (*losses, unused, weights) in expected.items():
+        *their_losses, their_unused, their_weights = found[name]
+        assert their_losses == pytest.approx(losses, rel=1e-10), name
+        assert their_unused == unused, name
+        for key, value in weights.items():
+            distance = (their_weights[key] - value).abs().max()
+            assert distance <= 1e-10 * value.abs().max(), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [
+        ("zero1", 2, 1),
+        ("zero3", 2, 1),
+        ("zero2", 2, 2),
+        ("recompute,zero3", 2, 1),
+        pytest.param("zero1", 3, 2, marks=pytest.mark.slow),
+        pytest.param("zero3,hybrid=2", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_may_call_what_it_likes(strategy: str, ranks: int, accumulate: int) -> None:
+    names = [step.__name__ for step in STEPS]
+    if "recompute" in strategy:
+        names = ["twice", "parts", "some"]
+    expected = trained("single", names, accumulate)
+    for found in world.run(ranks, trained, strategy, names, accumulate):
+        same(found, expected)
+
+
+class Critic(nn.Module):
+    """Two units and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score: Tensor = self.head(self.body(x))
+        return score
+
+
+class Several:
+    """A generator and a critic with an optimizer each, a frozen model, and what is called once."""
+
+    def __init__(self, strategy: str) -> None:
+        torch.manual_seed(0)
+        self.run = shoal.init(strategy, **QUIET)
+        self.make, self.critic = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), Critic()
+        self.frozen = Net().requires_grad_(False)
+        models = [model.double() for model in (self.make, self.critic, self.frozen)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models[:2]]
+        prepared = self.run.prepare(*models, *optimizers, loader())
+        self.optimizers, self.batches = prepared[3:5], prepared[5]
+
+    def criticise(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = self.make(x)
+        between = (made + x).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        loss: Tensor = self.critic(made).mean() - self.critic(x).mean() + penalty
+        return loss
+
+    def deceive(self, x: Tensor, y: Tensor) -> Any:
+        made = self.make(x)
+        labels = F.cross_entropy(self.frozen(made), y, reduction="sum")
+        if (y > 2).any():  # on some ranks only
+            hidden = self.frozen.blocks[0](self.frozen.encode(made[y > 2]))
+            labels = labels + hidden.square().sum()
+        return shoal.counted(labels, (y > 0).sum()) + shoal.counted(
+            -self.critic(made).sum(), len(y)
+        )
+
+    def sums(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"score": self.critic.head(self.critic.body(self.make(x))).sum()}
+
+    def train(self) -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
+        losses = []
+        of_make, of_critic = self.optimizers
+        for x, y in self.batches:
+            for compute_loss, optimizer in ((self.criticise, of_critic), (self.deceive, of_make)):
+                of_make.zero_grad()
+                of_critic.zero_grad()
+                losses.append(self.run.forward_backward(compute_loss, x, y).item())
+                with torch.no_grad():
+                    self.make(x)  # between the passes and the step
+                optimizer.step()
+        with torch.no_grad():
+            scores = self.critic(x), self.critic.body(x)
+        assert all(score.requires_grad is False for score in scores)
+        return losses, self.run.evaluate(self.sums, loader_of_five()), self.run.weights()
+
+
+def loader_of_five() -> DataLoader:
+    data: Any = loader().dataset
+    return DataLoader(data, batch_size=3)
+
+
+def several(strategy: str) -> tuple[list[float], dict[str, float], dict[str, Tensor]]:
+    return Several(strategy).train()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
+    losses, sums, weights = several("single")
+    for their_losses, their_sums, their_weights in world.run(2, several, strategy):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert their_sums == pytest.approx(sums, rel=1e-10)
+        for key, value in weights.items():
+            assert (their_weights[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+
+
+class Bags(nn.Module):
+    """Embeddings with sparse gradients: a bag in the root, and rows in a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 5, sparse=True, mode="sum")
+        self.blocks = nn.ModuleList([nn.Embedding(9, 5, sparse=True), nn.Linear(5, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.abs() * 3).long().clamp(max=8)
+        hidden = self.bag(rows) + self.blocks[0](rows[:, 0])
+        scores: Tensor = self.blocks[1](hidden)
+        return scores
+
+
+class FlatStep(torch.optim.Optimizer):
+    """An optimizer of a user's own: one step along the flattened gradient, of a fixed length."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        used = [p for p in group["params"] if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1) for p in used])
+        for p in used:
+            p.sub_(p.grad / flat.norm(), alpha=group["lr"])
+
+
+def with_rows(strategy: str, optimizer_class: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run = shoal.init(strategy, **QUIET)
+    net = (Bags() if optimizer_class is torch.optim.SGD else Net()).double()
+    optimizer = optimizer_class(net.parameters(), lr=0.1)
+    net, optimizer, batches = run.prepare(net, optimizer, loader())
+    for x, y in batches:
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
+        optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, FlatStep])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_sparse_gradients_and_flattening_optimizers(strategy: str, optimizer_class: Any) -> None:
+    expected = with_rows("single", optimizer_class)
+    for found in world.run(2, with_rows, strategy, optimizer_class):
+        for key, value in expected.items():
+            assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+
+
+def steps_rows() -> str:
+    run, bags = shoal.init("zero2", **QUIET), nn.ModuleList([nn.EmbeddingBag(9, 5, sparse=True)])
+    optimizer = torch.optim.SparseAdam([*bags.parameters()])
+    with pytest.raises(StrategyRefused) as refusal:
+        run.prepare(bags, optimizer, loader())
+    return str(refusal.value)
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    for said in world.run(2, steps_rows):
+        assert "SparseAdam cannot step the shards of 0.weight" in said

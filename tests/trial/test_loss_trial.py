@@ -1,0 +1,351 @@
+"""The trials of a run: when they are made, what they say, and what they leave as it was."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from known_losses import CASES, N, labels, mlp, x
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.trial import (
+    LossKind,
+    LossTrial,
+    OutputRecorder,
+    end_trial,
+    try_loss,
+    try_recorded,
+)
+
+CALLS = Counter[str]()
+
+
+class Batch(NamedTuple):
+    """The fields of a LocalBatch that a trial reads."""
+
+    compute_loss: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_samples: int
+
+
+def step(trial: LossTrial, compute_loss: Callable[..., Any], *args: Any) -> Any:
+    """A training step, as a run makes it."""
+    batch = trial.before_step(Batch(compute_loss, args, {}, len(args[0])))
+    loss = batch.compute_loss(*batch.args)
+    trial.after_step(trial.objection)
+    return loss
+
+
+def judged(compute_loss: Callable[..., Any], *args: Any, models: list[nn.Module]) -> Any:
+    parameters = [p for model in models for p in model.parameters()]
+    return try_loss(compute_loss, args, {}, len(args[0]), models, parameters)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_recorded_outputs_give_the_same_verdict_or_none(case: Any) -> None:
+    torch.manual_seed(0)
+    compute_loss, args, models = case.make()
+    recorder, state = OutputRecorder(models), torch.get_rng_state()
+    with recorder.recording():
+        compute_loss(*args)
+    torch.set_rng_state(state)
+    verdict = try_recorded(compute_loss, args, {}, N, models, recorder.calls, num_splits=3)
+    assert verdict.kind in (case.kind, LossKind.NOT_TRIED, LossKind.CANNOT_JUDGE), verdict
+
+
+def test_padding_that_comes_late_is_seen_when_it_comes() -> None:
+    model, notes = mlp(), []
+    trial = LossTrial([model], 1, notes.append, whole_models=True)
+    targets = labels()
+    for _ in range(6):
+        step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
+    assert notes == []
+    targets[3:6] = -100
+    step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "note: on more than one rank, or in micro-batches, this loss will be refused: "
+    )
+    assert "targets of -100 look like ignored ones" in notes[0]
+    step(trial, lambda a, y: F.cross_entropy(model(a), y), x()[:5], targets[:5])
+    assert len(notes) == 1
+
+
+def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> None:
+    model, targets = mlp(), torch.randint(0, 4, (300,))
+    targets[-3:] = -100
+    verdict = judged(
+        lambda a, y: F.cross_entropy(model(a), y), torch.randn(300, 6), targets, models=[model]
+    )
+    assert verdict.kind is LossKind.COUPLED
+
+
+def test_micro_batches_are_tried_as_they_come() -> None:
+    model, weight = nn.Conv2d(3, 4, 3, padding=1), torch.tensor([0.1, 1.0, 2.0, 5.0])
+    images, y = [torch.randn(3, 5, 4 + row) for row in range(N)], labels()
+
+    def loss(images: list[Tensor], y: Tensor) -> Tensor:
+        if len(images) != len(y):
+            raise ValueError("images and labels of other samples")
+        sizes = [image.shape[-1] for image in images]
+        wide = torch.stack(
+            [F.pad(i, (0, max(sizes) - s)) for i, s in zip(images, sizes, strict=True)]
+        )
+        return F.cross_entropy(model(wide).mean((2, 3)), y, weight=weight)
+
+    trial = LossTrial([model], 2, print, whole_models=False)
+    watched = trial.before_step(Batch(loss, (images, y), {}, N)).compute_loss
+    watched(images[:6], y[:6])
+    assert trial.verdict is not None
+    assert trial.verdict.kind in (LossKind.COUPLED, LossKind.NOT_TRIED), trial.verdict
+    padded = torch.stack([F.pad(image, (0, 20 - image.shape[-1])) for image in images])
+
+    def mean_of(a: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(a).mean((2, 3)), y, weight=weight)
+
+    watched = trial.before_step(Batch(mean_of, (padded, y), {}, N)).compute_loss
+    watched(padded[:6], y[:6])
+    assert trial.objection == 1
+
+
+def test_on_several_ranks_a_loss_that_is_no_mean_is_an_error_with_its_cures() -> None:
+    model, weight = mlp(), torch.tensor([0.1, 1.0, 2.0, 5.0])
+    trial = LossTrial([model], 2, print, whole_models=True)
+    with pytest.raises(UsageError) as error:
+        step(trial, lambda a, y: F.cross_entropy(model(a), y, weight=weight), x(), labels())
+    text = str(error.value)
+    assert "of these 12 samples it gives gradients that differ by" in text
+    assert "a tensor of 4 numbers looks like weights of classes" in text
+    for cure in ("shoal.counted(sum, count)", "run.gather(tensor)", 'reduction="ranks"'):
+        assert cure in text
+
+
+def test_a_rank_without_an_objection_of_its_own_refuses_with_the_others() -> None:
+    model = mlp()
+    trial = LossTrial([model], 2, print, whole_models=True)
+    trial.before_step(Batch(lambda a: model(a).square().mean(), (x()[:1],), {}, 1))
+    assert trial.objection == 0
+    with pytest.raises(UsageError, match="as another rank has found"):
+        trial.after_step(1)
+
+
+def test_a_function_that_fails_on_fewer_samples_is_told_with_its_line() -> None:
+    model, pairs = mlp(), torch.arange(N).roll(1)
+    verdict = judged(lambda a: (model(a) - model(a)[pairs]).square().mean(), x(), models=[model])
+    assert verdict.kind is LossKind.FAILS_ON_PARTS
+    assert "IndexError" in verdict.text()
+    assert "at test_loss_trial.py:" in verdict.text()
+
+
+def test_a_loss_that_needs_two_samples_is_told_apart_from_a_coupled_one() -> None:
+    model = mlp()
+
+    def loss(a: Tensor) -> Tensor:
+        if len(a) < 2:
+            raise ValueError("one sample")
+        return model(a).square().mean()
+
+    verdict = judged(loss, x(), models=[model])
+    assert verdict.kind is LossKind.NEEDS_TWO_ROWS
+    assert "at least 2 samples on each rank" in verdict.text()
+
+
+def test_coupling_inside_of_a_model_is_said_to_be_there() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, a: Tensor) -> Any:
+            hidden = self.layer(a)
+            return hidden - hidden.mean(0)
+
+    model = Centred()
+    trial = LossTrial([model], 2, print, whole_models=True)
+    with pytest.raises(UsageError, match="happens inside of a model"):
+        step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), labels())
+
+
+def test_dropout_over_two_views_in_one_call_is_no_coupling() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        first, second = model(torch.cat([a, b])).chunk(2)
+        return F.mse_loss(first, second)
+
+    assert judged(loss, x(), x(), models=[model]).kind is LossKind.MEAN
+
+
+def test_a_permutation_of_whole_samples_is_no_coupling() -> None:
+    model = mlp()
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        order = torch.randperm(len(a))
+        return F.cross_entropy(model(a[order]), y[order])
+
+    assert judged(loss, x(), labels(), models=[model]).kind is LossKind.MEAN
+
+
+def test_draws_that_have_no_rows_are_no_reason_to_refuse() -> None:
+    model = mlp()
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        noise = torch.zeros(len(a), 4)
+        chosen = a[:, 0] > 0
+        noise[chosen] = torch.randn(int(chosen.sum()), 4)
+        return F.cross_entropy(model(a) + noise, y)
+
+    verdict = judged(loss, x(), labels(), models=[model])
+    assert verdict.kind is LossKind.CANNOT_JUDGE
+    assert "have no rows of their own" in verdict.text()
+
+
+def test_an_iterator_that_the_function_reads_is_left_alone() -> None:
+    model, more = mlp(), iter([x(), x()])
+    verdict = judged(lambda a: (model(a) + model(next(more))).mean(), x(), models=[model])
+    assert verdict.kind is LossKind.NOT_TRIED
+    assert len(list(more)) == 2
+
+
+def test_a_batch_that_cannot_be_cut_is_not_tried() -> None:
+    class Graph:
+        nodes = x()
+
+    model = mlp()
+    verdict = try_loss(
+        lambda graph: model(graph.nodes).mean(), (Graph(),), {}, N, [model], [*model.parameters()]
+    )
+    assert verdict.kind is LossKind.NOT_TRIED
+    assert "a Graph, which cannot be cut into parts" in verdict.text()
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, []
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.values.append(value)
+
+
+class Counting(nn.Module):
+    """A model that changes all that a model can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.ema, self.calls, self.log = torch.zeros(4), 0, []
+
+    def forward(self, a: Tensor) -> Any:
+        self.seen += 1
+        self.calls += 1
+        self.log.append(len(a))
+        hidden = self.drop(self.norm(self.layer(a)))
+        self.ema = 0.9 * self.ema + hidden.detach().mean(0)
+        return hidden
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model, teacher = Counting(), Counting().eval()
+    meters, hidden, count = {"loss": Meter()}, None, 0
+    draws, shift = np.random.default_rng(3), torch.zeros(4)
+    scale = nn.Parameter(torch.ones(()))
+    seen_gradients: list[Tensor] = []
+    model.layer.weight.register_hook(seen_gradients.append)
+    model.layer.bias.grad = torch.ones(4)
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        nonlocal hidden, count
+        count += 1
+        CALLS["loss"] += 1
+        shift.add_(1)
+        a.mul_(float(np.random.rand() > 2) + 1)
+        hidden = model(a) * scale * (1 + 0 * draws.random() + 0 * random.random())
+        value = F.cross_entropy(hidden, y) + F.mse_loss(hidden, teacher(a).detach())
+        meters["loss"].update(value.item())
+        print("loss", value.item())
+        return value
+
+    def state() -> tuple[Any, ...]:
+        tensors = [*model.state_dict().values(), *teacher.state_dict().values(), shift, model.seen]
+        return (
+            [tensor.tolist() for tensor in [*tensors, model.ema, torch.get_rng_state()]],
+            *(model.calls, list(model.log), hidden, count, CALLS["loss"], meters["loss"].total),
+            *(list(meters["loss"].values), random.getstate(), str(np.random.get_state())),
+            *(str(draws.bit_generator.state), [module.training for module in model.modules()]),
+            *([p.grad is None for p in model.parameters()], model.layer.bias.grad.tolist()),
+        )
+
+    a, y, before, output = x(), labels(), state(), io.StringIO()
+    with redirect_stdout(output):
+        verdict = try_loss(loss, (a, y), {}, N, [model], [*model.parameters(), scale])
+    assert verdict.kind is LossKind.MEAN, verdict
+    assert state() == before
+    assert output.getvalue() == ""
+    assert seen_gradients == []
+    F.cross_entropy(model.layer(a), y).backward()
+    assert len(seen_gradients) == 1
+
+
+def test_the_random_numbers_of_a_step_are_those_of_a_step_without_trial() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    a, y = x(), labels()
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(a + torch.randn_like(a)), y)
+
+    torch.manual_seed(5)
+    plain = [loss(a, y).item() for _ in range(3)]
+    torch.manual_seed(5)
+    trial = LossTrial([model], 1, print, whole_models=True)
+    assert [step(trial, loss, a, y).item() for _ in range(3)] == plain
+
+
+def test_weights_in_16_bits_are_judged_by_outputs_in_float64() -> None:
+    model, weight = mlp().bfloat16(), torch.tensor([0.1, 1.0, 2.0, 5.0])
+    a, y = x().bfloat16(), labels()
+    trial = LossTrial([model], 2, print, whole_models=True)
+    step(trial, lambda a, y: F.cross_entropy(model(a).float(), y), a, y)
+    trial = LossTrial([model], 2, print, whole_models=True)
+    with pytest.raises(UsageError, match="weights of classes"):
+        step(trial, lambda a, y: F.cross_entropy(model(a).float(), y, weight=weight), a, y)
+
+
+def test_a_function_that_gathers_ends_the_trial_in_silence() -> None:
+    model, notes = mlp(), []
+
+    def loss(a: Tensor) -> Tensor:
+        end_trial()
+        output = model(a)
+        return (output - output.mean(0)).square().mean()
+
+    trial = LossTrial([model], 1, notes.append, whole_models=True)
+    step(trial, loss, x())
+    assert notes == []
+    end_trial()
+
+
+def test_a_collective_in_the_function_ends_the_trial() -> None:
+    model = mlp()
+
+    def loss(a: Tensor) -> Tensor:
+        total = model(a).mean()
+        torch.ops._c10d_functional.all_reduce(total.detach(), "sum", "0")
+        return total
+
+    verdict = judged(loss, x(), models=[model])
+    assert verdict.kind is LossKind.NOT_TRIED
+    assert "communication between ranks" in verdict.text()
