@@ -55,11 +55,14 @@ class _Call(NamedTuple):
     """The user's function with the arguments of one micro-batch.
 
     Attributes:
+        function: what every stage but the last runs, and the dry run.
+        watched: what the last stage runs: the loss trial may look at its outputs.
         key: what determines the shapes of all values.
         seed: of its random numbers.
     """
 
     function: Callable[[], Any]
+    watched: Callable[[], Any]
     key: Hashable
     seed: int
 
@@ -133,6 +136,7 @@ class PipelineExecutor:
         seed = self._common_seed()
         calls = [
             _Call(
+                partial(_without_trial(micro.compute_loss), *micro.args, **micro.kwargs),
                 partial(micro.compute_loss, *micro.args, **micro.kwargs),
                 shape_key(self.model, (micro.args, micro.kwargs)),
                 derive_seed(seed, index) % 2**31,
@@ -173,6 +177,7 @@ class PipelineExecutor:
         with torch.no_grad():
             call = _Call(
                 partial(function, *args, **kwargs),
+                partial(function, *args, **kwargs),
                 ("evaluation", shape_key(self.model, (args, kwargs))),
                 self._common_seed(),
             )
@@ -182,7 +187,8 @@ class PipelineExecutor:
 
     def _run_stage(self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]) -> StageRun:
         call, crossing = planned
-        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
+        function = call.watched if stage == self.last_stage else call.function
+        run = partial(self.divided.run_stage, stage, function, crossing, values, call.seed)
         found: StageRun = self.home(run)
         return found
 
@@ -281,6 +287,12 @@ class PipelineExecutor:
         if has_extras:
             extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
         return StepResult(sums, is_sum_and_count, extras)
+
+
+def _without_trial(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the user's own function, where the loss trial has put one around it."""
+    plain: Callable[..., Any] = getattr(compute_loss, "without_trial", compute_loss)
+    return plain
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:
