@@ -55,14 +55,11 @@ class _Call(NamedTuple):
     """The user's function with the arguments of one micro-batch.
 
     Attributes:
-        function: what every stage but the last runs, and the dry run.
-        watched: what the last stage runs: the loss trial may look at its outputs.
         key: what determines the shapes of all values.
         seed: of its random numbers.
     """
 
     function: Callable[[], Any]
-    watched: Callable[[], Any]
     key: Hashable
     seed: int
 
@@ -137,7 +134,6 @@ class PipelineExecutor:
         calls = [
             _Call(
                 partial(_without_trial(micro.compute_loss), *micro.args, **micro.kwargs),
-                partial(micro.compute_loss, *micro.args, **micro.kwargs),
                 shape_key(self.model, (micro.args, micro.kwargs)),
                 derive_seed(seed, index) % 2**31,
             )
@@ -177,7 +173,6 @@ class PipelineExecutor:
         with torch.no_grad():
             call = _Call(
                 partial(function, *args, **kwargs),
-                partial(function, *args, **kwargs),
                 ("evaluation", shape_key(self.model, (args, kwargs))),
                 self._common_seed(),
             )
@@ -187,8 +182,7 @@ class PipelineExecutor:
 
     def _run_stage(self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]) -> StageRun:
         call, crossing = planned
-        function = call.watched if stage == self.last_stage else call.function
-        run = partial(self.divided.run_stage, stage, function, crossing, values, call.seed)
+        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
         found: StageRun = self.home(run)
         return found
 
@@ -290,7 +284,11 @@ class PipelineExecutor:
 
 
 def _without_trial(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the user's own function, where the loss trial has put one around it."""
+    """Return the user's own function, where the loss trial has put one around it.
+
+    That trial runs the function again on recorded outputs, which no stage has all of. The trial of
+    the first step is made with whole models, before they are divided.
+    """
     plain: Callable[..., Any] = getattr(compute_loss, "without_trial", compute_loss)
     return plain
 
