@@ -195,11 +195,12 @@ class LossTrial:
                     )
             finally:
                 after.put_back()
-            # A pipeline's first call ends where the function calls the model.
             due, recorder.calls = False, []
             self._take(verdict)
             return result
 
+        # A pipeline runs the function in parts, on ranks that have some of the outputs.
+        watched.without_trial = compute_loss  # type: ignore[attr-defined]
         return watched
 
 

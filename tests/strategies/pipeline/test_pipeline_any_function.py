@@ -160,8 +160,12 @@ def trained(strategy: str, names: list[str]) -> dict[str, Any]:
 
 def _output(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     if name == "own loss":
-        return model(tokens=inputs)["logits"]  # type: ignore[no-any-return]
-    return model(inputs, inputs.flip(1)) if name == "translation" else model(inputs)  # type: ignore[no-any-return]
+        output: Tensor = model(tokens=inputs)["logits"]
+    elif name == "translation":
+        output = model(inputs, inputs.flip(1))
+    else:
+        output = model(inputs)
+    return output
 
 
 @pytest.mark.parametrize(
@@ -181,8 +185,7 @@ def test_any_function_trains_as_in_one_process(strategy: str, ranks: int) -> Non
     for found in world.run(ranks, trained, strategy, names):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            if "mean" in name and "ddp" not in strategy and "zero" in strategy and ranks > 2:
-                continue  # this rank's rows only
-            if name.endswith(" mean") and len(found[name]) != len(value):
+            if found[name].shape != value.shape:
+                assert name.endswith(" mean")  # extras of this data rank's rows
                 continue
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
