@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.data.batch_shards import BatchShard
+from shoal.data.batch_shards import BatchShard, share_batch
 from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.tensor_state import base
 
@@ -65,6 +65,25 @@ class BatchRegistry:
             return shard
         view_base = base(tensor)
         return None if view_base is None else self._shards.get(id(view_base))
+
+
+class SharedBatches:
+    """Gives this rank its rows of global batches that the user makes without a loader.
+
+    Attributes:
+        share: the shard of the last batch; None before the first.
+        yielded: finds the shard of a batch.
+    """
+
+    def __init__(self) -> None:
+        self.share: BatchShard | None = None
+        self.yielded = BatchRegistry()
+
+    def rows_of(self, batch: Any, rank: int, ranks: int, rows: int | None = None) -> Any:
+        """Return this rank's rows of a global batch, as `share_batch` does, and remember them."""
+        local, self.share = share_batch(batch, rank, ranks, rows)
+        self.yielded.remember(local, self.share)
+        return local
 
 
 def _size(shard: BatchShard) -> tuple[int, int]:

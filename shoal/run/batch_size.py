@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 
+BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
@@ -47,10 +49,25 @@ class BatchSizes:
 
     def __init__(self, loaders: Sequence[ShardedLoader]) -> None:
         self._loaders = loaders
+        self._shared = SharedBatches()
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
         # The last batch that `_learn_layout` has seen: (yielded by the loader, samples, shapes).
         self._last_learned: tuple[bool, int, list[torch.Size]] | None = None
+
+    def share(self, batch: Any, rank: int, ranks: int) -> Any:
+        """Return this rank's rows of a global batch that is the same on all ranks.
+
+        `resolve` knows them. A rank without rows gets a stand-in of weight 0.
+
+        Raises: UsageError: the number of samples cannot be told.
+        """
+        return self._shared.rows_of(batch, rank, ranks)
+
+    def track(self, tensor: Tensor, moved: Tensor) -> None:
+        """Record that `moved` is `tensor` on another device."""
+        for source in self._sources():
+            source.yielded.track(tensor, moved)
 
     def resolve(self, batch: Any, rows: int | None, ranks: int) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
@@ -64,7 +81,7 @@ class BatchSizes:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
-        yielding = [loader for loader in self._loaders if loader.share is not None]
+        yielding = [source for source in self._sources() if source.share is not None]
         if rows is None and yielding:
             share = self._share_of(batch, yielding)
             return StepSizes(share.rows, share.global_rows, is_known=True)
@@ -75,7 +92,10 @@ class BatchSizes:
         # all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
-    def _share_of(self, batch: Any, loaders: Sequence[ShardedLoader]) -> BatchShard:
+    def _sources(self) -> list[BatchSource]:
+        return [*self._loaders, self._shared]
+
+    def _share_of(self, batch: Any, loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
         Args: loaders: those that have yielded batches.
@@ -87,7 +107,9 @@ class BatchSizes:
         if len(set().union(*(loader.yielded.sizes for loader in loaders))) == 1:
             known = [last]
         else:
-            known = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
+            found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
+            # Batches of two loaders may have one size.
+            known = list({(share.rows, share.global_rows): share for share in found}.values())
         if len(known) > 1:
             sizes = " and ".join(str(share.rows) for share in known)
             raise UsageError(

@@ -11,6 +11,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies import base
+from shoal.trial import end_trial
 
 OTHER_WEIGHTS = (
     "run.gather: the ranks have different weights between two averages or pushes here, so the "
@@ -67,6 +68,7 @@ class RowGathering:
 
     def gather(self, x: Tensor, local_model: base.LocalModel) -> Tensor:
         """Return the rows of all data ranks; `Run.gather` explains it. Collective."""
+        end_trial()  # which one rank alone may make
         if self._evaluates:
             raise UsageError(EVALUATION)
         check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)

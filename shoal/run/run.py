@@ -25,6 +25,7 @@ from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
 from shoal.run.step_batch import example_of, make_batch
+from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
@@ -66,6 +67,7 @@ class Run:
             mesh, strategies, settings, loss_scale, announce, tracing, self._guards
         )
         self._gathering = RowGathering(mesh, settings.accumulate)
+        self._trials = StepTrials(self._prepared, self._guards, announce)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -138,7 +140,10 @@ class Run:
             stop_requested=self._stop_requested,
         )
         with self._gathering.step(local_batch):
+            if reduction == "rows":
+                local_batch = self._trials.before_step(local_batch)
             output = self._step_of(local_batch).forward_backward(local_batch)
+            self._trials.after_step(output.totals)
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
@@ -270,7 +275,7 @@ class Run:
         Args:
             compute_sums: (*batch) -> name -> scalar sum over the batch. A batch that is a mapping
                 is given by its names.
-            loader: a plain DataLoader; one rank computes `batch_size` samples at once.
+            loader: a DataLoader or another source of batches; each batch is computed by one rank.
             models: models that `compute_sums` calls and that were not prepared, such as a moving
                 average. These and all prepared models are in evaluation mode meanwhile.
 
@@ -294,9 +299,18 @@ class Run:
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
         on_device = batch.to(self.device, non_blocking=True)
-        for loader in self._prepared.loaders:
-            loader.yielded.track(batch, on_device)
+        self._prepared.sizes.track(batch, on_device)
         return on_device
+
+    def share(self, batch: Any) -> Any:
+        """Return this rank's rows of a global batch that every rank has made alike.
+
+        For scripts without a loader. `forward_backward` knows the rows by their tensors.
+
+        Args: batch: a nest of tensors whose dimension 0 is the batch, the same on all ranks.
+        """
+        data = self.mesh.data
+        return self._prepared.sizes.share(batch, data.rank, data.size)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop, with the next step's gradients. Safe in a signal handler."""

@@ -45,7 +45,11 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 13 summed values, and zeros."""
+"""Length of the totals: loss sum, count, stop requests, up to 12 summed values, objections."""
+OBJECTIONS = TOTALS_LENGTH - 1
+"""Index of the number of ranks whose trial has found that the loss is no mean over samples."""
+MAX_SUMMED = OBJECTIONS - SUMMED
+"""Numbers that `loss_terms.summed` can mark in a step."""
 
 
 class LocalBatch(NamedTuple):
@@ -87,6 +91,8 @@ class LocalBatch(NamedTuple):
     """
     first_row: int = 0
     """Index of the first sample within the global batch, if the sizes are known."""
+    objection: Callable[[], int] | None = None
+    """Returns 1 if this rank objects to the loss, once `compute_loss` has returned. None: no."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.strategies.base import SUMMED, TOTALS_LENGTH, Extra
+from shoal.strategies.base import MAX_SUMMED, OBJECTIONS, SUMMED, Extra
 from shoal.strategies.loss_terms import Summed
 
 
@@ -31,10 +31,10 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
     position = SUMMED
     for marked in _summed_in(extra):
         values = marked.value.reshape(-1)
-        if position + len(values) > TOTALS_LENGTH:
+        if position + len(values) > OBJECTIONS:
             raise UsageError(
-                f"compute_loss returned more than {TOTALS_LENGTH - SUMMED} summed numbers; a step "
-                f"carries {TOTALS_LENGTH - SUMMED}."
+                f"compute_loss returned more than {MAX_SUMMED} summed numbers; a step carries "
+                f"{MAX_SUMMED}."
             )
         totals[position : position + len(values)] += (values * weight).to(totals)
         position += len(values)
@@ -50,7 +50,7 @@ def join(extras: Sequence[Extra], totals: Tensor) -> Any:
 
     Raises: UsageError: a value of several micro-batches that cannot be joined.
     """
-    numbers = iter(totals[SUMMED:].unbind())
+    numbers = iter(totals[SUMMED:OBJECTIONS].unbind())
     return _join([extra.num_samples for extra in extras], [e.value for e in extras], numbers)
 
 

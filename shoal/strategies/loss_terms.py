@@ -119,9 +119,12 @@ def split_result(result: Any) -> tuple[tuple[Term, ...], Any]:
                 "with everything else in `more`, a dict for example."
             )
         loss, extra = result
-        if isinstance(loss, Tensor) and isinstance(extra, Tensor) and extra.dim() == 0:
+        is_number = isinstance(extra, (int, float)) or (
+            isinstance(extra, Tensor) and extra.dim() == 0
+        )
+        if isinstance(loss, Tensor) and is_number:
             raise UsageError(
-                "compute_loss returned a pair of scalar tensors. For a sum and its count return "
+                "compute_loss returned a pair of numbers. For a sum and its count return "
                 "shoal.counted(sum, count); to get a second number back, name it: "
                 'return loss, {"name": number}.'
             )

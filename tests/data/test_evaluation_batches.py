@@ -24,15 +24,16 @@ def lists() -> BatchSampler:
 
 
 def loaders() -> dict[str, Any]:
+    ready = [torch.arange(23)[indices] for indices in lists()]
     return {
         "map-style": DataLoader(range(23), 5),  # type: ignore[arg-type]
         "shuffled": DataLoader(range(23), 5, shuffle=True),  # type: ignore[arg-type]
         "batch sampler": DataLoader(range(23), batch_sampler=lists()),  # type: ignore[arg-type]
         "workers": DataLoader(range(23), 5, num_workers=1),  # type: ignore[arg-type]
-        "ready": DataLoader([torch.arange(23)[b] for b in lists()], batch_size=None),  # type: ignore[arg-type]
+        "ready": DataLoader(ready, batch_size=None),  # type: ignore[arg-type]
         "iterable": DataLoader(Numbers(), 5),
         "iterable in workers": DataLoader(Numbers(), 5, num_workers=1),
-        "a list": [torch.arange(23)[b] for b in lists()],
+        "a list": ready,
     }
 
 

@@ -40,6 +40,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "request_stop",
         "rows",
         "save",
+        "share",
         "state",
         "stopping",
         "synchronize",

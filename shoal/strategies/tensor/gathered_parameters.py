@@ -70,7 +70,9 @@ class GatherParameters(TorchFunctionMode):
         if _concerns_tensor_itself(func, name):
             return func(*args, **options)
         used = next(leaf for leaf in tree_leaves((args, options)) if is_tensor_sharded(leaf))
-        if not isinstance(used, nn.Parameter) and (_is_write(name) or name == "detach"):
+        # Of a buffer, or of `p.data`, a copy may be kept and put back, as recomputation does.
+        keeps_slices = _is_write(name) or name in ("detach", "clone")
+        if keeps_slices and not isinstance(used, nn.Parameter):
             return func(*args, **options)
         self._check_use(used, func, name)
         gathered: list[tuple[Tensor, DTensor]] = []

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
-from shoal.strategies.pipeline.plan import PlanRequest, observe_units, plan
-from shoal.strategies.pipeline.plan import parameter_users
+from shoal.strategies.pipeline.plan import PlanRequest, observe_units, parameter_users, plan
 from shoal.strategies.pipeline.stage_trial import try_stages
 
 DEVICE = torch.device("cpu")
@@ -89,6 +89,6 @@ def refusal(
     """Return the reason why a function cannot be divided; empty if it can."""
     try:
         difference(model, function, args, num_stages)
-    except WalkRefusal as error:
+    except (WalkRefusal, StrategyRefused) as error:
         return str(error)
     return ""

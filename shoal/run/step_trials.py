@@ -1,0 +1,65 @@
+"""Trials of the loss in the steps of a run.
+
+before a step    the loss is tried on parts of the batch; in the first step, before a strategy
+                 has divided the models
+in the step      objections travel with the totals
+after the step   all ranks raise together, before the optimizer steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.run.guards import Guards
+from shoal.run.prepared import Prepared
+from shoal.strategies import base
+from shoal.trial import LossTrial
+
+
+class StepTrials:
+    """Connects the trial of the loss with the steps of a run.
+
+    Args:
+        announce: prints a note, on one rank of all.
+    """
+
+    def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
+        self._prepared = prepared
+        self._guards = guards
+        self._announce = announce
+        self._trial: LossTrial | None = None
+
+    def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
+        """Return the batch to compute; a trial may look on."""
+        if not self._guards.enabled:
+            return batch
+        if self._trial is None:
+            self._trial = self._make()
+        trial = self._trial
+        with self._guards.in_step():
+            watched: base.LocalBatch = trial.before_step(batch)
+        return watched._replace(objection=lambda: trial.objection)
+
+    def after_step(self, totals: Tensor) -> None:
+        """Raise UsageError on all ranks if one of them objects to the loss.
+
+        Args: totals: (TOTALS_LENGTH,), of the step over all ranks.
+        """
+        trial = self._trial
+        # On a GPU a look at the totals waits for the step, so it is taken in some steps only.
+        if trial is not None and (totals.device.type == "cpu" or trial.is_scheduled):
+            trial.after_step(round(totals[base.OBJECTIONS].item()))
+
+    def _make(self) -> LossTrial:
+        prepared = self._prepared
+        model = prepared.local_model()
+        mesh = prepared.mesh
+        stages = 2 if mesh.pipeline.size > 1 else 1  # there are several micro-batches then
+        return LossTrial(
+            prepared.models,
+            mesh.data.size * prepared.settings.accumulate * stages,
+            self._announce,
+            whole_models=not (model.collective_forward or model.has_sharded_params),
+        )
