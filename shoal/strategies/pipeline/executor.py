@@ -133,7 +133,7 @@ class PipelineExecutor:
         seed = self._common_seed()
         calls = [
             _Call(
-                partial(_without_trial(micro.compute_loss), *micro.args, **micro.kwargs),
+                partial(without_trial(micro.compute_loss), *micro.args, **micro.kwargs),
                 shape_key(self.model, (micro.args, micro.kwargs)),
                 derive_seed(seed, index) % 2**31,
             )
@@ -283,7 +283,7 @@ class PipelineExecutor:
         return StepResult(sums, is_sum_and_count, extras)
 
 
-def _without_trial(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+def without_trial(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return the user's own function, where the loss trial has put one around it.
 
     That trial runs the function again on recorded outputs, which no stage has all of. The trial of

@@ -40,7 +40,7 @@ from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
-from shoal.strategies.pipeline.executor import PipelineExecutor
+from shoal.strategies.pipeline.executor import PipelineExecutor, without_trial
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
 from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
@@ -112,7 +112,8 @@ class Pipeline(PipelineOptions, Strategy):
         module = model.module
         schedule = self._table(example)
         request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
-        function = partial(example.compute_loss, *example.args, **example.kwargs)
+        compute_loss = without_trial(example.compute_loss)
+        function = partial(compute_loss, *example.args, **example.kwargs)
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         self._check_halves(schedule, observed, module)
         one_stage = describe_stages(observed, [], {})
@@ -256,7 +257,8 @@ def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageM
     if staged.table.rank_of(0) == rank:
         all_targets = (divided.targets(stage) for stage in range(divided.num_stages))
         others = unused(module, set().union(*all_targets))
-    return collect(module, targets | divided.plain_modules(), others)
+    everywhere = divided.plain_modules() | divided.buffers_around()
+    return collect(module, targets | everywhere, others - everywhere)
 
 
 def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
