@@ -13,17 +13,23 @@ from tests.scripts.runner import (
     judge,
     reference,
 )
-from tests.scripts.script import NEEDS, catalog, lines_changed
+from tests.scripts.script import NEEDS, Script, catalog, lines_changed
 
 EXPECTED = [1.0], {"weight": torch.tensor([1.0, 2.0])}
 RIGHT = Outcome("ran", "", (1.0,), {"weight": torch.tensor([1.0, 2.0])})
 WRONG = Outcome("ran", "", (1.0,), {"weight": torch.tensor([1.0, 2.1])})
-NOTED = WRONG._replace(notes=("note: the masks differ from one device by design",))
+NOTED = WRONG._replace(notes=("note: dropout draws other masks: same law, other numbers",))
 LOST = Outcome("refused", "PeerLost: rank 1 has ended", secondary=True)
 
 
-def verdict(*outcomes):
-    return judge(EXPECTED, outcomes, 1e-10).verdict
+class Drawing(Script):
+    """A script that draws random numbers."""
+
+    needs = "R"
+
+
+def verdict(*outcomes, script=Drawing):
+    return judge(script, EXPECTED, outcomes).verdict
 
 
 def test_the_catalog_has_enough_kinds_of_script_and_every_need():
@@ -53,6 +59,10 @@ def test_equal_numbers_are_exact():
 def test_other_numbers_on_one_rank_are_silent_without_a_note():
     assert verdict(RIGHT, WRONG) == SILENT
     assert verdict(NOTED, WRONG) == BY_DESIGN
+
+
+def test_a_note_on_random_numbers_excuses_no_script_without_them():
+    assert verdict(NOTED, WRONG, script=Script) == SILENT
 
 
 def test_missing_weights_and_nan_are_silent_differences():

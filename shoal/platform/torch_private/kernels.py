@@ -12,6 +12,10 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+# Why: averages of weights call them with tensors of two kinds, and torch's error is to be put in
+# our words. Without: torch's words. Checked: 2.13.
+FUNCTIONS_OF_LISTS = ("_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_")
+
 # Why: a check of numbers on a GPU that does not wait for it. Without: every embedding in slices
 # would wait. Checked: 2.13.
 assert_async = torch._assert_async

@@ -4,6 +4,7 @@
       loss.backward()                          backward_hooks.py
       clip_grad_norm_, p.grad                  absent_gradient.py, grad_clipping.py
       p.grad.norm().item()                     partial_numbers.py
+      mean.lerp_(p, 0.1)                       mixed_shards.py
       p.clamp_(), p.data, load_state_dict      weight_writes.py, given_state.py
       model.state_dict()                       state_requests.py
       functional_call                          borrowed_weights.py

@@ -25,6 +25,7 @@ from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.group_numbers import guard_group_numbers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.loss_watch import LossWatch
+from shoal.run.guards.mixed_shards import guard_mixed_shards
 from shoal.run.guards.partial_numbers import guard_partial_numbers
 from shoal.run.guards.state_requests import guard_state_requests
 from shoal.run.guards.weight_writes import WeightWatch
@@ -98,6 +99,7 @@ class Guards:
         handles += guard_state_requests(guarded)
         handles += guard_clipping(guarded)
         handles += guard_partial_numbers(guarded)
+        handles += guard_mixed_shards(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names, self.phase)
         handles += [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]

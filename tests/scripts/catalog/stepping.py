@@ -162,6 +162,51 @@ class WeightAverage(Script):
         return losses, run.weights()
 
 
+class AverageOfWholeWeights(Script):
+    """An average of the weights, made of the whole weights where ranks hold parts of them."""
+
+    follows = "timm ModelEma"
+    needs = "T"
+
+    @staticmethod
+    def plain():
+        model = mlp(6, 8, 4)
+        average = copy.deepcopy(model.state_dict())
+        optimizer = sgd(model.parameters())
+        data = loader(*vectors())
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            for name, new in model.state_dict().items():
+                average[name].mul_(0.9).add_(new, alpha=0.1)
+            losses += [loss, average["2.weight"].sum()]
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = mlp(6, 8, 4)
+        average = copy.deepcopy(model.state_dict())
+        optimizer = sgd(model.parameters())
+        data = loader(*vectors())
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(x, y):
+            return F.cross_entropy(model(x), y)
+
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, x, y)
+            optimizer.step()
+            for name, new in run.weights().items():
+                average[name].mul_(0.9).add_(new, alpha=0.1)
+            losses += [loss, average["2.weight"].sum()]
+        return losses, run.weights()
+
+
 class ConflictingTasks(Script):
     """Gradients of two tasks are projected on each other and combined by hand."""
 

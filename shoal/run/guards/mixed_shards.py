@@ -1,0 +1,89 @@
+"""Whole tensors combined with shards: an error that says what to do instead of torch's own.
+
+mean.lerp_(parameter, 0.1)      an average of weights; the parameter is a DTensor, the mean is whole
+parameter.mul_(mask)            the mask is whole
+average + 0.1 * parameter       an operator
+
+In-place methods, and functions of several tensors, are replaced for all tensors: torch asks the
+class of the tensor on the left. Operators are replaced for DTensors only: Python asks the right
+operand first where its class is derived from that of the left one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import UsageError
+from shoal.platform.torch_private.kernels import FUNCTIONS_OF_LISTS
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.process_wide import ProcessWidePatch
+
+_OF_TENSORS = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "addcmul_", "addcdiv_")
+_OF_SHARDS = tuple(
+    f"__{side}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow")
+    for side in ("", "r", "i")
+) + ("__setitem__", "add", "sub", "mul", "div", "matmul", "lerp", "where", "masked_fill_")
+_OF_TORCH = ("cat", "stack", "add", "sub", "mul", "div", "lerp", "where", "matmul", "dot")
+_MIXED = "got mixed torch.Tensor and DTensor"
+_MESHES = "different device mesh"
+
+
+def guard_mixed_shards(guarded: GuardedModels) -> Iterator[Removable]:
+    """Say what is wrong where a whole tensor meets a shard, if parameters are shards."""
+    if guarded.local_model.has_sharded_params:
+        yield _mixed.add(guarded)
+
+
+def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch) -> Any:
+    """Return `function` with torch's error about whole tensors and shards in our words."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if _MIXED not in str(error) and _MESHES not in str(error):
+                raise
+            under = next((guarded.under for guarded in patch.active), "")
+            raise UsageError(
+                f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
+                "gradient, and that part was combined with a whole tensor. Take whole values from "
+                "run.weights() or run.gradients(), on all ranks, for an average of weights for "
+                "example; or use ddp or zero1, where every rank holds whole parameters."
+            ) from error
+
+    return call
+
+
+def _install(patch: ProcessWidePatch) -> Callable[[], None]:
+    """Replace the functions; return a function that puts them back."""
+    places: list[tuple[Any, str]] = [(Tensor, name) for name in _OF_TENSORS]
+    places += [(DTensor, name) for name in _OF_SHARDS]
+    places += [(torch, name) for name in (*_OF_TORCH, *FUNCTIONS_OF_LISTS) if hasattr(torch, name)]
+    before = []
+    for owner, name in places:
+        function = getattr(owner, name, None)
+        if function is None:
+            continue
+        before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, _explained(name.strip("_"), function, patch))
+
+    def put_back() -> None:
+        for owner, name, own in before:
+            if own is None:  # it was inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    return put_back
+
+
+_mixed = ProcessWidePatch(_install)
