@@ -269,7 +269,8 @@ def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageM
     if staged.table.rank_of(0) == rank:
         all_targets = (divided.targets(stage) for stage in range(divided.num_stages))
         others = unused(module, set().union(*all_targets))
-    return collect(module, targets | divided.plain_modules(), others)
+    everywhere = divided.plain_modules() | divided.buffers_around()
+    return collect(module, targets | everywhere, others - everywhere)
 
 
 def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
