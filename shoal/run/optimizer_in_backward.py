@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -145,6 +146,7 @@ def check_settings(accumulate: int, loss_scale: bool) -> None:
 def require_mean(compute_loss: ComputeLoss) -> ComputeLoss:
     """Return `compute_loss` with a check: UsageError if its loss has a count."""
 
+    @wraps(compute_loss)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = compute_loss(*args, **kwargs)
         terms, _ = split_result(result)

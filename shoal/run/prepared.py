@@ -192,6 +192,8 @@ class Prepared:
         self._apply(example, group_names(self.optimizers, self.root))
 
     def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
+        # Strategies look at hooks on parameters: a user's own would not know of a shard.
+        self._guards.remove()
         self._guards.remember(named_models(self.models))
         # A strategy may try passes of its own.
         with self._guards.in_step():

@@ -61,5 +61,6 @@ class StepTrials:
             prepared.models,
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
+            runs_once=stages == 1,
             whole_models=not (model.collective_forward or model.has_sharded_params),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
+from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 from shoal.trial.batch_rows import count_rows
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
@@ -47,6 +49,8 @@ class LossTrial:
             micro-batches. If it is 1, an objection is a note.
         announce: prints a note; on one rank of many.
         whole_models: this rank can run the models without the others, and has all parameters whole.
+        runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
+            not, as in a pipeline, the first step's trial is the only one.
     """
 
     def __init__(
@@ -55,11 +59,13 @@ class LossTrial:
         num_parts: int,
         announce: Callable[[str], None],
         whole_models: bool,
+        runs_once: bool = True,
     ) -> None:
         self._models = list(models)
         self._num_parts = num_parts
         self._announce = announce
         self._whole_models = whole_models
+        self._runs_once = runs_once
         self._steps = 0
         self._due_step = 1
         self._is_scheduled = False
@@ -106,6 +112,8 @@ class LossTrial:
         is_first = self._steps == 1
         if is_first and self._whole_models:
             self.try_models(batch)
+        if not self._runs_once:
+            return batch
         return batch._replace(compute_loss=self._watching(batch, 3 if is_first else 1))
 
     def try_models(self, batch: Any) -> None:
@@ -165,6 +173,7 @@ class LossTrial:
         devices = devices_of(self._models)
         due = True
 
+        @wraps(compute_loss)  # strategies know functions by their names
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal due
             if not due:
@@ -177,19 +186,21 @@ class LossTrial:
             before.put_back()
             try:
                 num_rows = _num_rows(args, kwargs, batch)
-                verdict = _without_autocast(
-                    lambda: try_recorded(
-                        *(compute_loss, args, kwargs, num_rows, self._models, recorder.calls),
-                        *(num_splits, seed),
+                with disable_dispatch_modes():
+                    verdict = _without_autocast(
+                        lambda: try_recorded(
+                            *(compute_loss, args, kwargs, num_rows, self._models, recorder.calls),
+                            *(num_splits, seed),
+                        )
                     )
-                )
             finally:
                 after.put_back()
-            # A pipeline's first call ends where the function calls the model.
             due, recorder.calls = False, []
             self._take(verdict)
             return result
 
+        # A pipeline runs the function in parts, on ranks that have some of the outputs.
+        watched.without_trial = compute_loss  # type: ignore[attr-defined]
         return watched
 
 

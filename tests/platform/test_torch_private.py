@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shoal.platform.torch_private
@@ -141,16 +142,19 @@ def _replace_call(replace_call: Any) -> bool:
     return replaced and layer(torch.ones(1)).shape == (1,) and seen == [1]
 
 
-def _dispatch_mode(mode: Any) -> bool:
-    class Random(mode):
+def _disables_modes(disable: Any) -> bool:
+    class Counting(_python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    seen: list[bool] = []
-    with Random():
-        torch.zeros(2).bernoulli_(0.5)
-    return seen[-1] and not seen[0]
+    seen: list[Any] = []
+    with Counting():
+        with disable():
+            torch.zeros(2)
+        hidden = not seen
+        torch.zeros(2)
+    return hidden and bool(seen)
 
 
 def _in_backward_pass(in_backward_pass: Any) -> bool:
@@ -511,11 +515,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
     "subclasses.DispatchMode": _dispatch_mode,
+    "subclasses.disable_dispatch_modes": _disables_modes,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
     "subclasses.function_modes": _function_modes,
     "subclasses.DeviceMode": _device_mode,
-    "subclasses.DispatchMode": _dispatch_mode,
     "subclasses.is_made_of_tensors": _is_made_of_tensors,
     "data_workers.set_worker_info": _replaces_worker_info,
     "data_workers.without_default_group": _over(2, _hides_group),

@@ -39,6 +39,11 @@ is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
 # 2.13.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
+# Why: a trial inside of a step is not to be seen by the modes of the step, which would share out
+# its random numbers, and there is no public switch. Without: a trial of a loss would be refused by
+# the global draws of the step. Checked: 2.13.
+disable_dispatch_modes: Any = _python_dispatch._disable_current_modes
+
 # Why: a subclass that only adds properties must not slow down every function of torch, and the
 # documented `super().__torch_function__` runs Python for each. Without: a parameter that servers
 # own would cost microseconds at each use. Checked: 2.13.

@@ -2,13 +2,18 @@
 
 `strategy.py` goes through these files in order:
 
-1. Trace: `fx_trace.py` makes a graph of the model, `trace_check.py` compares it with the model.
-2. Measure: `steps.py` lists the steps of the graph, their times, and the values live between them.
-3. Partition: `plan.py` chooses the cuts by `balance.py`; `stage.py` makes a function of each stage.
+1. Observe: `units.py` finds the modules that are called whole, `observed_units.py` runs the user's
+   function on a sample with them, `unit_profile.py` measures each call.
+2. Partition: `plan.py` chooses the cuts by `balance.py`; `stage_map.py` says which call is whose.
+3. Walk: `walk.py` runs the function for one stage. Other stages' values are absent: `absent.py`,
+   `meta_call.py`, `output_forms.py`. `dry_run.py` finds what crosses each cut, `division.py` puts
+   these together, `stage_trial.py` tries all stages before the first step, and
+   `random_streams.py` makes random numbers independent of stages.
 4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
 6. Send: `stage_messages.py` says which message follows from which action, `p2p.py` sends it.
-7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics.
+7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics,
+   `result_broadcast.py` tells all ranks what the last stage has.
 
 `schedule_timing.py` and `draw.py` show a table without running it.
 """

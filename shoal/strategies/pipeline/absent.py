@@ -24,7 +24,7 @@ from shoal.platform.torch_private.subclasses import (
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda"),
-    *("is_meta", "is_sparse", "is_cpu", "itemsize", "nbytes", "_version", "is_nested"),
+    *("is_meta", "is_sparse", "is_cpu", "itemsize", "nbytes", "_version", "is_nested", "grad"),
 )
 _METHODS = (
     *("size", "dim", "stride", "numel", "nelement", "ndimension", "is_floating_point"),

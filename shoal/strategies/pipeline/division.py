@@ -16,8 +16,9 @@ from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_resu
 from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.output_forms import OutputForms, form_of
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units, enclosing
-from shoal.strategies.pipeline.walk import Crossing, StageMap, Walk
+from shoal.strategies.pipeline.walk import Walk
 
 MAX_CROSSINGS = 4096
 """Dry runs of that many shapes are kept."""

@@ -21,8 +21,9 @@ from shoal.strategies.pipeline.absent import (
     tensors_of_result,
 )
 from shoal.strategies.pipeline.output_forms import OutputForms
+from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units
-from shoal.strategies.pipeline.walk import Crossing, StageMap, Walk
+from shoal.strategies.pipeline.walk import Walk
 
 
 class DryRun(Walk):

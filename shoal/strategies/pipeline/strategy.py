@@ -41,15 +41,9 @@ from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
 from shoal.strategies.pipeline.executor import PipelineExecutor
+from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
-from shoal.strategies.pipeline.plan import (
-    ObservedUnits,
-    PlanRequest,
-    StagePlan,
-    observe_units,
-    parameter_users,
-    plan,
-)
+from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
@@ -121,7 +115,7 @@ class Pipeline(PipelineOptions, Strategy):
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         self._check_halves(schedule, observed, module)
-        one_stage = _full_model(observed, [], {})
+        one_stage = describe_stages(observed, [], {})
         stage_plan = plan(mesh, observed, request, function, one_stage)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
@@ -132,7 +126,7 @@ class Pipeline(PipelineOptions, Strategy):
             return divided, try_stages(divided, function, partial(_loss, example), sample)
 
         divided, mutated = agreed(mesh, divide_and_try)
-        full = _full_model(observed, stage_plan.stage_starts, divided.parameter_users)
+        full = describe_stages(observed, stage_plan.stage_starts, divided.parameter_users)
         return _StagedModel(schedule, stage_plan, full, divided, mutated)
 
     def _check_halves(
@@ -179,7 +173,7 @@ def _loss(example: ExampleBatch, result: Any) -> Any:
     return weighted_loss(result, batch).loss
 
 
-def _full_model(
+def describe_stages(
     observed: ObservedUnits, stage_starts: Iterable[int], users: Mapping[str, Set[int]]
 ) -> FullModel:
     """Describe a model with its stages.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -169,16 +168,6 @@ def enclosing(name: str, modules: Mapping[str, Any]) -> str | None:
         if prefix in modules:
             return prefix
     return None
-
-
-def is_local(module: nn.Module) -> bool:
-    """Return whether this rank holds all tensors of a module."""
-    return all(
-        tensor is None or not tensor.is_meta
-        for inner in module.modules()
-        for store in (own_parameters(inner), own_buffers(inner))
-        for tensor in store.values()
-    )
 
 
 def _num_parameters(module: nn.Module) -> int:

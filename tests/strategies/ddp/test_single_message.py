@@ -69,8 +69,8 @@ def _steps_by_hand(kind: str) -> None:
     reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
     for _ in range(2):
         model.zero_grad()
-        batch = LocalBatch(F.cross_entropy, (x,), y, 6, 6 * ranks)
-        totals, _ = reducer.forward_backward(supervised(reducer.forward, batch))
+        batch = LocalBatch(supervised(F.cross_entropy, model), (x, y), {}, 6, 6 * ranks)
+        totals = reducer.forward_backward(reducer.forward, batch).step_totals
     losses = [torch.zeros(()) for _ in range(ranks)]
     dist.all_gather(losses, loss.detach())
     assert totals[LOSS_SUM].item() == pytest.approx(6 * torch.stack(losses).sum().item(), rel=1e-6)

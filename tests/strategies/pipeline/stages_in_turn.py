@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
-from shoal.strategies.pipeline.plan import PlanRequest, observe_units, parameter_users, plan
+from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
+from shoal.strategies.pipeline.plan import parameter_users, plan
 from shoal.strategies.pipeline.stage_trial import try_stages
+from shoal.strategies.pipeline.strategy import describe_stages
 
 DEVICE = torch.device("cpu")
 
 
-class OneRank:
+class OneRank(Axis):
     """The part of an axis that a plan needs, in a world of one rank."""
 
-    rank = 0
+    def __init__(self) -> None:
+        object.__setattr__(self, "rank", 0)
 
     def broadcast_str(self, text: str) -> str:
         return text
+
+
+def observed(
+    model: nn.Module, function: Callable[..., Any], args: Any, num_stages: int, cuts: str = ""
+) -> tuple[PlanRequest, ObservedUnits]:
+    """Run a function once with the units of its model."""
+    request = PlanRequest(num_stages, "parameters", cuts)
+    return request, observe_units(model, lambda: function(*args), request, DEVICE)
+
+
+def full_model(
+    model: nn.Module,
+    function: Callable[..., Any],
+    args: Any,
+    cuts: Sequence[str] = (),
+    begins: Sequence[int] | None = None,
+) -> FullModel:
+    """Describe a model whose stages begin with these modules, or with these calls."""
+    request, found = observed(model, function, args, len(begins or cuts) + 1, "/".join(cuts))
+    if begins is None:
+        one = describe_stages(found, [], {})
+        made = plan(OneRank(), found, request, lambda: function(*args), one)
+        begins = made.stage_starts
+    stage_map = found.stage_map(begins)
+    users = parameter_users(found, stage_map, lambda: function(*args))
+    return describe_stages(found, begins, users)
 
 
 def divided(
@@ -42,7 +72,7 @@ def divided(
         return function(*args)
 
     observed = observe_units(model, call, request, DEVICE)
-    made = plan(OneRank(), observed, request, call, FullModel(model, {}, 0, []))  # type: ignore[arg-type]
+    made = plan(OneRank(), observed, request, call, FullModel(model, {}, 0, []))
     stage_map = observed.stage_map(made.stage_starts)
     users = parameter_users(observed, stage_map, call)
     found = DividedModel(observed.units, observed.forms, stage_map, users)

@@ -176,7 +176,7 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_stages() -> None:
 
 def test_more_stages_than_places_are_refused_with_their_number() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double()
-    with pytest.raises(WalkRefusal, match="9 stages need 8 places between blocks .* there are 2"):
+    with pytest.raises(WalkRefusal, match=r"9 stages need 8 places between blocks .* are 2"):
         divided(model, squares(model), (torch.randn(2, 8, dtype=torch.float64),), 9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,10 +24,7 @@ Function = Callable[[Tensor, Tensor], Any]
 
 
 def tower(widths: tuple[int, ...] = (8, 12, 12, 12, 5)) -> nn.Sequential:
-    layers = [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh())
-        for a, b in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     return nn.Sequential(*layers)
 
 
@@ -162,8 +160,12 @@ def trained(strategy: str, names: list[str]) -> dict[str, Any]:
 
 def _output(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
     if name == "own loss":
-        return model(tokens=inputs)["logits"]  # type: ignore[no-any-return]
-    return model(inputs, inputs.flip(1)) if name == "translation" else model(inputs)  # type: ignore[no-any-return]
+        output: Tensor = model(tokens=inputs)["logits"]
+    elif name == "translation":
+        output = model(inputs, inputs.flip(1))
+    else:
+        output = model(inputs)
+    return output
 
 
 @pytest.mark.parametrize(
@@ -183,8 +185,7 @@ def test_any_function_trains_as_in_one_process(strategy: str, ranks: int) -> Non
     for found in world.run(ranks, trained, strategy, names):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            if "mean" in name and "ddp" not in strategy and "zero" in strategy and ranks > 2:
-                continue  # this rank's rows only
-            if name.endswith(" mean") and len(found[name]) != len(value):
+            if found[name].shape != value.shape:
+                assert name.endswith(" mean")  # extras of this data rank's rows
                 continue
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)

@@ -3,38 +3,32 @@ no pair in two stages.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from stages_in_turn import full_model, observed
 from tensor_parallel_models import Apart, gpt, mlp
 from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.balance import balanced
-from shoal.strategies.pipeline.plan import full_model, split_counts, trace_for
-from shoal.strategies.pipeline.steps import cut_points, steps_of
+from shoal.strategies.pipeline.observed_units import open_places
+from shoal.strategies.pipeline.plan import split_counts
 from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
-from shoal.strategies.wrap_units import innermost, units
 from shoal.verification import matrix_cases
 
 IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
 
 
-def uncut(model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False) -> FullModel:
+def uncut(model: nn.Module, sample: Tensor, *begin_with: str) -> FullModel:
     """The model, with stages that begin with these modules."""
-    whole = set() if fine else set(innermost(units(model)))
-    graph = trace_for(model, len(begin_with) + 1, whole, 1, (sample,))
-    names = [str(step.target) for step in steps_of(graph.training)]
-    return full_model(model, graph, [names.index(name) for name in begin_with])
+    return full_model(model, lambda x: model(x).mean(), (sample,), begin_with)
 
 
-def cuts(
-    model: nn.Module, sample: Tensor, *begin_with: str, fine: bool = False, **options: str
-) -> dict[str, str]:
-    before = uncut(model, sample, *begin_with, fine=fine)
+def cuts(model: nn.Module, sample: Tensor, *begin_with: str, **options: str) -> dict[str, str]:
+    before = uncut(model, sample, *begin_with)
     return tensor_plan(model, TensorParallel(2, **options), before).parallel_styles()
 
 
@@ -59,21 +53,20 @@ def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int]
     """How much each place would part, and the model in stages of like size that part as little
     as can be.
     """
-    one_stage = uncut(model, sample)
-    graph = one_stage.graphs[0]
-    parts = split_counts(graph, TensorParallel(2).colocations(one_stage))
-    steps = len(steps_of(graph))
-    begins = balanced(
-        [1.0] * steps, [0.0] * (steps + 1), cut_points(graph, None), num_stages, parts
-    )
-    return parts, replace(one_stage, begins=begins)
+    request, found = observed(model, lambda x: model(x).mean(), (sample,), num_stages)
+    calls = found.profile.calls
+    parts = split_counts(calls, TensorParallel(2).colocations(uncut(model, sample)))
+    places = [0, *open_places(found.profile, request)]
+    begins = balanced([1.0] * len(calls), [0.0] * (len(calls) + 1), places, num_stages, parts)
+    return parts, full_model(model, lambda x: model(x).mean(), (sample,), begins=begins)
 
 
 def test_stages_begin_where_no_pair_is_parted() -> None:
-    model = mlp()  # flatten, four linear layers with an activation between two of them: two pairs
+    model = mlp()  # four linear layers with an activation between two of them: two pairs
     parts, cut = wanted(model, IMAGES, 2)
-    assert parts == [0, 0, 1, 1, 0, 0, 1, 1, 0]
-    assert list(cut.begins) == [4]
+    assert parts == [0, 1, 0, 1, 0]
+    assert cut.stages_by_unit["layers.5"] == {1}
+    assert cut.stages_by_unit["layers.3"] == {0}
     assert (
         tensor_plan(model, TensorParallel(2), cut).parallel_styles()
         == tensor_plan(model, TensorParallel(2)).parallel_styles()
@@ -82,12 +75,12 @@ def test_stages_begin_where_no_pair_is_parted() -> None:
 
 def test_a_stage_without_parameters_is_better_than_a_parted_pair() -> None:
     parts, cut = wanted(matrix_cases.mlp(), IMAGES, 2)
-    assert parts == [0, 0, 1, 1, 0]
-    assert list(cut.begins) == [1]
+    assert parts == [0, 1, 0]
+    assert all(stages == {1} for stages in cut.stages_by_unit.values())
 
 
 def test_where_not_all_pairs_can_stay_whole_one_is_parted_and_the_other_is_cut() -> None:
-    _, cut = wanted(mlp(), IMAGES, 5)  # three places part nothing
+    _, cut = wanted(mlp(), IMAGES, 4)  # two places part nothing
     found = tensor_plan(mlp(), TensorParallel(2), cut)
     assert len(found.pairs) == 1
     assert list(found.replicated.values()) == [SEPARATED_MESSAGE, SEPARATED_MESSAGE]
@@ -130,9 +123,7 @@ def test_logits_in_slices_cross_no_cut() -> None:
 
 def test_attention_that_the_pipeline_looks_into_stays_whole() -> None:
     model = gpt()
-    found = tensor_plan(
-        model, TensorParallel(2), uncut(model, TOKENS, "blocks.0.attention.output", fine=True)
-    )
+    found = tensor_plan(model, TensorParallel(2), uncut(model, TOKENS, "blocks.0.attention.output"))
     assert "does not run as a whole" in found.replicated["blocks.0.attention.query"]
     assert "blocks.0.mlp.up" in found.parallel_styles()  # a pair in the graph of the stage
 

@@ -17,7 +17,7 @@ from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
-from shoal.verification.matrix_cases import EXPERIMENTS, gpt, image_loader, tokens
+from shoal.verification.matrix_cases import EXPERIMENTS, gpt, image_loader, mean_over_tokens, tokens
 from shoal.verification.trajectory import Experiment
 
 SLOW = pytest.mark.slow
@@ -134,11 +134,7 @@ def held() -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(tokens(), batch_size=10))
     x, y = next(iter(loader))
-    run.forward_backward(
-        supervised(lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()), model),
-        x,
-        y,
-    )
+    run.forward_backward(supervised(mean_over_tokens, model), x, y)
     optimizer.step()
     sizes = {name: _size(parameter) for name, parameter in run.parameters().items()}
     state = sum(_size(value["momentum_buffer"]) for value in optimizer.state.values())

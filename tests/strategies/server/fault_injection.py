@@ -46,7 +46,7 @@ def trained(
             threading.Thread(target=wake, args=(trouble, wakes_s), daemon=True).start()
     if trouble is not None and run.rank == 1:
         (trouble.folder / "worker.pid").write_text(str(os.getpid()))
-    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     steps(run, net, optimizer)
     part: Any = run._local_model()
     return run.weights(), part.remote_optimizer.client.stats()

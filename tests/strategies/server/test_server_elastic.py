@@ -44,7 +44,7 @@ def trained(
     """Return weights after steps during which an action runs, and the result of the action."""
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
-    net, optimizer, _ = run.prepare(
+    net, optimizer = run.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     )
     said: list[Any] = []

@@ -65,7 +65,7 @@ def test_stale_workers_go_on_as_well(staleness: str, tmp_path: Path) -> None:
 def loses_all(_: str) -> None:
     torch.manual_seed(0)
     run, net = shoal.init("server=1,lease_s=0.5", announce=lambda _: None), model()
-    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
     part: Any = run._local_model()
     for step in range(1000):
         if step == 3 and run.rank == 0:

@@ -27,7 +27,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     """Return weights, refusals by shard, the report, and if all servers are the first ones."""
     torch.manual_seed(0)
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
-    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     part: Any = run._local_model()
     fleet = next(iter(part.remote_optimizer.launcher.pools), None)
     before = [] if fleet is None else [*fleet.servers, fleet.coordinator.pid]

@@ -18,7 +18,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     """Train as `fault_injection.trained`, and return the killed primaries of shard 1 too."""
     torch.manual_seed(0)
     run, net = shoal.init(strategy, announce=lambda _: None), model()
-    net, optimizer, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     part: Any = run._local_model()
     killed: list[int] = []
     count = 0

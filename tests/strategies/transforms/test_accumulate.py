@@ -12,7 +12,7 @@ def batch(rows: int, tensor_rows: int | None = None) -> LocalBatch:
     return LocalBatch(
         F.cross_entropy,
         ({"x": x, "pair": (x, x)},),
-        x,
+        {"target": x},
         rows,
         global_batch_size=10,
         stop_requested=True,
@@ -25,8 +25,9 @@ def batch(rows: int, tensor_rows: int | None = None) -> LocalBatch:
 def test_parts_are_nearly_equal_and_never_empty(rows: int, parts: int, expected: list[int]) -> None:
     micro = list(split_microbatches(batch(rows), parts))
     assert [m.num_samples for m in micro] == expected
-    assert torch.cat([m.target for m in micro]).tolist() == list(range(max(rows, 1)))
-    assert [m.inputs[0]["pair"][1].tolist() for m in micro] == [m.target.tolist() for m in micro]
+    assert torch.cat([m.kwargs["target"] for m in micro]).tolist() == list(range(max(rows, 1)))
+    targets = [m.kwargs["target"].tolist() for m in micro]
+    assert [m.args[0]["pair"][1].tolist() for m in micro] == targets
 
 
 def test_only_the_last_part_reduces_and_tells_of_a_stop() -> None:

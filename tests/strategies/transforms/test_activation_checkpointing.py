@@ -45,7 +45,7 @@ def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
     torch.manual_seed(0)
     model = Model().double()
     run = shoal.init(strategy, announce=lambda _: None)
-    model, optimizer, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     calls = []
     for _ in range(steps):
         model.calls = [0] * 4
