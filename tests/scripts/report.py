@@ -88,7 +88,9 @@ def main() -> None:
                 cells[name, *layout] = cell
             write(data, cells)
             options.page.write_text(page(cells))
-        print(layout, dict(Counter(cells[n, *layout].verdict for n in names)), flush=True)
+        if names:
+            counts = Counter(cells[name, *layout].verdict for name in names)
+            print(layout, dict(counts), flush=True)
 
 
 def all_scripts() -> dict[str, type[Script]]:
