@@ -376,7 +376,9 @@ class Run:
         resumable = self._train_state()
         train_state.check_complete(info)
         self.wait()
-        return resumable.load(tensors, info, private)
+        notes = resumable.load(tensors, info, private)
+        self._guards.accept_weights()
+        return notes
 
     def _train_state(self) -> train_state.TrainState:
         local_model, prepared = self._local_model(), self._prepared
