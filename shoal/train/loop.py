@@ -212,8 +212,10 @@ class Training:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self._synchronize()
-        with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
-            sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
+        with self._pause("evaluating"), self.run.edit() if self.ema else nullcontext():
+            with self.ema.in_place() if self.ema else nullcontext():
+                measures = supervised(self.task.measures, self.model)
+                sums = self.run.evaluate(measures, self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)
