@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +212,12 @@ class Training:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self._synchronize()
-        with self._pause("evaluating"), self.run.edit() if self.ema else nullcontext():
-            with self.ema.in_place() if self.ema else nullcontext():
-                measures = supervised(self.task.measures, self.model)
-                sums = self.run.evaluate(measures, self.validation)
+        with ExitStack() as stack:
+            stack.enter_context(self._pause("evaluating"))
+            if self.ema:
+                stack.enter_context(self.run.edit())
+                stack.enter_context(self.ema.in_place())
+            sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
         self.progress.evaluation(self.final)
