@@ -289,7 +289,7 @@ class Prepared:
                 "step_in_backward steps the first ones. Use step_in_backward=False."
             )
         assert self._local_model is not None
-        self._local_model.close()
+        self._local_model.outside_step.close()
         self._root = as_one_module(self.models)
         self._apply(None, group_names(self.optimizers, self._root))
 

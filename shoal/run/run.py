@@ -220,7 +220,7 @@ class Run:
         """Return this rank's parameters, under the full model's names. Shards are DTensors."""
         local_model = self._local_model()
         return {
-            local_model.tied_names.get(name, name): parameter
+            local_model.pipeline.tied_names.get(name, name): parameter
             for name, parameter in local_model.module.named_parameters()
         }
 

@@ -102,8 +102,15 @@ def run_reference(experiment: Experiment, file: Path) -> None:
 
 
 def _loss(experiment: Experiment, model: nn.Module, inputs: list[Any], target: Any) -> Tensor:
-    """Return the mean loss of a batch, every term divided by its own count."""
-    terms, _ = split_result(experiment.loss_fn(model(*inputs), target))
+    """Return the mean loss of a batch, every term divided by its own count.
+
+    Raises: UsageError: loss_fn returned something else.
+    """
+    result = experiment.loss_fn(model(*inputs), target)
+    try:
+        terms, _ = split_result(result)
+    except UsageError as error:  # it names the function of a step
+        raise UsageError(str(error).replace("compute_loss", "loss_fn", 1)) from None
     means = [t.value if t.count is None else t.value / t.count for t in terms]
     return torch.stack(means).sum()
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from shoal.strategies.base import LossFunction
+from shoal.run.supervised import LossFunction
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
 from shoal.verification.matrix_cases import image_loader, mlp

@@ -91,6 +91,14 @@ class DividedModel:
             and not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
         }
 
+    def buffers_around(self) -> set[str]:
+        """Return the names of the buffers that lie in no unit, such as tables of sines.
+
+        Code around the units reads them, on every rank.
+        """
+        names = (name for name, _ in self.units.model.named_buffers())
+        return {name for name in names if enclosing(name, self.units.modules) is None}
+
     def modules(self, stage: int) -> list[nn.Module]:
         """Return the units of a stage and all modules inside them."""
         paths = sorted(name for name in self.targets(stage) if name in self.units.modules)

@@ -22,9 +22,6 @@ from shoal.strategies.pipeline.absent import SHAPE_FUNCTIONS, tensors_in
 from shoal.strategies.pipeline.output_forms import OutputForms
 from shoal.strategies.pipeline.units import UnitCall, Units
 
-REPEATS = 3
-"""Runs of each unit in a profile; the shortest counts."""
-
 
 class SideWay(NamedTuple):
     """A value that left a unit otherwise than by what the unit returns.
@@ -101,12 +98,11 @@ class UnitProfile(TorchFunctionMode):
         leaves = tree_leaves((args, kwargs))
         self._find_side_ways(leaves, index, name)
         seed = int(torch.randint(2**31 - 1, (), device="cpu"))
-        if self.timed:
-            self.times_s.append(self._measured_s(name, forward, args, kwargs, seed))
         self._call = index
         before = random.getstate()
         try:
-            out = self.units.run(name, forward, args, kwargs, seed)
+            run = self._measured if self.timed else self.units.run
+            out = run(name, forward, args, kwargs, seed)
         finally:
             self._call = -1
         if before != random.getstate():
@@ -136,30 +132,24 @@ class UnitProfile(TorchFunctionMode):
                 self._makers[id(value)] = self._call
                 self._alive.append(value)
 
-    def _measured_s(
+    def _measured(
         self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, seed: int
-    ) -> float:
-        """Return the seconds of a forward and a backward pass, the shortest of some."""
-        times_s = []
+    ) -> Any:
+        """Run a unit forward and backward, differentiated alone, and note the time.
+
+        It runs once: what it has been given may be changed by it, such as a cache.
+        """
         device = self.units.device
-        before = self._call
-        self._call = len(self.calls) - 1
-        alive = self._alive
-        try:
-            for _ in range(REPEATS):
-                copied_args, copied_kwargs = _copied((args, kwargs))
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                start_s = time.perf_counter()
-                out = self.units.run(name, forward, copied_args, copied_kwargs, seed)
-                _backward(out)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                times_s.append(time.perf_counter() - start_s)
-        finally:
-            self._call = before
-            self._alive = alive
-        return min(times_s)
+        copied_args, copied_kwargs = _copied((args, kwargs))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start_s = time.perf_counter()
+        out = self.units.run(name, forward, copied_args, copied_kwargs, seed)
+        _backward(out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.times_s.append(time.perf_counter() - start_s)
+        return _copied(out)
 
 
 def _copied(nest: Any) -> Any:

@@ -64,7 +64,7 @@ def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
 
     A stage may have no unit of the class if another stage has one.
     """
-    axis = model.pipeline_axis
+    axis = model.pipeline.axis
     if axis is None or not class_name:
         return units(model.module, class_name)
     has_class = any(type(module).__name__ == class_name for module in model.module.modules())
