@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 # Why: a parameter that is cut along dimension 0 by tensor parallelism first and by ZeRO then lies
 # in strides; FSDP2 makes such placements itself. Without: no strategy zero with tensor on one
-# dimension. Checked: 2.13.
+# dimension. Checked: 2.11, 2.13, 2.15.
 StridedShard = _StridedShard
 
 
@@ -21,7 +21,7 @@ def pre_forward(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
 
     Why: ranks that do not call a unit must take part in its collectives, and FSDP2 begins them in
     this hook only. Without: ranks whose samples take another branch would wait for ever.
-    Checked: 2.13.
+    Checked: 2.11, 2.13, 2.15.
     """
     engine: Any = unit
     _, found = engine._get_fsdp_state()._pre_forward(unit, (), options)
@@ -31,7 +31,7 @@ def pre_forward(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
 def post_forward(unit: nn.Module, output: Any) -> Any:
     """End a forward pass of a unit that was not called: free its weights. Return the output.
 
-    Why and without: see pre_forward. Checked: 2.13.
+    Why and without: see pre_forward. Checked: 2.11, 2.13, 2.15.
     """
     engine: Any = unit
     return engine._get_fsdp_state()._post_forward(unit, (), output)
@@ -42,7 +42,7 @@ def is_gathered(unit: nn.Module) -> bool:
 
     Why: with tensor parallelism whole weights are DTensors too, so their class does not tell.
     Without: a second run of a unit would free weights that a gradient of a gradient still needs.
-    Checked: 2.13.
+    Checked: 2.11, 2.13, 2.15.
     """
     engine: Any = unit
     group = engine._get_fsdp_state()._fsdp_param_group
