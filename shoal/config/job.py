@@ -114,6 +114,11 @@ class TrainConfig:
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
         "fp32", "fp32; bf16 and fp16 are autocast; fp64 for proofs"
     )
+    draws: Literal["rank", "global"] = setting(
+        "rank",
+        "random numbers of a step, such as dropout masks: rank, a stream of each rank's own; "
+        "global, those of one device, which takes time",
+    )
     clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
     label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
     mixup: float = setting(0.0, "alpha of mixup; 0 is off", NOT_NEGATIVE)

@@ -73,7 +73,7 @@ class GlobalDraws(DispatchMode):
         options = kwargs or {}
         if not is_random(func):
             return func(*args, **options)
-        call = _Call.of(func, args, options)
+        call = _DrawCall.of(func, args, options)
         window = None if call.is_certain else _window(call.shape, self.rows)
         if window is None:
             return func(*args, **options)
@@ -93,7 +93,7 @@ def is_random(func: Any) -> bool:
 
 def draws_numbers(func: Any, args: Any, options: Any) -> bool:
     """Return True if this call of an operator draws: dropout of probability 0 does not."""
-    return is_random(func) and not _Call.of(func, args, options).is_certain
+    return is_random(func) and not _DrawCall.of(func, args, options).is_certain
 
 
 def digest_of_generators(device: torch.device, digest: int = 0) -> int:
@@ -107,7 +107,7 @@ def digest_of_generators(device: torch.device, digest: int = 0) -> int:
     return digest
 
 
-class _Call(NamedTuple):
+class _DrawCall(NamedTuple):
     """One call of a random operator."""
 
     name: str
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
     """Nothing is drawn: the probability is 0, or it is no training."""
 
     @classmethod
-    def of(cls, func: Any, args: Any, options: Any) -> _Call:
+    def of(cls, func: Any, args: Any, options: Any) -> _DrawCall:
         given = {
             argument.name: value
             for argument, value in zip(schema_of(func).arguments, args, strict=False)
@@ -165,7 +165,7 @@ def _window(shape: Sequence[int], rows: Rows) -> _OwnPart | None:
 
 
 def _draw(
-    func: Any, call: _Call, window: _OwnPart, shape: tuple[int, ...], args: Any, options: Any
+    func: Any, call: _DrawCall, window: _OwnPart, shape: tuple[int, ...], args: Any, options: Any
 ) -> Any:
     """Call `func` for the global batch, and return or write this rank's rows.
 
@@ -218,7 +218,7 @@ def _enlarged(value: Tensor, shape: tuple[int, ...], window: _OwnPart) -> Tensor
     return whole
 
 
-def _refusal(call: _Call, rows: Rows) -> str:
+def _refusal(call: _DrawCall, rows: Rows) -> str:
     if call.name in COUPLING:
         return (
             f'draws="global": {call.name} over the {rows.size} samples of this rank couples them, '

@@ -40,7 +40,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-class GeneratorStates:
+class CpuGeneratorStates:
     """The state of the CPU generators of torch, Python and NumPy at one moment."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class GeneratorStates:
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore the state of the CPU generators after the block."""
-    saved = GeneratorStates()
+    saved = CpuGeneratorStates()
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ def seeded(make: Callable[[], Iterator[T]], seed: int, ahead: int) -> Iterator[T
             else:
                 states.restore()
             items = list(islice(iterator, ahead))
-            states = GeneratorStates()
+            states = CpuGeneratorStates()
         yield from items
         if len(items) < ahead:
             return

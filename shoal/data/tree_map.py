@@ -74,7 +74,9 @@ def rows_of(batch: Any) -> int:
 
     Raises: UsageError: the tensors and lists of the batch do not agree on a number.
     """
-    counts = _possible_rows(batch)
+    # The entries of a tuple are columns: (ids, offsets, labels) are not three samples.
+    is_columns = type(batch) is tuple
+    counts = _rows_of_columns(batch) if is_columns else _possible_rows(batch)
     if counts is None:
         # No tensors: the longest list counts, such as the strings of a batch.
         counts = {len(v) for v in _nests_in(batch) if isinstance(v, list) and len(v)}

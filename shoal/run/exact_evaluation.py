@@ -60,13 +60,13 @@ def evaluate(
         data.broadcast_buffers(local_model.module)
         # Some ranks have one batch less. Where a forward pass is collective they join the last one
         # all the same, with a batch that is not counted.
-        joins = local_model.collective_forward
+        joins = local_model.pass_traits.collective_forward
         batches = EvaluationBatches(loader, data.rank, data.size, joins)
-        compute = partial(local_model.call, compute_sums)
+        compute = partial(local_model.outside_step.call, compute_sums)
         with _evaluation_mode(models):
             return _evaluate_batches(data, compute, to_device, batches)
     finally:
-        local_model.reshard()
+        local_model.outside_step.reshard()
 
 
 def _evaluate_batches(

@@ -59,4 +59,4 @@ def gather_gradients(local_model: LocalModel) -> dict[str, Tensor | None]:
         name: None if parameter.grad is None else full_tensor(parameter.grad)
         for name, parameter in local_model.trainable_params.items()
     }
-    return gather_named_tensors(local_model.pipeline_axis, stage_gradients)
+    return gather_named_tensors(local_model.pipeline.axis, stage_gradients)

@@ -37,11 +37,13 @@ class OptimizerInBackward:
     """
 
     def __init__(self, optimizer: Optimizer, local_model: LocalModel) -> None:
-        if local_model.grads_not_ready_reason:
-            raise StrategyRefused(f"step_in_backward: {local_model.grads_not_ready_reason}")
+        if local_model.pass_traits.grads_not_ready_reason:
+            raise StrategyRefused(
+                f"step_in_backward: {local_model.pass_traits.grads_not_ready_reason}"
+            )
         self._optimizer = optimizer
         self._params = local_model.trainable_params
-        self._maybe_unused = local_model.maybe_unused
+        self._maybe_unused = local_model.pass_traits.maybe_unused
         self._names = {id(parameter): name for name, parameter in self._params.items()}
         # torch wraps `step` to run hooks. Those run only in the `step()` of the user's loop.
         step: Any = type(optimizer).step

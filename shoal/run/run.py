@@ -220,7 +220,7 @@ class Run:
         """Return this rank's parameters, under the full model's names. Shards are DTensors."""
         local_model = self._local_model()
         return {
-            local_model.tied_names.get(name, name): parameter
+            local_model.pipeline.tied_names.get(name, name): parameter
             for name, parameter in local_model.module.named_parameters()
         }
 
@@ -376,7 +376,9 @@ class Run:
         resumable = self._train_state()
         train_state.check_complete(info)
         self.wait()
-        return resumable.load(tensors, info, private)
+        notes = resumable.load(tensors, info, private)
+        self._guards.accept_weights()
+        return notes
 
     def _train_state(self) -> train_state.TrainState:
         local_model, prepared = self._local_model(), self._prepared

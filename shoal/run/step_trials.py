@@ -62,5 +62,5 @@ class StepTrials:
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
             runs_once=stages == 1,
-            whole_models=not (model.collective_forward or model.has_sharded_params),
+            whole_models=not (model.pass_traits.collective_forward or model.has_sharded_params),
         )

@@ -49,7 +49,7 @@ class TrainState:
         saved_params = {
             name: parameter
             for name, parameter in local_model.trainable_params.items()
-            if name not in local_model.duplicated_params
+            if name not in local_model.pipeline.duplicated_params
         }
         by_name: dict[str, Tensor] = {}
         scalars: optimizer_binding.Scalars = {}
@@ -95,7 +95,7 @@ class TrainState:
         """Return all state that is no tensor, as JSON values. Collective."""
         groups = [g for o in self.optimizers for g in optimizer_binding.group_settings(o)]
         info: dict[str, Any] = {
-            "optimizer": gather_named_values(self.local_model.pipeline_axis, scalars),
+            "optimizer": gather_named_values(self.local_model.pipeline.axis, scalars),
             "groups": groups,
         }
         positions = [loader.state_dict() for loader in self.loaders]
@@ -174,7 +174,7 @@ def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
     # A moving average has the full model's name of a tied parameter, this stage has another one.
     weights |= {
         f"model.{full_name}": weights[f"model.{name}"]
-        for name, full_name in local_model.tied_names.items()
+        for name, full_name in local_model.pipeline.tied_names.items()
     }
 
     def layout(name: str) -> Tensor | None:
@@ -198,7 +198,7 @@ def check_complete(info: Mapping[str, Any]) -> None:
 def full_state_dict(local_model: LocalModel) -> dict[str, Tensor]:
     """Return the full model's `state_dict`. Collective; all ranks must hold the same weights."""
     gathered = gather_named_tensors(
-        local_model.pipeline_axis,
+        local_model.pipeline.axis,
         {name: full_tensor(value) for name, value in tensors_of(local_model.module).items()},
     )
     return {name: value for name, value in gathered.items() if value is not None}

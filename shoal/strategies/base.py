@@ -14,7 +14,7 @@ communication. `apply_strategies` then applies the strategies of a run, one afte
 
 A strategy replaces some fields of the local model and leaves the others. It never asks which other
 strategies there are. Facts that it must know about earlier ones are fields too, such as
-`collective_forward`.
+`PassTraits.collective_forward`.
 """
 
 from __future__ import annotations
@@ -184,11 +184,67 @@ class PassTraits:
     """
     recorded: bool = False
     """`run` records its own passes in a trace."""
+    collective_forward: bool = False
+    """A forward pass is collective: every rank must make as many as the others."""
+    grads_not_ready_reason: str = ""
+    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
+    global mean by then.
+    """
+    maybe_unused: Set[str] = frozenset()
+    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
+    is filled during the backward pass, before the parameter gets its gradient.
+    """
+
+
+@dataclass(frozen=True)
+class PipelineTraits:
+    """How this rank's layers lie in a pipeline. The default is a model in one piece."""
+
+    axis: Axis | None = None
+    """Axis of the ranks that hold the other stages. None if this rank has all layers."""
+    full_model: FullModel | None = None
+    """The full model, of which `LocalModel.module` has one or more stages."""
+    duplicated_params: Set[str] = frozenset()
+    """Names of owned parameters that an earlier rank of `axis` owns too. Their gradients are
+    equal, so sums over the axis must count them once.
+    """
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in `LocalModel.module` -> name in the full model, for tied parameters. A stage may hold
+    such a parameter only under its second name.
+    """
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a strategy may look at before it divides the model."""
+
+    example: ExampleBatch | None = None
+    """The first batch; None for strategies that are applied before there is one."""
+    colocations: tuple[ColocationRequest, ...] = ()
+    """Requests of later strategies for modules that must lie in one pipeline stage."""
 
 
 def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of the models: nothing is to be done around it."""
     return function(*args, **kwargs)
+
+
+def no_op() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class OutsideStep:
+    """What the models need outside of training steps. The default needs nothing."""
+
+    call: Callable[..., Any] = plain_call
+    """Call (function, *args, **kwargs): the function may call the models, for example to evaluate
+    them. Every rank of a collective forward pass must make the call.
+    """
+    reshard: Callable[[], None] = no_op
+    """Free the parameters that a forward pass without a backward pass has gathered."""
+    close: Callable[[], None] = no_op
+    """Release what the strategies have put around the models, before they are applied again."""
 
 
 @dataclass(frozen=True)
@@ -208,59 +264,35 @@ class LocalModel:
     """
     trainable_params: Mapping[str, nn.Parameter]
     """Parameters that this rank's optimizer steps, by name. This rank *owns* them."""
-    reduce_gradients: Callable[[], None]
+    reduce_gradients: Callable[[], None] = no_op
     """Turn the gradients of owned parameters into global means, or wait until they are."""
-    gather_params: Callable[[], None]
+    gather_params: Callable[[], None] = no_op
     """Bring new values to all ranks that read them, or wait until they are there."""
-    reshard: Callable[[], None] = lambda: None
-    """Free the parameters that a forward pass without a backward pass has gathered."""
-    close: Callable[[], None] = lambda: None
-    """Release what the strategies have put around the models, before they are applied again."""
-    collective_forward: bool = False
-    """A forward pass is collective: every rank must make as many as the others."""
-    grads_not_ready_reason: str = ""
-    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
-    global mean by then.
-    """
-    maybe_unused: Set[str] = frozenset()
-    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
-    is filled during the backward pass, before the parameter gets its gradient.
-    """
-    remote_optimizer: RemoteOptimizer | None = None
-    """The optimizer in other processes that steps `trainable_params`. There is no `.grad` on this
-    rank after a backward pass then. None if this rank steps.
-    """
     strategy_state: StrategyState = STATELESS
     """State that the strategy itself keeps from step to step, for checkpoints."""
-    example: ExampleBatch | None = None
-    """The first batch; None for strategies that are applied before there is one."""
-    call: Callable[..., Any] = plain_call
-    """Call (function, *args, **kwargs) outside of a step: the function may call the models, for
-    example to evaluate them. Every rank of a collective forward pass must make the call.
-    """
-    pipeline_axis: Axis | None = None
-    """Axis of the ranks that hold the other stages. None if `module` has all layers."""
-    full_model: FullModel | None = None
-    """The full model, of which `module` has one or more stages; None without a pipeline."""
-    colocations: tuple[ColocationRequest, ...] = ()
-    """Requests of later strategies for modules that must lie in one pipeline stage."""
-    duplicated_params: Set[str] = frozenset()
-    """Names of owned parameters that an earlier rank of `pipeline_axis` owns too. Their gradients
-    are equal, so sums over the axis must count them once.
-    """
-    tied_names: Mapping[str, str] = field(default_factory=dict)
-    """Name in `module` -> name in the full model, for tied parameters. A stage may hold such a
-    parameter only under its second name.
-    """
+    outside_step: OutsideStep = OutsideStep()
+    """What the models need when they are called outside of steps."""
     pass_traits: PassTraits = PassTraits()
     """Facts about the passes that `forward` and `run` make through `module`."""
+    pipeline: PipelineTraits = PipelineTraits()
+    """How `module` lies in a pipeline."""
+    planning: Planning = Planning()
+    """What strategies may look at before they divide the model."""
     summary_lines: tuple[str, ...] = ()
     """Lines for the beginning of a run: which layers are divided, and how."""
 
     @property
+    def remote_optimizer(self) -> RemoteOptimizer | None:
+        """The optimizer in other processes that steps `trainable_params`.
+
+        There is no `.grad` on this rank after a backward pass then. None if this rank steps.
+        """
+        return self.strategy_state.remote_optimizer
+
+    @property
     def is_partial(self) -> bool:
         """True if other ranks hold other layers of the model. This rank may train none."""
-        return self.pipeline_axis is not None
+        return self.pipeline.axis is not None
 
     @property
     def has_sharded_params(self) -> bool:
@@ -275,10 +307,10 @@ class Strategy(StrategyOptions, ABC):
 
     Attributes:
         needs_helper_processes: it starts processes beside the ranks.
-        needs_example_batch: it needs `LocalModel.example`: it applies before all others, when the
+        needs_example_batch: it needs `Planning.example`: it applies before all others, when the
             first batch is there.
         can_apply_again: it leaves every parameter whole and in its place, so that it can be applied
-            anew after `LocalModel.close`.
+            anew after `OutsideStep.close`.
     """
 
     needs_helper_processes: ClassVar[bool] = False
@@ -310,7 +342,8 @@ class Strategy(StrategyOptions, ABC):
 def apply_strategies(model: LocalModel, strategies: Iterable[Strategy], mesh: Mesh) -> LocalModel:
     """Apply strategies to a local model, one after the other. Collective."""
     strategies = list(strategies)
-    model = replace(model, colocations=tuple(strategy.colocations for strategy in strategies))
+    requests = tuple(strategy.colocations for strategy in strategies)
+    model = replace(model, planning=replace(model.planning, colocations=requests))
     for strategy in strategies:
         model = strategy.apply(model, mesh)
     return model

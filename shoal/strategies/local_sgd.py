@@ -145,7 +145,7 @@ def _apply_local_steps(
         model,
         run=engine.run,
         gather_params=engine.gather,
-        grads_not_ready_reason=NOT_SHARDABLE_MESSAGE,
+        pass_traits=replace(model.pass_traits, grads_not_ready_reason=NOT_SHARDABLE_MESSAGE),
         strategy_state=engine,
         summary_lines=(*model.summary_lines, summary),
     )

@@ -163,15 +163,17 @@ def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:
 
     Returns: scalar tensor; float64 in a pipeline.
     """
-    if model.pipeline_axis is None:
+    if model.pipeline.axis is None:
         return global_norm(gradients.values())
     local_norm = global_norm(
-        gradient for name, gradient in gradients.items() if name not in model.duplicated_params
+        gradient
+        for name, gradient in gradients.items()
+        if name not in model.pipeline.duplicated_params
     )
     # One dtype on all ranks, for a stage without parameters has none of its own. All ranks must
     # clip by the same factor.
-    square = local_norm.to(model.pipeline_axis.device, torch.float64).square()
-    return model.pipeline_axis.all_reduce(square).sqrt()
+    square = local_norm.to(model.pipeline.axis.device, torch.float64).square()
+    return model.pipeline.axis.all_reduce(square).sqrt()
 
 
 def count_or_one(totals: Tensor) -> Tensor:

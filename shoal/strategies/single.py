@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
+from shoal.strategies.base import ExampleBatch, LocalModel, Planning, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
 from shoal.strategies.options import NoOptions
 
@@ -41,11 +41,5 @@ def single_device(module: nn.Module, example: ExampleBatch | None = None) -> Loc
         compute_weighted_loss,
         run_microbatch,
         trainable,
-        reduce_gradients=no_op,
-        gather_params=no_op,
-        example=example,
+        planning=Planning(example),
     )
-
-
-def no_op() -> None:
-    """Do nothing: `reduce_gradients` and `gather_params` of a world of one rank."""

@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.strategies.remote_optimizer import RemoteOptimizer
+
 
 class StrategyState(ABC):
     """State of a strategy: how it is saved, and how all ranks get the same weights.
 
     Attributes:
+        remote_optimizer: the optimizer in other processes that steps the parameters; None if this
+            rank steps.
         has_rank_local_optimizer: each rank steps with its own gradients, and has an optimizer state
             of its own.
         is_synchronous: all ranks take each step together, so a step has global gradients.
@@ -26,6 +30,7 @@ class StrategyState(ABC):
             would make it wrong, so fp16 is refused.
     """
 
+    remote_optimizer: RemoteOptimizer | None = None
     has_rank_local_optimizer: bool = False
     is_synchronous: bool = True
     in_gradient_units: bool = True

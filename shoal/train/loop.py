@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Training:
             compile=job.model.compile,
             step_in_backward=job.optimizer.in_backward,
             sync_batchnorm=job.model.sync_batchnorm,
+            draws=job.train.draws,
             trace=job.log.trace,
             trace_to=job.directory,
             announce=lines.append,
@@ -212,7 +213,7 @@ class Training:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self._synchronize()
-        with self._pause("evaluating"), self.ema.in_place() if self.ema else nullcontext():
+        with self._pause("evaluating"), self._evaluated_weights():
             sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.final, "time_s": self.watch.seconds})
@@ -220,6 +221,15 @@ class Training:
         # First the outcome of the save before: if it failed, its report is not the one to beat.
         self.saver.wait()
         return self._is_best()
+
+    @contextmanager
+    def _evaluated_weights(self) -> Iterator[None]:
+        """Put the moving average in the place of the weights in this context, if there is one."""
+        if self.ema is None:
+            yield
+            return
+        with self.run.edit(), self.ema.in_place():  # servers own the weights
+            yield
 
     def _is_best(self) -> bool:
         """Return True, and remember it, if this very step has the best evaluation so far."""

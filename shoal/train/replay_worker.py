@@ -146,7 +146,6 @@ class _ReplayStrategy(Strategy):
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
-            remote_optimizer=engine,
             strategy_state=engine,
         )
 

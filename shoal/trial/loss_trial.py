@@ -199,8 +199,6 @@ class LossTrial:
             self._take(verdict)
             return result
 
-        # A pipeline runs the function in parts, on ranks that have some of the outputs.
-        watched.without_trial = compute_loss  # type: ignore[attr-defined]
         return watched
 
 

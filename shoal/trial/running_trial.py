@@ -21,6 +21,11 @@ def running() -> Iterator[None]:
         _depth -= 1
 
 
+def is_trial_running() -> bool:
+    """Return True inside of a trial, whose batches have few samples."""
+    return _depth > 0
+
+
 def end_trial() -> None:
     """End a trial if one is running; else do nothing. Nothing is announced.
 

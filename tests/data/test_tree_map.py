@@ -108,3 +108,10 @@ def test_a_batch_of_no_certain_size_is_refused() -> None:
         rows_of({"x": torch.zeros(4), "y": torch.zeros(5)})
     with pytest.raises(UsageError, match=r"4 samples has a tensor of shape \(5,\)"):
         take_rows([torch.zeros(5)], slice(0, 1), 4)
+
+
+def test_columns_of_different_lengths_are_not_taken_for_samples() -> None:
+    ragged = (torch.arange(22), torch.arange(7), torch.arange(7))
+    with pytest.raises(UsageError, match="cannot be told"):
+        rows_of(ragged)
+    assert rows_of([torch.arange(5), torch.arange(7), torch.arange(6)]) == 3

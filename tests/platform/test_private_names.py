@@ -20,7 +20,8 @@ PACKAGE = Path(shoal.__file__).parent
 HOME = PACKAGE / "platform" / "torch_private"
 PRIVATE_OF_OTHERS = {
     *("_replace", "_asdict", "_fields"),  # named tuples
-    *("_exit", "_getframe", "_run_exitfuncs", "_actions"),  # os, sys, atexit, argparse
+    *("_exit", "_getframe", "_current_frames"),  # os, sys
+    *("_run_exitfuncs", "_actions"),  # atexit, argparse
 }
 
 

@@ -319,6 +319,90 @@ def _softmax(safe_softmax: Any) -> bool:
     return safe_softmax(torch.full((1, 2), -torch.inf), -1).tolist() == [[0.0, 0.0]]
 
 
+def _zeroes(foreach_zero_: Any) -> bool:
+    tensors = [torch.ones(2), torch.ones(1)]
+    foreach_zero_(tensors)
+    return not any(tensor.any() for tensor in tensors)
+
+
+def _clipping_calls(name: str) -> int:
+    """How often clipping the gradients of one parameter by norm calls a function of this name."""
+    from shoal.platform.torch_private import clip_grad
+
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return original(*args, **options)
+
+        return noted
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    put_back = clip_grad.replace(name, noting)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    put_back()
+    seen = len(calls)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    return seen if len(calls) == seen else -1
+
+
+def _watches_numbers() -> bool:
+    from shoal.platform.torch_private.dtensor_values import watch_numbers
+
+    seen: list[DTensor] = []
+    end = watch_numbers(seen.append)
+    tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    read = float(tensor.sum())
+    end()
+    tensor.sum().item()
+    return read == 2.0 and len(seen) == 1
+
+
+def _replaces_functional_call(replace: Any) -> bool:
+    from torch.func import functional_call
+
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(args[0])
+            return original(*args, **options)
+
+        return noted
+
+    model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    put_back = replace(noting)
+    found = functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
+    put_back()
+    functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
+    return found.item() == 0.0 and calls == [model]
+
+
+def _lets_functions_alone(disabled: Any) -> bool:
+    class Named(Tensor):
+        __torch_function__ = disabled
+
+    named = torch.ones(2).as_subclass(Named)
+    return type(named) is Named and type(named + named) is Tensor
+
+
+def _pops_a_mode(pop_mode_temporarily: Any) -> bool:
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Seeing():
+        with pop_mode_temporarily():
+            torch.ones(2).exp()
+        inside = len(seen)
+        torch.ones(2).exp()
+    return inside == 0 and len(seen) > 0
+
+
 def _default_store() -> bool:
     from shoal.platform.torch_private.c10d import default_store
 
@@ -518,6 +602,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "subclasses.disable_dispatch_modes": _disables_modes,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
+    "subclasses.DISABLED_TORCH_FUNCTION": _lets_functions_alone,
+    "subclasses.pop_mode_temporarily": _pops_a_mode,
     "subclasses.function_modes": _function_modes,
     "subclasses.DeviceMode": _device_mode,
     "subclasses.is_made_of_tensors": _is_made_of_tensors,
@@ -533,9 +619,17 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "kernels.foreach_copy_": _copies,
     "kernels.foreach_lerp_": _lerps,
     "kernels.foreach_mul_": _multiplies,
+    "kernels.foreach_zero_": _zeroes,
+    "kernels.FUNCTIONS_OF_LISTS": lambda names: all(callable(getattr(torch, n)) for n in names),
     "kernels.foreach_norm": lambda norm: norm([torch.tensor([3.0, 4.0])])[0].item() == 5.0,
     "kernels.assert_async": _asserts,
     "kernels.safe_softmax": _softmax,
+    "clip_grad.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
+    "clip_grad.USES_LISTS": lambda name: _clipping_calls(name) > 0,
+    "clip_grad.replace": lambda _: _clipping_calls("_get_total_norm") == 1,
+    "dtensor_values._READ_NUMBER": lambda found: str(found) == "aten._local_scalar_dense.default",
+    "dtensor_values.watch_numbers": _over(1, _watches_numbers),
+    "stateless.replace_functional_call": _replaces_functional_call,
     "c10d.GradBucket": lambda found: found is dist.GradBucket,  # type: ignore[attr-defined]
     "c10d.Options": lambda found: all(
         hasattr(found, f"{name}Options") for name in ("Barrier", "AllreduceCoalesced", "Allgather")

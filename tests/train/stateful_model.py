@@ -27,9 +27,10 @@ class Remembering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x.flatten(1)))
+        centred = hidden - self.mean  # of the steps before: samples of one batch do not mix
         if self.training:
             self.mean.mul_(0.9).add_(hidden.detach().mean(dim=0), alpha=0.1)
-        scores: Tensor = self.last(self.drop(self.norm(hidden - self.mean)))
+        scores: Tensor = self.last(self.drop(self.norm(centred)))
         return scores
 
 

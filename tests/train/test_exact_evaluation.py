@@ -51,7 +51,8 @@ def evaluates_images() -> list[Report]:
     norm.running_mean.fill_(0.01 * (run.rank + 1))
     loaders = [DataLoader(images(samples), batch_size=200) for samples in SAMPLES]
     return [
-        task.report(run.evaluate(supervised(task.measures, model), loader)) for loader in loaders
+        task.report(run.evaluate(supervised(task.measures, model), loader, model))
+        for loader in loaders
     ]
 
 
@@ -61,7 +62,7 @@ def evaluates_text() -> Report:
     model = GPT(num_classes=20, input_shape=(16,), layers=1, width=16, heads=2, dropout=0.5)
     text = torch.randint(20, (1_797, 17))
     loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=200)
-    return task.report(run.evaluate(supervised(task.measures, model), loader))
+    return task.report(run.evaluate(supervised(task.measures, model), loader, model))
 
 
 @pytest.mark.parametrize("evaluates", [evaluates_images, evaluates_text])

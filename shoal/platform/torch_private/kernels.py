@@ -11,6 +11,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
 
 # Why: averages of weights call them with tensors of two kinds, and torch's error is to be put in
 # our words. Without: torch's words. Checked: 2.13.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.platform.torch_private.kernels import foreach_zero_
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.run.guards.call_site import call_site
@@ -49,7 +50,7 @@ class AbsentGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch._foreach_zero_:
+        if func is foreach_zero_:
             with DisableTorchFunctionSubclass():
                 return func([item for item in args[0] if not isinstance(item, AbsentGradient)])
         if func in _ALLOWED:

@@ -137,6 +137,11 @@ class Guards:
         if self._weights is not None and not self.phase.in_edit:
             self._weights.check()
 
+    def accept_weights(self) -> None:
+        """Take the present weights for those of the servers, which have been sent them."""
+        if self._weights is not None:
+            self._weights.accept()
+
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Let backward passes reach parameters in this context."""

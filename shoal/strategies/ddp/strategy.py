@@ -41,7 +41,7 @@ from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, 
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
 
-GRADS_AFTER_BACKWARD_MESSAGE = (
+GRADS_AFTER_BACKWARD = (
     "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would "
     "be saved. Use zero1, zero2 or zero3, which free each unit's."
 )
@@ -73,14 +73,17 @@ class Ddp(DdpOptions, Strategy):
             return model
         mesh.data.broadcast_module(model.module)
         reducer = build_reducer(self, model, mesh.data)
+        traits = model.pass_traits
         register_cleanup(reducer)
         return replace(
             model,
             forward=reducer.forward,
             run=reducer.forward_backward,
-            grads_not_ready_reason=model.grads_not_ready_reason or GRADS_AFTER_BACKWARD_MESSAGE,
+            pass_traits=replace(
+                traits, grads_not_ready_reason=traits.grads_not_ready_reason or GRADS_AFTER_BACKWARD
+            ),
             strategy_state=reducer.reduce.strategy_state,
-            close=reducer.close,
+            outside_step=replace(model.outside_step, close=reducer.close),
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 

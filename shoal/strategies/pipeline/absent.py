@@ -21,10 +21,11 @@ from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
 )
+from shoal.platform.torch_private.tensor_state import READ_VERSION
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda"),
-    *("is_meta", "is_sparse", "is_cpu", "itemsize", "nbytes", "_version", "is_nested", "grad"),
+    *("is_meta", "is_sparse", "is_cpu", "itemsize", "nbytes", "is_nested", "grad"),
 )
 _METHODS = (
     *("size", "dim", "stride", "numel", "nelement", "ndimension", "is_floating_point"),
@@ -34,6 +35,7 @@ _METHODS = (
 SHAPE_FUNCTIONS = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES]
     + [getattr(Tensor, name) for name in _METHODS]
+    + [READ_VERSION]
 )
 """Functions that look at a tensor's shape, dtype or device, and not at its values."""
 

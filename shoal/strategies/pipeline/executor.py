@@ -133,7 +133,7 @@ class PipelineExecutor:
         seed = self._common_seed()
         calls = [
             _Call(
-                partial(without_trial(micro.compute_loss), *micro.args, **micro.kwargs),
+                partial(micro.compute_loss, *micro.args, **micro.kwargs),
                 shape_key(self.model, (micro.args, micro.kwargs)),
                 derive_seed(seed, index) % 2**31,
             )
@@ -281,16 +281,6 @@ class PipelineExecutor:
         if has_extras:
             extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
         return StepResult(sums, is_sum_and_count, extras)
-
-
-def without_trial(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the user's own function, where the loss trial has put one around it.
-
-    That trial runs the function again on recorded outputs, which no stage has all of. The trial of
-    the first step is made with whole models, before they are divided.
-    """
-    plain: Callable[..., Any] = getattr(compute_loss, "without_trial", compute_loss)
-    return plain
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:

@@ -34,13 +34,20 @@ from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, PassTraits, Strategy
+from shoal.strategies.base import (
+    ExampleBatch,
+    LocalBatch,
+    LocalModel,
+    PassTraits,
+    PipelineTraits,
+    Strategy,
+)
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
-from shoal.strategies.pipeline.executor import PipelineExecutor, without_trial
+from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
 from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
@@ -87,22 +94,22 @@ class Pipeline(PipelineOptions, Strategy):
 
         Raises: StrategyRefused: the model cannot be divided into these stages.
         """
-        if self.ranks > 1 and model.example is None:
+        if self.ranks > 1 and model.planning.example is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared "
                 "loader takes care of. Prepare a loader: run.prepare(model, optimizer, loader)."
             )
         if mesh.pipeline.size == 1:
             return model
-        assert model.example is not None
+        assert model.planning.example is not None
         mesh.pipeline.broadcast_module(model.module)
-        staged = self._divide(model, model.example, mesh)
+        staged = self._divide(model, model.planning.example, mesh)
         _check_mutated_buffers(model.module, staged)
         summary = summary_lines(
             model.module,
             staged.table,
             staged.stage_plan,
-            model.example.num_samples,
+            model.planning.example.num_samples,
             microbatches_chosen=self.microbatches == 0,
         )
         return _keep_local_stages(model, mesh, staged, summary)
@@ -111,9 +118,10 @@ class Pipeline(PipelineOptions, Strategy):
         """[1] Divide the model into stages. Collective over the world."""
         module = model.module
         schedule = self._table(example)
-        request = PlanRequest(schedule.num_stages, self.balance, self.cuts, model.colocations)
-        compute_loss = without_trial(example.compute_loss)
-        function = partial(compute_loss, *example.args, **example.kwargs)
+        request = PlanRequest(
+            schedule.num_stages, self.balance, self.cuts, model.planning.colocations
+        )
+        function = partial(example.compute_loss, *example.args, **example.kwargs)
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         self._check_halves(schedule, observed, module)
         one_stage = describe_stages(observed, [], {})
@@ -212,21 +220,25 @@ def _keep_local_stages(
     executor = PipelineExecutor(
         staged.divided, local_module, staged.table, axis, ties, mesh.recorder
     )
-    for user_model in {call.module for call in model.example.calls} if model.example else ():
+    example = model.planning.example
+    for user_model in {call.module for call in example.calls} if example else ():
         route_calls(user_model, executor)
     return replace(
         model,
         module=local_module,
         forward=executor.forward,
         run=executor.run,
-        call=executor.evaluate,
         trainable_params=trainable,
-        pipeline_axis=axis,
-        full_model=staged.full_model,
-        duplicated_params=ties.owned_by_earlier_stage,
-        tied_names=aliases,
-        pass_traits=PassTraits(module_called=False, complete_after_run=True, recorded=True),
-        grads_not_ready_reason=GRADS_NOT_READY,
+        outside_step=replace(model.outside_step, call=executor.evaluate),
+        pass_traits=PassTraits(
+            module_called=False,
+            complete_after_run=True,
+            recorded=True,
+            grads_not_ready_reason=GRADS_NOT_READY,
+        ),
+        pipeline=PipelineTraits(
+            axis, staged.full_model, ties.owned_by_earlier_stage, tied_names=aliases
+        ),
         summary_lines=(*model.summary_lines, *summary),
     )
 

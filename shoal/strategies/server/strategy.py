@@ -37,7 +37,7 @@ class Server(ServerOptions, Strategy):
     needs_helper_processes: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replace `forward`, `run`, `gather_params`, `remote_optimizer` and `strategy_state`.
+        """Replace `forward`, `run`, `gather_params` and `strategy_state`.
 
         Collective. The servers start later, when the optimizer is known (`WorkerEngine.attach`).
 
@@ -75,7 +75,6 @@ class Server(ServerOptions, Strategy):
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
-            remote_optimizer=engine,
             strategy_state=engine,
         )
 

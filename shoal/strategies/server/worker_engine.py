@@ -86,6 +86,7 @@ class WorkerEngine(StrategyState):
         self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect | None = None
     ) -> None:
         self.options = options
+        self.remote_optimizer = self
         self.model = model
         self.mesh = mesh
         self._connect = connect or start_servers

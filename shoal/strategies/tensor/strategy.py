@@ -97,7 +97,7 @@ class TensorParallel(TensorOptions, Strategy):
         if mesh.tensor.size == 1:
             return model
         module = model.module
-        full_model = model.full_model
+        full_model = model.pipeline.full_model
         if is_compiled(module):
             raise StrategyRefused(
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. "
@@ -114,7 +114,7 @@ class TensorParallel(TensorOptions, Strategy):
             free_other_params(full_model.model, module)
 
         params = {
-            model.tied_names.get(name, name): parameter
+            model.pipeline.tied_names.get(name, name): parameter
             for name, parameter in module.named_parameters()
         }
         step = TensorParallelStep(model, mesh)
@@ -124,7 +124,7 @@ class TensorParallel(TensorOptions, Strategy):
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
-            call=step.call,
+            outside_step=replace(model.outside_step, call=step.call),
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 
@@ -264,7 +264,7 @@ class TensorParallelStep:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the models outside of a step. Collective over the tensor axis."""
-        return self._with_full_parameters(self.model.call, function, *args, **kwargs)
+        return self._with_full_parameters(self.model.outside_step.call, function, *args, **kwargs)
 
     def _with_full_parameters(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that may use parameters directly."""

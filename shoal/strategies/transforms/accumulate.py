@@ -35,7 +35,7 @@ class Accumulate(Strategy):
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
             min_count = 1
-            if model.collective_forward:
+            if model.pass_traits.collective_forward:
                 # All ranks must make as many forward passes as the rank with the largest local
                 # batch. This is its number of samples; stand-ins fill up the others.
                 min_count = -(-batch.global_batch_size // mesh.data.size)

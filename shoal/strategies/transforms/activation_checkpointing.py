@@ -35,6 +35,7 @@ from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, 
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.wrap_units import innermost, units
+from shoal.trial import is_trial_running
 
 
 class Recompute(RecomputeOptions, Strategy):
@@ -64,7 +65,7 @@ def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
 
     A stage may have no unit of the class if another stage has one.
     """
-    axis = model.pipeline_axis
+    axis = model.pipeline.axis
     if axis is None or not class_name:
         return units(model.module, class_name)
     has_class = any(type(module).__name__ == class_name for module in model.module.modules())
@@ -225,8 +226,11 @@ class _MemoryBudget:
     def context_for(self, index: int, module: nn.Module) -> AbstractContextManager[Any] | None:
         """Return a context for the forward pass of unit `index`, or None to recompute it.
 
-        Units run in order, so all are measured when the first one runs for the second time.
+        Units run in order, so all are measured when the first one runs for the second time. The
+        few samples of a trial are no measure, and are computed twice.
         """
+        if self.keeps is None and is_trial_running():
+            return None
         if self.keeps is None and None not in self.activation_bytes:
             self.keeps = self._last_that_fit()
         if self.keeps is not None:

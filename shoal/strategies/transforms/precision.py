@@ -116,7 +116,7 @@ def unscale(model: LocalModel, loss_scale: LossScale) -> bool:
     Returns: True if all were finite.
     """
     gradients = {name: p.grad for name, p in model.trainable_params.items() if p.grad is not None}
-    if not gradients and model.pipeline_axis is None:
+    if not gradients and model.pipeline.axis is None:
         return True
     if gradients:
         foreach_mul_(

@@ -83,7 +83,12 @@ class SyncBatchNorm(Strategy):
             finally:
                 rows.count = True
 
-        return replace(model, forward=forward, run=run, collective_forward=True)
+        return replace(
+            model,
+            forward=forward,
+            run=run,
+            pass_traits=replace(model.pass_traits, collective_forward=True),
+        )
 
 
 def batchnorms(module: nn.Module) -> dict[str, BatchNormBase]:

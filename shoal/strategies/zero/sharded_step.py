@@ -148,7 +148,9 @@ class ShardedStep:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that computes with the model, as `LocalModel.call`. Collective."""
-        return self.root.run(function, partial(self.model.call, function, *args, **kwargs))
+        return self.root.run(
+            function, partial(self.model.outside_step.call, function, *args, **kwargs)
+        )
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute both passes of one micro-batch. Collective.
@@ -217,7 +219,7 @@ class ShardedStep:
 
     def release(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered."""
-        self.model.reshard()
+        self.model.outside_step.reshard()
         for engine in self.engines:
             engine.reshard()
 

@@ -66,10 +66,12 @@ class Zero1(ZeroOptions, Strategy):
             run=engine.run,
             trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
-            call=engine.call,
-            reshard=engine.release,
-            collective_forward=True,
-            maybe_unused=engine.lockstep.lacking if engine.lockstep else frozenset(),
+            outside_step=replace(model.outside_step, call=engine.call, reshard=engine.release),
+            pass_traits=replace(
+                model.pass_traits,
+                collective_forward=True,
+                maybe_unused=engine.lockstep.lacking if engine.lockstep else frozenset(),
+            ),
         )
 
     def _shard_after_run(self, model: LocalModel, mesh: Mesh) -> LocalModel:
