@@ -75,8 +75,16 @@ def test_ranks_try_their_rows_alone_and_refuse_together() -> None:
 
 
 def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None:
-    strategies = ("tensor=2", "pipeline=2")
-    check(world.run(2, all_of, strategies), strategies)
+    ranks = world.run(2, all_of, ("tensor=2", "pipeline=2"))
+    check(ranks, ("pipeline=2",))
+    # One data rank computes the batch at once, as one device does: a note, which one rank prints.
+    first, last = (found["tensor=2"][2][0] for found in ranks)
+    assert "will be refused: compute_loss is no mean over samples" in first
+    assert last == ""
+    check(
+        [found | {"tensor=2": (*found["tensor=2"][:2], (first, []))} for found in ranks],
+        ("tensor=2",),
+    )
 
 
 def prepare_with_trust_ratio() -> None:
