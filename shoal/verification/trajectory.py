@@ -18,9 +18,9 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import Run, init_with_place
+from shoal.run.buffer_notes import WRITES
 from shoal.run.init import seed_generators
 from shoal.run.preparation import Draws
-from shoal.run.buffer_notes import WRITES
 from shoal.run.supervised import LossFunction, supervised
 from shoal.strategies.loss_terms import split_result
 from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
