@@ -40,7 +40,7 @@ from shoal.run.preparation import (
 )
 from shoal.run.prepare_arguments import PrepareArguments
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import TrainingStep
+from shoal.run.training_step import FirstStepNotes, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
@@ -219,18 +219,20 @@ class Prepared:
             scale_guard,
             self.tracing,
             self._guards,
-            self._announce if is_first and self._draws_differ else None,
+            self._notes() if is_first else FirstStepNotes(),
         )
         self._watch_steps()
         self._install_guards(groups)
         if self.tracing is not None:
             self.tracing.wrap_step(local_model, self.optimizers[0])
 
-    @property
-    def _draws_differ(self) -> bool:
-        """True if random numbers of a step are not those of one device."""
-        divided = self.mesh.data.size * self.settings.accumulate > 1
-        return self.settings.draws == "rank" and (divided or self.mesh.pipeline.size > 1)
+    def _notes(self) -> FirstStepNotes:
+        """Return who is told what makes the first step differ from one device's."""
+        in_micro_batches = self.settings.accumulate > 1 or self.mesh.pipeline.size > 1
+        if self.mesh.data.size == 1 and not in_micro_batches:
+            return FirstStepNotes()
+        draws = self._announce if self.settings.draws == "rank" else None
+        return FirstStepNotes(draws, self._announce, in_micro_batches)
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""

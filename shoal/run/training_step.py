@@ -5,13 +5,14 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.run.buffer_notes import noting_buffers
 from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
@@ -36,6 +37,20 @@ class StepOutput(NamedTuple):
     totals: Tensor
 
 
+class FirstStepNotes(NamedTuple):
+    """Takers of notes about the first step; None where there is nothing to tell.
+
+    Attributes:
+        announce_draws: of random numbers that are not those of one device.
+        announce_buffers: of buffers that are not.
+        in_micro_batches: a rank computes its share of a batch in several passes.
+    """
+
+    announce_draws: Callable[[str], None] | None = None
+    announce_buffers: Callable[[str], None] | None = None
+    in_micro_batches: bool = False
+
+
 class TrainingStep:
     """Computes `forward_backward` of one local model.
 
@@ -45,8 +60,7 @@ class TrainingStep:
         loss_scale_guard: None without fp16.
         tracing: None without a trace.
         guards: of the prepared models; they are told when passes begin and end.
-        announce_draws: takes a note of what draws random numbers in the first step; None where
-            these are those of one device.
+        notes: who is told what makes the first step differ from one device's.
     """
 
     def __init__(
@@ -57,7 +71,7 @@ class TrainingStep:
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
         guards: Guards,
-        announce_draws: Callable[[str], None] | None = None,
+        notes: FirstStepNotes,
     ) -> None:
         self._guards = guards
         self.optimizer_in_backward = optimizer_in_backward
@@ -65,7 +79,7 @@ class TrainingStep:
         self._mesh = mesh
         self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
-        self._announce_draws = announce_draws
+        self._notes = notes
         self._has_stepped = False
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
@@ -96,6 +110,20 @@ class TrainingStep:
             return None
         return self._mesh.data.all_reduce
 
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Announce what makes the first step differ from one device's. Collective."""
+        notes, self._notes = self._notes, FirstStepNotes()
+        module, mesh = self._local_model.module, self._mesh
+        with ExitStack() as stack:
+            if notes.announce_buffers is not None:
+                stack.enter_context(
+                    noting_buffers(module, mesh, notes.in_micro_batches, notes.announce_buffers)
+                )
+            if notes.announce_draws is not None:
+                stack.enter_context(noting_draws(module, notes.announce_draws))
+            yield
+
     def _run_passes(
         self, batch: base.LocalBatch
     ) -> tuple[base.StepResult, dict[nn.Parameter, Tensor]]:
@@ -106,10 +134,7 @@ class TrainingStep:
             earlier = detach_gradients(self._local_model)
         else:
             stepping = self.optimizer_in_backward.stepping()
-        noting: AbstractContextManager[None] = nullcontext()
-        if self._announce_draws is not None:
-            noting = noting_draws(self._local_model.module, self._announce_draws)
-            self._announce_draws = None
+        noting = nullcontext() if self._has_stepped else self._noting()
         with self._guards.in_step(), stepping, noting:
             if self._tracing is None:
                 result = local_step.forward_backward(self._local_model, batch)

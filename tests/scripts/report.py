@@ -26,6 +26,7 @@ from tests.scripts.runner import (
     EXACT,
     LAYOUTS,
     REFUSED,
+    UNCHECKED,
     Cell,
     Layout,
     judge_all,
@@ -47,6 +48,8 @@ is compared, on every rank.
 
 - **exact**: the relative error is at most 1e-10.
 - **by design (n)**: the numbers differ, and note n was printed before the first step.
+- **unchecked (n)**: the loss couples samples, the script does not say so, and this strategy could
+  not find out: note n told that nothing has checked the loss.
 - **refused (n)**: Shoal stopped with message n, which names the cause and a cure.
 
 Nothing else may happen: neither numbers that differ silently, nor an error in torch's own words.
@@ -156,7 +159,9 @@ def _head(layout: Layout) -> str:
 
 def _summary(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
-    good = ", ".join(f"{counts.get(word, 0)} {word}" for word in (EXACT, BY_DESIGN, REFUSED))
+    good = ", ".join(
+        f"{counts.get(word, 0)} {word}" for word in (EXACT, BY_DESIGN, UNCHECKED, REFUSED)
+    )
     bad = sum(counts.get(word, 0) for word in DEFECTS)
     return f"Of {total} cells: {good}, {bad} defects."
 

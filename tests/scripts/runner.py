@@ -26,9 +26,11 @@ SCRIPT_S = float(os.environ.get("SCRIPT_S", "40"))
 """A script that takes longer hangs: it takes a tenth of a second on an idle machine."""
 OTHER_RANKS_S = 5.0
 
-EXACT, BY_DESIGN, REFUSED = "exact", "by design", "refused"
+EXACT, BY_DESIGN, UNCHECKED, REFUSED = "exact", "by design", "unchecked", "refused"
 SILENT, FOREIGN, HANG = "SILENT", "FOREIGN", "HANG"
 DEFECTS = (SILENT, FOREIGN, HANG)
+UNCHECKED_NOTE = "nothing has checked that it is"
+"""Said of a loss that could not be compared on parts of a batch."""
 
 
 class Layout(NamedTuple):
@@ -228,6 +230,9 @@ def judge(script: type[Script], expected: Result, outcomes: Sequence[Outcome]) -
     notes = [note for outcome in outcomes for note in outcome.notes if announces(note, script)]
     if notes:
         return Cell(BY_DESIGN, "\n".join(dict.fromkeys(notes)), worst[0])
+    unchecked = [note for outcome in outcomes for note in outcome.notes if UNCHECKED_NOTE in note]
+    if unchecked and {*script.needs} & {*"CG"}:
+        return Cell(UNCHECKED, unchecked[0], worst[0])
     others = "".join(f"; {note}" for outcome in outcomes for note in outcome.notes)
     return Cell(SILENT, f"{worst[1]} differs by {worst[0]:.1e}{others}", worst[0])
 
@@ -236,12 +241,14 @@ def announces(note: str, script: type[Script]) -> bool:
     """Return True if a note says why the numbers of this script are not those of one device.
 
     A note on random numbers excuses only a script that draws some, one on batch statistics only a
-    script that has them.
+    script that has them, one on padding only a script of uneven samples.
     """
     if "same law" in note:
         return "R" in script.needs
     if "BatchNorm" in note or "buffer" in note:
         return "B" in script.needs
+    if "collate_fn has made rows" in note:
+        return "V" in script.needs
     return any(word in note for word in ("not exact", "by design", "differ", "stale"))
 
 

@@ -9,6 +9,7 @@ from tests.scripts.runner import (
     HANG,
     REFUSED,
     SILENT,
+    UNCHECKED,
     Outcome,
     judge,
     reference,
@@ -63,6 +64,15 @@ def test_other_numbers_on_one_rank_are_silent_without_a_note():
 
 def test_a_note_on_random_numbers_excuses_no_script_without_them():
     assert verdict(NOTED, WRONG, script=Script) == SILENT
+
+
+def test_a_note_that_a_loss_was_not_checked_is_a_verdict_of_its_own():
+    class Coupled(Script):
+        needs = "G"
+
+    note = "note: compute_loss was not compared on parts: nothing has checked that it is."
+    assert verdict(WRONG._replace(notes=(note,)), WRONG, script=Coupled) == UNCHECKED
+    assert verdict(WRONG._replace(notes=(note,)), WRONG) == SILENT
 
 
 def test_missing_weights_and_nan_are_silent_differences():

@@ -1,29 +1,55 @@
 """Backward passes outside of `forward_backward`: an error, before any gradient is written.
 
-A hook on each parameter sees them all: of outputs, of submodules and their methods, and
-`torch.autograd.grad` with respect to parameters. Gradients with respect to inputs alone pass.
+A hook on each parameter sees what a pass reaches: from outputs, from submodules and their methods,
+and by `torch.autograd.grad` with respect to parameters. Gradients with respect to inputs alone
+pass. The hooks are there during passes outside of steps only: in a step they would take some
+microseconds for each parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
 
 from shoal.errors import UsageError
+from shoal.platform.torch_private.backward_calls import replace_backward_call
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
+from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 
 
 def guard_backward(guarded: GuardedModels, phase: StepPhase) -> Iterator[Removable]:
+    """Refuse backward passes that reach trainable parameters outside of steps; yield a handle."""
+    _phases[guarded] = phase
+    yield _backward_call.add(guarded)
+
+
+def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        outside = [guarded for guarded in patch.active if not _phases[guarded].in_passes]
+        if not outside:
+            return original(*args, **kwargs)
+        handles = [handle for guarded in outside for handle in _hooks(guarded)]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return run_backward
+
+
+def _hooks(guarded: GuardedModels) -> Iterator[Removable]:
     """Register a hook on each trainable parameter, and yield its handle."""
     for name, parameter in guarded.parameters.items():
         if not parameter.requires_grad:
             continue
-        hook = _hook(name, phase)
+        hook = _refusing(name, _phases[guarded])
         if isinstance(parameter, DTensor):
             # Hooks on the tensor do not run where fully_shard computes with another one.
             yield parameter.register_post_accumulate_grad_hook(hook)
@@ -31,8 +57,9 @@ def guard_backward(guarded: GuardedModels, phase: StepPhase) -> Iterator[Removab
             yield parameter.register_hook(hook)
 
 
-def _hook(name: str, phase: StepPhase) -> Any:
+def _refusing(name: str, phase: StepPhase) -> Any:
     def check(_: Tensor) -> None:
+        # A pass outside of steps may have a step within it.
         if not phase.in_passes:
             raise UsageError(
                 f"a bare .backward() or autograd.grad() reached {name} outside of "
@@ -44,3 +71,7 @@ def _hook(name: str, phase: StepPhase) -> Any:
 
     # Saving a model with its parameters leaves the hook out, without a warning.
     return unserializable_hook(check)
+
+
+_phases: WeakKeyDictionary[GuardedModels, StepPhase] = WeakKeyDictionary()
+_backward_call = ProcessWidePatch(replaced_by(replace_backward_call, _make_backward_call))

@@ -34,6 +34,7 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import RecomputeOptions
+from shoal.strategies.trial_passes import is_trial_running
 from shoal.strategies.wrap_units import innermost, units
 
 
@@ -225,8 +226,11 @@ class _MemoryBudget:
     def context_for(self, index: int, module: nn.Module) -> AbstractContextManager[Any] | None:
         """Return a context for the forward pass of unit `index`, or None to recompute it.
 
-        Units run in order, so all are measured when the first one runs for the second time.
+        Units run in order, so all are measured when the first one runs for the second time. The
+        few samples of a trial are no measure, and are computed twice.
         """
+        if self.keeps is None and is_trial_running():
+            return None
         if self.keeps is None and None not in self.activation_bytes:
             self.keeps = self._last_that_fit()
         if self.keeps is not None:

@@ -1,0 +1,47 @@
+"""Buffers that a forward pass writes from a batch are named where ranks write other values."""
+
+import torch
+import torch.nn.functional as F
+from minimal_script import parts
+from torch import Tensor, nn
+
+import shoal
+from shoal.testing import world
+
+
+class Running(nn.Module):
+    """A linear layer behind a moving average of its inputs, and a counter of passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.center.lerp_(x.detach().mean(0), 0.1)
+            self.passes.add_(1)
+        scores: Tensor = self.layer(x)
+        return scores
+
+
+def notes(accumulate: int) -> list[str]:
+    lines: list[str] = []
+    run = shoal.init(announce=lines.append, accumulate=accumulate)
+    model, _, loader = run.prepare(*parts(Running().double()))
+    for x, y in loader:
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    return [line for line in lines if "buffers" in line]
+
+
+def test_buffers_that_differ_between_ranks_are_named_once() -> None:
+    assert notes(1) == []
+    first, _ = world.run(2, notes, 1)
+    assert len(first) == 1
+    assert first[0].startswith("note: center: a forward pass writes these buffers")
+
+
+def test_buffers_that_micro_batches_write_are_named() -> None:
+    (line,) = notes(2)
+    assert line.startswith("note: center, passes: a forward pass writes these buffers")
