@@ -4,7 +4,7 @@ run = shoal.init()
 model, optimizer, loader = run.prepare(model, optimizer, loader)
 for x, y in loader:
     optimizer.zero_grad()
-    loss = run.forward_backward(F.cross_entropy, model, x, y)
+    loss = run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
     optimizer.step()
 run.save("model.pt")
 """

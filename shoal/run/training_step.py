@@ -134,7 +134,8 @@ class TrainingStep:
             earlier = detach_gradients(self._local_model)
         else:
             stepping = self.optimizer_in_backward.stepping()
-        with self._guards.in_step(), stepping, self._noting():
+        noting = nullcontext() if self._has_stepped else self._noting()
+        with self._guards.in_step(), stepping, noting:
             if self._tracing is None:
                 result = local_step.forward_backward(self._local_model, batch)
             else:

@@ -216,7 +216,7 @@ class PipelineTraits:
 
 @dataclass(frozen=True)
 class Planning:
-    """What a strategy may look at before it divides the model."""
+    """The facts that a strategy may look at before it divides the model."""
 
     example: ExampleBatch | None = None
     """The first batch; None for strategies that are applied before there is one."""
@@ -235,7 +235,7 @@ def no_op() -> None:
 
 @dataclass(frozen=True)
 class OutsideStep:
-    """What the models need outside of training steps. The default needs nothing."""
+    """Needs of the models outside of training steps. The default needs nothing."""
 
     call: Callable[..., Any] = plain_call
     """Call (function, *args, **kwargs): the function may call the models, for example to evaluate
@@ -271,13 +271,13 @@ class LocalModel:
     strategy_state: StrategyState = STATELESS
     """State that the strategy itself keeps from step to step, for checkpoints."""
     outside_step: OutsideStep = OutsideStep()
-    """What the models need when they are called outside of steps."""
+    """Needs of the models when they are called outside of steps."""
     pass_traits: PassTraits = PassTraits()
     """Facts about the passes that `forward` and `run` make through `module`."""
     pipeline: PipelineTraits = PipelineTraits()
     """How `module` lies in a pipeline."""
     planning: Planning = Planning()
-    """What strategies may look at before they divide the model."""
+    """Facts that strategies may look at before they divide the model."""
     summary_lines: tuple[str, ...] = ()
     """Lines for the beginning of a run: which layers are divided, and how."""
 

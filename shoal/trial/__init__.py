@@ -4,7 +4,6 @@ LossTrial        the trials of a run: which steps, and what becomes of their ver
 try_loss         is compute_loss a mean over samples? By gradients, on parts of a batch
 try_recorded     the same on outputs that the models have given already
 end_trial        called first by functions that communicate, such as run.gather
-is_trial_running asked by what measures in the first step
 optimizer_is_elementwise      does an optimizer step shards as it steps whole tensors?
 """
 
@@ -13,7 +12,7 @@ from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_trial import LossTrial
 from shoal.trial.loss_verdict import LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
-from shoal.trial.running_trial import end_trial, is_trial_running
+from shoal.trial.running_trial import end_trial
 
 __all__ = [
     "LossKind",
@@ -22,7 +21,6 @@ __all__ = [
     "OptimizerAnswer",
     "OutputRecorder",
     "end_trial",
-    "is_trial_running",
     "optimizer_is_elementwise",
     "try_loss",
     "try_recorded",

@@ -27,6 +27,8 @@ from shoal.trial.untouched import GeneratorStates, devices_of
 
 MOST_NEWS = 32
 """Trials beside those of steps 1, 2, 4, 8, ..., for batches of new shapes or labels."""
+LOOKS_ALWAYS, LOOKS_EVERY = 64, 8
+"""Steps whose batches are looked at for news: the first ones, later every eighth."""
 MOST_LABELS = 1 << 16
 """Numbers of the largest tensor whose lowest and highest number are looked at in every step."""
 
@@ -103,7 +105,8 @@ class LossTrial:
         self._is_scheduled = self._steps >= self._due_step
         if not self.objection:
             self._verdict = None
-        is_new = self._news.has(batch.args, batch.kwargs)
+        looks = self._steps <= LOOKS_ALWAYS or self._steps % LOOKS_EVERY == 0
+        is_new = looks and self._news.has(batch.args, batch.kwargs)
         if self._is_scheduled:
             self._due_step = 2 * self._steps
         if not (self._is_scheduled or is_new) or batch.num_samples < 2:

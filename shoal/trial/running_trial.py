@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+from shoal.strategies.trial_passes import is_trial_running
 from shoal.trial.loss_verdict import CannotTry
-
-_depth = 0
-
-
-@contextmanager
-def running() -> Iterator[None]:
-    """Let `end_trial` know that a trial runs inside of the block."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-
-
-def is_trial_running() -> bool:
-    """Return True inside of a trial, whose batches have few samples."""
-    return _depth > 0
 
 
 def end_trial() -> None:
@@ -34,5 +14,5 @@ def end_trial() -> None:
 
     Raises: CannotTry: a trial is running.
     """
-    if _depth:
+    if is_trial_running():
         raise CannotTry("")

@@ -21,7 +21,7 @@ from torch import nn
 
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks
-from shoal.trial.running_trial import running
+from shoal.strategies.trial_passes import running
 from shoal.trial.saved_objects import SavedObjects
 
 

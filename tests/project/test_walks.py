@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 
 import shoal
-from shoal.run.supervised import supervised
 from shoal.testing import world
 
 PACKAGE = Path(shoal.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
-    *("run/checks.py", "run/gradients.py"),
-    *("strategies/ddp/buffer_sync.py",),
+    *("run/checks.py", "run/gradients.py", "run/prepared.py"),
+    *("run/guards/loss_watch.py", "run/guards/foreign_optimizer.py"),
+    *("run/guards/group_numbers.py", "run/guards/mixed_shards.py"),
+    *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
+    *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
     *("parameter_server/worker/push_trace.py", "parameter_server/worker/flat_params.py"),
 }
 """Files that a step calls on its way and leaves at once. They decide nothing about the batch."""
@@ -37,7 +39,7 @@ def files_entered(strategy: str) -> list[str]:
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    model, optimizer, *_ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     entered: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -45,10 +47,13 @@ def files_entered(strategy: str) -> list[str]:
         if event == "call" and path.is_relative_to(PACKAGE):
             entered.setdefault(path.relative_to(PACKAGE).as_posix())
 
+    def compute_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
     def step() -> None:
-        optimizer.zero_grad()
-        run.forward_backward(supervised(F.cross_entropy, model), torch.randn(4, 8), torch.arange(4))
+        run.forward_backward(compute_loss, torch.randn(4, 8), torch.arange(4))
         optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(2):
         step()

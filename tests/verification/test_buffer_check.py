@@ -28,7 +28,7 @@ class Counted(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A model that divides by a running size, in training too."""
+    """A model that divides by a running size of earlier batches, in training too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,19 @@ class Scaled(nn.Module):
         self.register_buffer("size", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) / self.size.clone()
+        self.measure(x)
+        return output
+
+    def measure(self, x: Tensor) -> None:
         self.size.mul_(0.9).add_(0.1 * x.detach().abs().mean())
+
+
+class Coupled(Scaled):
+    """A model whose running size has this batch in it, so that samples depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.measure(x)
         output: Tensor = self.layer(x) / self.size
         return output
 
@@ -99,6 +111,12 @@ def test_gradients_may_differ_where_training_reads_what_it_wrote() -> None:
     verdict = shoal.verify(Scaled, batch, F.mse_loss, steps=2)
     assert verdict.verdict == "differs by design"
     assert "size" in verdict.reasons[0]
+
+
+def test_a_model_that_reads_what_this_batch_wrote_is_refused() -> None:
+    verdict = shoal.verify(Coupled, batch, F.mse_loss, steps=2)
+    assert verdict.verdict == "refused"
+    assert "no mean over samples" in verdict.reasons[0]
 
 
 @pytest.mark.parametrize(("model_fn", "ranks", "accumulate"), [(Counted, 1, 1), (Stepped, 2, 1)])

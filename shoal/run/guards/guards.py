@@ -36,8 +36,9 @@ class Guards:
     """Turns what bypasses `run` into something that works, or into an error with the cure.
 
     Args:
-        enabled: False leaves out what costs time in each step: hooks on parameters, stand-ins for
-            gradients, comparisons of numbers, and looks at weights and losses.
+        enabled: False leaves out what costs time in steps, such as stand-ins for gradients,
+            comparisons of numbers, and looks at weights and losses. Backward passes outside of
+            steps go on then.
         announce: called with notes, on rank 0.
         strategy: name for messages, such as "zero3".
     """

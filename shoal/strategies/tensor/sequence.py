@@ -128,6 +128,9 @@ class SequenceParallelTensor(Tensor):
         if func in METADATA_FUNCTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **options)
+        if func not in TOKENWISE_FUNCTIONS:
+            # Torch looks a method up by its name, and finds what guards have put around it.
+            func = getattr(func, "__wrapped__", func)
         for leaf in tree_leaves((args, options)):
             if isinstance(leaf, SequenceParallelTensor):
                 leaf._check_views_unwritten()

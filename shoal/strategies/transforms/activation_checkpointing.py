@@ -34,8 +34,8 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import RecomputeOptions
+from shoal.strategies.trial_passes import is_trial_running
 from shoal.strategies.wrap_units import innermost, units
-from shoal.trial import is_trial_running
 
 
 class Recompute(RecomputeOptions, Strategy):

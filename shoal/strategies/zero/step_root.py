@@ -141,7 +141,8 @@ class StepRoot(nn.Module):
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a name for a user's function that is the same on all ranks, and in all steps."""
-    while isinstance(function, partial):
-        function = function.func
+    # Some ranks may have wrapped it in a trial, because of what is new in their samples.
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

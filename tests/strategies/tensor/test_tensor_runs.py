@@ -101,6 +101,16 @@ def test_a_run_in_slices_says_counts_and_saves_what_one_device_does(
 def count_held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
     run, model, _, loader, _ = prepared(strategy, gpt())
     x, y = next(iter(loader))
+    logits = []
+
+    def loss_of(out: Tensor, target: Tensor) -> Counted:
+        logits.append(type(out))
+        return per_token(out, target)
+
+    compute_loss = supervised(loss_of, model)
+    for _ in range(2):  # steps 1 and 2 try the loss on whole outputs, too
+        run.forward_backward(compute_loss, x, y)
+    logits.clear()
     sent: list[int] = []
     original = dist.all_reduce
 
@@ -109,14 +119,7 @@ def count_held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
         return original(tensor, *args, **options)
 
     dist.all_reduce = counting
-    logits = []
-    run.forward_backward(
-        supervised(
-            lambda out, target: (logits.append(type(out)), per_token(out, target))[1], model
-        ),
-        x,
-        y,
-    )
+    run.forward_backward(compute_loss, x, y)
     own = sum(
         p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
     )
