@@ -1,8 +1,9 @@
-"""Weights of other ranks' stages, which this rank shows without values: any read is an error.
+"""Weights of other ranks' stages, shown without values: what needs the values is an error.
 
-mean.mul_(0.9).add_(parameter)     a number of torch's functions would leave `mean` as it is
-torch._foreach_lerp_(means, parameters, 0.1)
+mean.mul_(0.9).add_(parameter)     refused: many functions of torch would leave `mean` as it is
 parameter.clamp_(-1, 1)            allowed: the rank that holds it does so
+mask = parameter.abs() > 0.1       allowed: absent, too
+parameter.mul_(mask)
 
 Nor do old parameters keep values that a script has held since before they were divided.
 """
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import own_buffers
-from shoal.platform.torch_private.pytree import tree_leaves
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.run.guards.call_site import call_site, is_called_by_shoal
 from shoal.run.guards.guarded_models import GuardedModels, Removable
@@ -31,22 +32,25 @@ _METHODS = (
     *("__repr__", "__hash__", "__len__", "nelement", "ndimension", "element_size", "get_device"),
     *("is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "is_shared"),
 )
+_GRAD: Any = Tensor.grad
 _ALLOWED: frozenset[_Function] = READABLE | {
     *(getattr(Tensor, name).__set__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    _GRAD.__delete__,
 }
-_GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_SAME_WEIGHT: frozenset[_Function] = frozenset((Tensor.detach, _GET_DATA))
 _IN_PLACE_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")
 
 
 class AbsentWeight(Tensor):
-    """A parameter's `.data`, or a buffer, whose values are on another rank."""
+    """A buffer whose values are on another rank, or what follows from absent weights alone.
+
+    Attributes: is_own: it belongs to the model, so Shoal itself may use it.
+    """
 
     weight_name: str = "a parameter"
     under: str = ""
+    is_own: bool = False
 
     @classmethod
     def __torch_function__(
@@ -64,6 +68,7 @@ class AbsentParameter(nn.Parameter):
 
     weight_name: str = "a parameter"
     under: str = ""
+    is_own: bool = True
 
     @classmethod
     def __torch_function__(
@@ -89,6 +94,7 @@ def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
                 if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
                     full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
                     buffers[name] = _as_absent(buffer, full_name, guarded.under)
+                    buffers[name].is_own = True
 
 
 class _Marked:
@@ -111,19 +117,17 @@ def _as_absent(values: Tensor, name: str, under: str) -> AbsentWeight:
 
 
 def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of an absent weight if it needs no values.
+    """Call a function of absent weights; what it computes of them alone is absent, too.
 
-    Raises: UsageError: it does, and a script calls it.
+    Raises: UsageError: it needs values, or combines them with other tensors.
     """
-    if func in _ALLOWED or is_access_by_shoal() or is_called_by_shoal():
+    leaves = tree_leaves((args, kwargs))
+    absent = next(leaf for leaf in leaves if _is_absent(leaf))
+    if func in _ALLOWED or is_access_by_shoal() or (absent.is_own and is_called_by_shoal()):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-    if func in _SAME_WEIGHT:
-        with DisableTorchFunctionSubclass():
-            values = func(*args, **kwargs)
-        return _as_absent(values, target.weight_name, target.under)
     if _is_in_place(label):
         if _is_absent(target):
             return target  # the rank that holds it does so
@@ -132,13 +136,23 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             kept = [[x[i] for i in here] if _goes_with(x, target) else x for x in args]
             if not any(map(_is_absent, tree_leaves((kept, kwargs)))):
                 return func(*kept, **kwargs) if here else None
-    absent = next(item for item in tree_leaves((args, kwargs)) if _is_absent(item))
-    read = "" if label.startswith("__get") else f"{label.strip('_')}"
+    failure: Exception | None = None
+    if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+        try:
+            with DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            if all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(found)):
+                return tree_map(
+                    lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), found
+                )
+        except Exception as error:  # noqa: BLE001 - whatever torch raises where values are missing
+            failure = error
+    read = "" if label.startswith("__get") else label.strip("_")
     raise UsageError(
         f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
-    )
+    ) from failure
 
 
 def _is_absent(value: Any) -> bool:
