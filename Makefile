@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-slow test-faults test-collectives test-gpu lint verified scripts bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling clean
+.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -17,6 +17,13 @@ demo: $(VENV)/.demo  ## Train a real model on two processes, in about a minute; 
 
 test: $(VENV)/.test lint  ## Run the everyday tests and `make lint`: what continuous integration runs.
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
+
+# The oldest supported version: make test-torch TORCH=2.11.0. pip brings torchvision and torchao that suit it.
+TORCH ?= 2.15.0
+WITH_TORCH := build/torch-$(TORCH)
+
+test-torch: $(WITH_TORCH)/.test  ## Run the everyday tests with another torch, TORCH (default: 2.15.0).
+	$(WITH_TORCH)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.test  ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
@@ -58,6 +65,12 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.demo
+
+$(WITH_TORCH)/.test: pyproject.toml constraints.txt $(COMPILED)
+	$(PYTHON) -m venv $(WITH_TORCH)
+	grep -vE '^(torch|torchvision|torchao)==' constraints.txt > $(WITH_TORCH)/constraints.txt
+	$(WITH_TORCH)/bin/python -m pip install -q --no-compile -c $(WITH_TORCH)/constraints.txt torch==$(TORCH) -e ".[test]"
+	@touch $@
 
 $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(BENCH)

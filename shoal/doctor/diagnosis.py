@@ -12,8 +12,9 @@ from typing import Any
 
 from shoal.doctor import machine_info
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 TORCHVISION_BEHIND = 15  # torchvision 0.26 belongs to torch 2.11, 0.27 to 2.12, and so on
+NEWEST_TORCHVISION = 29  # 0.29.1 and later belong to every torch from 2.14 on
 LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
 FEW_OPEN_FILES = 1024
 WIDTH = 96
@@ -107,16 +108,16 @@ def _version_problems(software: Mapping[str, Any]) -> list[Problem]:
     torch = software["torch"]
     torchvision = software["torchvision"]
     if torch is None:
-        return [Problem("torch is not installed", 'pip install "torch>=2.11,<2.14"')]
+        return [Problem("torch is not installed", 'pip install "torch>=2.11,<2.16"')]
     problems = []
     if not OLDEST_TORCH <= _minor_version(torch) <= NEWEST_TORCH:
         problems.append(
             Problem(
-                f"torch {torch} was never tested; 2.11 to 2.13 are",
-                'pip install "torch>=2.11,<2.14"',
+                f"torch {torch} was never tested; 2.11 to 2.15 are",
+                'pip install "torch>=2.11,<2.16"',
             )
         )
-    expected_minor = _minor_version(torch)[1] + TORCHVISION_BEHIND
+    expected_minor = min(_minor_version(torch)[1] + TORCHVISION_BEHIND, NEWEST_TORCHVISION)
     if torchvision is not None and _minor_version(torchvision) != (0, expected_minor):
         fact = f"torchvision {torchvision} does not belong to torch {torch}"
         problems.append(Problem(fact, f'pip install "torchvision==0.{expected_minor}.*"'))
@@ -160,7 +161,7 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
 
 def _strategies(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
     if facts["software"]["torch"] is None:
-        missing = Diagnosis(False, 'torch; pip install "torch>=2.11,<2.14"')
+        missing = Diagnosis(False, 'torch; pip install "torch>=2.11,<2.16"')
         return dict.fromkeys(COLLECTIVES, missing)
     ddp = _ddp(facts["communication"])
     verdicts = {"single": Diagnosis(True), "ddp": ddp}

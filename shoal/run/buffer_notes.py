@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
 
+WRITES = "pass writes these buffers from the samples of one rank"
+"""Words of the note by which it is known."""
+
 
 @contextmanager
 def noting_buffers(
@@ -47,8 +50,8 @@ def noting_buffers(
     if apart:
         announce(
             f"note: {', '.join(apart[:3])}{' and others' if len(apart) > 3 else ''}: a forward "
-            "pass writes these buffers from the samples of one rank or micro-batch, so they are "
-            "not those of one device. Compute them from run.gather(...), if they must be."
+            f"{WRITES} or micro-batch, so they are not those of one device. Compute them from "
+            "run.gather(...), if they must be."
         )
 
 

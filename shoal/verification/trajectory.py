@@ -18,6 +18,7 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import Run, init_with_place
+from shoal.run.buffer_notes import WRITES
 from shoal.run.init import seed_generators
 from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction, supervised
@@ -153,7 +154,12 @@ def run_strategy(
     is_divided = run.world * accumulate > 1
     changed = expected["changed"] if is_divided else []
     by_rank = frozenset(f"buffer {name} {after}" for name in changed)
-    notes = [line.removeprefix("note: ") for line in summary_lines if line.startswith("note: ")]
+    # What buffers explain is for `buffer_check` to say: their note would excuse all gradients.
+    notes = [
+        line.removeprefix("note: ")
+        for line in summary_lines
+        if line.startswith("note: ") and WRITES not in line
+    ]
     return RankReport(errors, notes, by_rank, expected["read"])
 
 

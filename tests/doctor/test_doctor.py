@@ -109,7 +109,7 @@ def test_a_torch_without_gloo_makes_ddp_unusable(report):
 def test_without_torch_nothing_is_ready_and_the_cure_is_named(report):
     ill = altered(report, "software", torch=None)
     assert not any(verdict.ready for verdict in ill.strategies.values())
-    assert [problem.cure for problem in ill.problems] == ['pip install "torch>=2.11,<2.14"']
+    assert [problem.cure for problem in ill.problems] == ['pip install "torch>=2.11,<2.16"']
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,19 @@ def test_without_torch_nothing_is_ready_and_the_cure_is_named(report):
             "software",
             {"torch": "2.10.1", "torchvision": "0.25.1"},
             "torch 2.10.1 was never tested",
-            "torch>=2.11,<2.14",
+            "torch>=2.11,<2.16",
         ),
         (
             "software",
             {"torch": "2.12.0+cu130", "torchvision": "0.28.0"},
             "does not belong",
             "torchvision==0.27.*",
+        ),
+        (
+            "software",
+            {"torch": "2.15.0", "torchvision": "0.28.0"},
+            "does not belong",
+            "torchvision==0.29.*",
         ),
         ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB", "--shm-size"),
         ("machine", {"open_files": 256}, "256 files", "ulimit -n"),

@@ -647,6 +647,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fsdp.post_forward": _over(2, _runs_a_unit_without_calling_it),
     "fsdp.is_gathered": _over(2, _is_gathered_until_reset),
     "fsdp.reset_after_error": _over(2, _is_gathered_until_reset),
+    "fsdp._reset": _over(2, _is_gathered_until_reset),  # where torch has none of its own
     "pipelining.stage_backward_input": _halves,
     "pipelining.stage_backward_weight": _halves,
 }

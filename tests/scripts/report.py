@@ -46,6 +46,8 @@ with the lines changed that Shoal needs. Both train in float64 on the CPU from t
 batches of 7, 7 and 4 samples, which no number of ranks divides evenly. Every loss and every weight
 is compared, on every rank.
 
+Messages that differ by names and numbers only are shown once, as one of them read.
+
 - **exact**: the relative error is at most 1e-10.
 - **by design (n)**: the numbers differ, and note n was printed before the first step.
 - **unchecked (n)**: the loss couples samples, the script does not say so, and this strategy could
@@ -128,7 +130,7 @@ def write(data: Path, cells: Mapping[Key, Cell]) -> None:
 
 def page(cells: Mapping[Key, Cell]) -> str:
     """Return the page in Markdown."""
-    texts: list[str] = []  # filled by _text
+    texts: dict[str, str] = {}  # filled by _text
     scripts = all_scripts()
     layouts = [layout for layout in LAYOUTS if any(key[1:] == layout for key in cells)]
     head = ["script", "after", "unusual", "lines", *(_head(layout) for layout in layouts)]
@@ -143,7 +145,7 @@ def page(cells: Mapping[Key, Cell]) -> str:
         summary=_summary(counts),
         table="\n".join(f"| {' | '.join(row)} |" for row in table),
         needs="; ".join(f"{letter} {meaning}" for letter, meaning in NEEDS.items()),
-        notes="\n".join(f"{number}. {text}" for number, text in enumerate(texts, start=1)),
+        notes="\n".join(f"{number}. {text}" for number, text in enumerate(texts.values(), start=1)),
         date=date.today().isoformat(),
         versions=(
             f"Python {platform.python_version()}, torch {torch.__version__}, "
@@ -166,16 +168,19 @@ def _summary(counts: Mapping[str, int]) -> str:
     return f"Of {total} cells: {good}, {bad} defects."
 
 
-def _text(cell: Cell | None, texts: list[str]) -> str:
-    """Return the text of a cell, and append what it refers to to `texts`."""
+def _text(cell: Cell | None, texts: dict[str, str]) -> str:
+    """Return the text of a cell, and add what it refers to to `texts`.
+
+    Messages that differ by names, lines and numbers only stand on the page once.
+    """
     if cell is None:
         return "not run"
     if cell.verdict == EXACT:
         return EXACT
     text = brief(cell.text)
-    if text not in texts:
-        texts.append(text)
-    return f"{cell.verdict} ({texts.index(text) + 1})"
+    kind = re.sub(r"\(.*?\)|under \S+:|\S+=\d+|[\d.]+|\S+:", "", text)[:60]
+    texts.setdefault(kind, text)
+    return f"{cell.verdict} ({list(texts).index(kind) + 1})"
 
 
 def brief(text: str) -> str:

@@ -16,7 +16,7 @@ MODELS = list(EXPERIMENTS)
 SMALL = [layout for layout in LAYOUTS if layout[1] <= 4]
 # Every third strategy on one model, each model in its turn; the rest is behind a marker: `make
 # test-slow`.
-EVERY_DAY = {(layout, MODELS[5 * turn % len(MODELS)]) for turn, layout in enumerate(SMALL[1::3])}
+EVERY_DAY = {(layout, MODELS[7 * turn % len(MODELS)]) for turn, layout in enumerate(SMALL[1::3])}
 # Statistics in slices, compared by a collective that not all ranks would make.
 EVERY_DAY.add(
     (

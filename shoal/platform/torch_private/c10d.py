@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 # Why: torch.distributed.GradBucket is this class, and torch's type stubs leave it out. Without: an
 # error of mypy at each hook of a bucket, whose annotation DistributedDataParallel compares with the
-# class. Checked: 2.13.
+# class. Checked: 2.11, 2.13, 2.15.
 GradBucket = _GradBucket
 
 # Why: a backend makes options of every collective, and torch.distributed has names for some only.
 # Any: the stubs leave out the same ones. Without: no collective could be handed on to Gloo.
-# Checked: 2.13.
+# Checked: 2.11, 2.13, 2.15.
 Options: Any = _distributed_c10d
 
 # Why: Gloo gathers into one flat tensor, and scatters the sum of one, under these names only; torch
 # 2.13 has public ones for a group and none for its backends. Without: neither could be handed on to
-# Gloo. Checked: 2.13.
+# Gloo. Checked: 2.11, 2.13, 2.15.
 ALL_GATHER_FLAT = "_allgather_base"
 REDUCE_SCATTER_FLAT = "_reduce_scatter_base"
 
@@ -35,7 +35,7 @@ def default_store() -> Store:
     """Return the store that the default process group met in.
 
     Why: `init_process_group` may have made it itself, and nothing gives it back. Without: ranks
-    could not tell each other which of them failed first. Checked: 2.13.
+    could not tell each other which of them failed first. Checked: 2.11, 2.13, 2.15.
     """
     store: Store = distributed_c10d._get_default_store()
     return store
@@ -45,7 +45,7 @@ def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups that this process is in, in the order in which they were made.
 
     Why: torch has no list of them. Without: a trace would miss collectives of groups that others
-    have made, and a rank might never end (pytorch#56297). Checked: 2.13.
+    have made, and a rank might never end (pytorch#56297). Checked: 2.11, 2.13, 2.15.
     """
     return list(distributed_c10d._world.pg_map)
 
@@ -55,7 +55,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
     Why: `torch.distributed.get_backend` gives a name, and one group may have several backends.
     Without: nothing could be handed on to Gloo, and nobody could tell that Gloo carries a tensor.
-    Checked: 2.13.
+    Checked: 2.11, 2.13, 2.15.
     """
     return group._get_backend(device)
 
@@ -65,7 +65,7 @@ def add_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backe
 
     Why: torch asks a group for the backend of a device and for the default one, and a group that
     is written in Python has neither. Without: torch finds no Gloo in it, and barriers and buffers
-    fail. Checked: 2.13.
+    fail. Checked: 2.11, 2.13, 2.15.
     """
     group._register_backend(device, kind, backend)
     group._set_default_backend(kind)
@@ -75,7 +75,7 @@ def source_rank(work: Work) -> int:
     """Return the rank that a received message came from.
 
     Why: `recv` from any rank asks a Work by this name, so one that stands around another hands it
-    on. Without: such a `recv` would fail while a trace is made. Checked: 2.13.
+    on. Without: such a `recv` would fail while a trace is made. Checked: 2.11, 2.13, 2.15.
     """
     return int(work._source_rank())
 
@@ -86,6 +86,6 @@ def check_reducer_finalized(engine: DistributedDataParallel) -> None:
     It names the numbers of the parameters without a gradient.
 
     Why: the engine asks the same at the beginning of the next forward pass. Without: a step would
-    be taken with gradients that are not averaged. Checked: 2.13.
+    be taken with gradients that are not averaged. Checked: 2.11, 2.13, 2.15.
     """
     engine._check_reducer_finalized()

@@ -16,7 +16,7 @@ def watch_numbers(check: Callable[[DTensor], None]) -> Callable[[], None]:
 
     Why: `item()`, `float()` and `bool()` of a sum over shards give this rank's part of it, without
     a warning, and no public name is told of them. Without: `p.grad.norm().item()` would be the norm
-    of a shard, in silence. Checked: 2.13.
+    of a shard, in silence. Checked: 2.11, 2.13, 2.15.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 

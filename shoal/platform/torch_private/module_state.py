@@ -11,20 +11,21 @@ from torch.nn.modules.dropout import _DropoutNd
 
 # Why: BatchNorm1d to 3d, SyncBatchNorm and those that users derive have no other base class in
 # common. Without: lists of classes, and a BatchNorm of a user's own would not be known.
-# Checked: 2.13.
+# Checked: 2.11, 2.13, 2.15.
 BatchNormBase = _BatchNorm
 """All BatchNorms."""
 NormBase = _NormBase
 """All BatchNorms and InstanceNorms: layers with running statistics."""
 
-# Why: the same for Dropout, Dropout1d to 3d, AlphaDropout. Without: the same. Checked: 2.13.
+# Why: the same for Dropout, Dropout1d to 3d, AlphaDropout. Without: the same.
+# Checked: 2.11, 2.13, 2.15.
 DropoutBase = _DropoutNd
 
 STORES = ("_modules", "_parameters", "_buffers")
 """Names of the tables in which a module keeps what hangs on it, in its `__dict__`.
 
 Why: __getattribute__ of a module must look into them without asking itself. Without: a layer called
-`values` in a ModuleDict would be the method. Checked: 2.13.
+`values` in a ModuleDict would be the method. Checked: 2.11, 2.13, 2.15.
 """
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -34,7 +35,7 @@ HOOKS = (
 """Names of the tables of a module's hooks.
 
 Why: hooks can be registered by public names, and not listed. Without: those of modules that nobody
-calls as a whole would be lost in silence. Checked: 2.13.
+calls as a whole would be lost in silence. Checked: 2.11, 2.13, 2.15.
 """
 
 
@@ -43,7 +44,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
     Why: `named_parameters` leaves out None and what has two names, and gives a copy;
     `register_parameter` asks the module's `__setattr__`. Without: a module with a name twice, or a
-    class that watches its attributes, could not be cut and put back. Checked: 2.13.
+    class that watches its attributes, could not be cut and put back. Checked: 2.11, 2.13, 2.15.
     """
     return module._parameters
 
@@ -51,7 +52,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the table of a module's own buffers, to read and to change.
 
-    Why and without: see own_parameters. Checked: 2.13.
+    Why and without: see own_parameters. Checked: 2.11, 2.13, 2.15.
     """
     return module._buffers
 
@@ -59,7 +60,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the table of the modules inside a module, to read and to change.
 
-    Why and without: see own_parameters. Checked: 2.13.
+    Why and without: see own_parameters. Checked: 2.11, 2.13, 2.15.
     """
     return module._modules
 
@@ -68,7 +69,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that are in no state dict, to read and to change.
 
     Why: `register_buffer(persistent=False)` sets it, and nothing tells it. Without: a stage of a
-    pipeline would save buffers that one device does not. Checked: 2.13.
+    pipeline would save buffers that one device does not. Checked: 2.11, 2.13, 2.15.
     """
     return module._non_persistent_buffers_set
 
@@ -77,7 +78,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """Return the functions that see a module's inputs, in their order.
 
     Why: hooks can be registered by public names, and not listed. Without: nobody would call those
-    of a model that is cut into stages. Checked: 2.13.
+    of a model that is cut into stages. Checked: 2.11, 2.13, 2.15.
     """
     return [*module._forward_pre_hooks.values()]
 
@@ -85,7 +86,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether hooks see a module's outputs.
 
-    Why and without: see HOOKS. Checked: 2.13.
+    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
     """
     return bool(module._forward_hooks)
 
@@ -93,7 +94,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_pre_hooks_with_keywords(module: nn.Module) -> bool:
     """Return whether hooks see a module's named inputs.
 
-    Why and without: see HOOKS. Checked: 2.13.
+    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
     """
     return bool(module._forward_pre_hooks_with_kwargs)
 
@@ -101,7 +102,7 @@ def has_pre_hooks_with_keywords(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether hooks see gradients of a module.
 
-    Why and without: see HOOKS. Checked: 2.13.
+    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
     """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
@@ -110,7 +111,7 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called.
 
     Why: it leaves the module's class as it is. Without: compiled layers would be cut, which is not
-    shown to give the same numbers. Checked: 2.13.
+    shown to give the same numbers. Checked: 2.11, 2.13, 2.15.
     """
     return module._compiled_call_impl is not None
 
@@ -119,7 +120,7 @@ def has_one_width(attention: nn.MultiheadAttention) -> bool:
     """Return whether queries, keys and values of an attention have the same width.
 
     Why: it decides which parameters hold its weights. Without: torch's rule, that `kdim` and `vdim`
-    are `embed_dim`, would be written a second time here. Checked: 2.13.
+    are `embed_dim`, would be written a second time here. Checked: 2.11, 2.13, 2.15.
     """
     return bool(attention._qkv_same_embed_dim)
 
@@ -131,7 +132,7 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable
 
     Why: a call looks at the class, not at the module, for `__call__`, and a replaced `forward`
     would still run the hooks of strategies. Without: a loss could not be computed again from
-    outputs that a collective forward pass has given. Checked: 2.13.
+    outputs that a collective forward pass has given. Checked: 2.11, 2.13, 2.15.
     """
     before: Callable[..., Any] | None = module._compiled_call_impl
     module._compiled_call_impl = call

@@ -11,44 +11,45 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as _DeviceContext
 
 # Why: the only way to make a tensor with a shape and no memory of its own, which torch's own
-# DTensor takes. Without: no tensor could have the shape of the whole and hold a slice. Checked:
-# 2.13.
+# DTensor takes. Without: no tensor could have the shape of the whole and hold a slice.
+# Checked: 2.11, 2.13, 2.15.
 make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
 
 # Why: a __torch_function__ that lets torch's own function run must not be called by it again; the
 # documented way, `super().__torch_function__`, makes each result an instance of the subclass.
-# Without: endless recursion. Checked: 2.13.
+# Without: endless recursion. Checked: 2.11, 2.13, 2.15.
 DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
 
 # Why: what stands around a function now does not when autograd computes it again, and there is no
 # public list. Without: dropout of slices would be drawn by other rules in a recomputed unit. An
-# alias, for torch.compile knows it. Checked: 2.13.
+# alias, for torch.compile knows it. Checked: 2.11, 2.13, 2.15.
 function_modes = _get_current_function_mode_stack
 
 # Why: the mode of `torch.device(...)` as a context is everywhere anyway, and its class has no
-# public name. Without: it would be entered twice. Checked: 2.13.
+# public name. Without: it would be entered twice. Checked: 2.11, 2.13, 2.15.
 DeviceMode = _DeviceContext
 
 # Why: a tensor that is made of others, a DTensor say, is told by no public name. Without: its
 # memory would be counted as none, and an optimizer's state of it would be taken for whole. An
-# alias, for torch.compile knows it. Checked: 2.13.
+# alias, for torch.compile knows it. Checked: 2.11, 2.13, 2.15.
 is_made_of_tensors = _python_dispatch.is_traceable_wrapper_subclass
 
 # Why: the only way to see every operator that runs, random ones among them; torch's own tutorials
-# take it from this module. Without: draws of a batch could not be handed to its parts. Checked:
-# 2.13.
+# take it from this module. Without: draws of a batch could not be handed to its parts.
+# Checked: 2.11, 2.13, 2.15.
 DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 # Why: a trial inside of a step is not to be seen by the modes of the step, which would share out
 # its random numbers, and there is no public switch. Without: a trial of a loss would be refused by
-# the global draws of the step. Checked: 2.13.
+# the global draws of the step. Checked: 2.11, 2.13, 2.15.
 disable_dispatch_modes: Any = _python_dispatch._disable_current_modes
 
 # Why: a subclass that only adds properties must not slow down every function of torch, and the
 # documented `super().__torch_function__` runs Python for each. Without: a parameter that servers
-# own would cost microseconds at each use. Checked: 2.13.
+# own would cost microseconds at each use. Checked: 2.11, 2.13, 2.15.
 DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 # Why: a mode that stands around a whole function is to let a block inside run at full speed, and a
-# mode has no switch. Without: each operation inside a block would be looked at. Checked: 2.13.
+# mode has no switch. Without: each operation inside a block would be looked at.
+# Checked: 2.11, 2.13, 2.15.
 pop_mode_temporarily: Any = _pop_mode_temporarily

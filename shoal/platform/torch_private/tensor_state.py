@@ -10,14 +10,14 @@ from torch import Tensor
 
 # Why: __torch_function__ of a tensor subclass is given these objects for `x._version`, `x._base`
 # and `x._is_view()`. Without: a tensor in slices is gathered whenever autograd or a user asks one
-# of them. Checked: 2.13.
+# of them. Checked: 2.11, 2.13, 2.15.
 READ_VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 READ_BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 IS_VIEW = Tensor._is_view
 
 # Why: conj and neg have public bits, this third promise of torch about numbers that are not in
 # memory has none. Without: a gradient of zeros that has no memory would be read where it lies. Hot:
-# an alias. Checked: 2.13.
+# an alias. Checked: 2.11, 2.13, 2.15.
 is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
 
@@ -25,7 +25,7 @@ def version(tensor: Tensor) -> int:
     """Return how often `tensor` was written into in place.
 
     Why: autograd counts it to refuse stale gradients, and shows it nowhere else. Without: every
-    buffer and every gathered whole would be compared by its numbers. Checked: 2.13.
+    buffer and every gathered whole would be compared by its numbers. Checked: 2.11, 2.13, 2.15.
     """
     return tensor._version
 
@@ -34,7 +34,7 @@ def base(tensor: Tensor) -> Tensor | None:
     """Return the tensor that `tensor` is a view of; None where it is no view.
 
     Why: no public name tells. Without: a view of a batch would have lost its share of the batch,
-    and a view of a gathered whole could be written into unseen. Checked: 2.13.
+    and a view of a gathered whole could be written into unseen. Checked: 2.11, 2.13, 2.15.
     """
     return tensor._base
 
@@ -44,7 +44,7 @@ def is_view(tensor: Tensor) -> bool:
 
     Why: no public name tells. Without: every output of a unit would be copied, or a write into one
     would drop what gathers the unit again. A function and no alias, for hooks that call it may be
-    compiled. Checked: 2.13.
+    compiled. Checked: 2.11, 2.13, 2.15.
     """
     return tensor._is_view()
 
@@ -53,7 +53,7 @@ def has_hooks(parameter: Tensor) -> bool:
     """Return whether hooks wait for the gradient of `parameter`, before or after it is accumulated.
 
     Why: hooks can be registered by public names, and not listed. Without: a hook on a parameter
-    that is cut would be lost in silence. Checked: 2.13.
+    that is cut would be lost in silence. Checked: 2.11, 2.13, 2.15.
     """
     after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(parameter._backward_hooks or after_accumulation)
@@ -63,7 +63,7 @@ def gradient_hooks(leaf: Tensor) -> dict[int, Any]:
     """Return the table of the hooks that see and may change a gradient, to read and to change.
 
     Why: hooks can be registered by public names, and not listed. Without: a trial of gradients
-    would run the hooks of strategies and users. Checked: 2.13.
+    would run the hooks of strategies and users. Checked: 2.11, 2.13, 2.15.
     """
     hooks: dict[int, Any] | None = leaf._backward_hooks
     return {} if hooks is None else hooks
@@ -73,7 +73,7 @@ def in_backward_pass() -> bool:
     """Return whether this thread runs a backward pass of autograd.
 
     Why: no public name tells. Without: a layer in slices that a checkpoint computes again would be
-    taken for one that was called from outside of its region. Checked: 2.13.
+    taken for one that was called from outside of its region. Checked: 2.11, 2.13, 2.15.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -82,12 +82,12 @@ def schema_of(operator: Any) -> Any:
     """Return the schema of an ATen operator: `is_mutable`, and `arguments` with their aliases.
 
     Why: __torch_dispatch__ is told which operator runs, and only its schema tells what that writes
-    into. Without: a write into a slice would be lost. Checked: 2.13.
+    into. Without: a write into a slice would be lost. Checked: 2.11, 2.13, 2.15.
     """
     return operator._schema
 
 
 # Why: autograd calls these where a user has called `to` and `view`, and operators have no other
-# names. Without: both would be gathered. Checked: 2.13.
+# names. Without: both would be gathered. Checked: 2.11, 2.13, 2.15.
 ATEN_TO_COPY: Any = torch.ops.aten._to_copy.default
 ATEN_UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default

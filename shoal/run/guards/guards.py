@@ -38,8 +38,8 @@ class Guards:
 
     Args:
         enabled: False leaves out what costs time in steps, such as stand-ins for gradients,
-            comparisons of numbers, and looks at weights and losses; and lets backward passes
-            outside of steps go on.
+            comparisons of numbers, and looks at weights and losses. Backward passes outside of
+            steps go on then.
         announce: called with notes, on rank 0.
         strategy: name for messages, such as "zero3".
     """

@@ -57,7 +57,7 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
                 f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
                 "gradient, and that part was combined with a whole tensor. Take whole values from "
                 "run.weights() or run.gradients(), on all ranks, for an average of weights for "
-                "example; or use ddp or zero1, where every rank holds whole parameters."
+                "example; or use ddp, where every rank holds whole parameters."
             ) from error
 
     return call

@@ -57,7 +57,7 @@ def _numeric_notes(model: nn.Module, num_microbatches: int) -> list[str]:
     dropouts = [name for name, m in model.named_modules() if has_dropout(m)]
     if dropouts:
         notes.append(
-            f"note: dropout ({dropouts[0]}, ...) draws for one micro-batch and one block at a "
-            "time, each in a stream of its own: same law, other masks."
+            f"note: dropout ({dropouts[0]}, ...) draws for one micro-batch at a time, in each "
+            "block from a stream of its own: same law, other masks."
         )
     return notes

@@ -18,12 +18,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from shoal.platform.torch_private.subclasses import disable_dispatch_modes
+
 _LARGEST_SEED = 2**31 - 1
 
 
 def draw_seed() -> int:
     """Return a seed: the next number of torch's generator on the CPU."""
-    return int(torch.randint(_LARGEST_SEED, (), device="cpu"))
+    with disable_dispatch_modes():  # the step's note of random numbers is about the user's
+        return int(torch.randint(_LARGEST_SEED, (), device="cpu"))
 
 
 @contextmanager

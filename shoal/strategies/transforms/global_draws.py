@@ -165,6 +165,7 @@ class StateWithStream(StrategyState):
     def __init__(self, inner: StrategyState, stream: GlobalStream) -> None:
         self.inner = inner
         self.stream = stream
+        self.remote_optimizer = inner.remote_optimizer
         self.has_rank_local_optimizer = inner.has_rank_local_optimizer
         self.is_synchronous = inner.is_synchronous
         self.in_gradient_units = inner.in_gradient_units
