@@ -93,8 +93,9 @@ def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
                     full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-                    buffers[name] = _as_absent(buffer, full_name, guarded.under)
-                    buffers[name].is_own = True
+                    absent = _as_absent(buffer, full_name, guarded.under)
+                    absent.is_own = True
+                    buffers[name] = absent
 
 
 class _Marked:
