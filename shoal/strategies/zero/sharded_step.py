@@ -176,7 +176,7 @@ class ShardedStep:
                 raise StrategyRefused(
                     f"zero{self.stage}: compute_loss takes a gradient by parameters "
                     "(torch.autograd.grad), and between its units a rank holds shards of them. "
-                    "Use ddp. Gradients by inputs are taken."
+                    "Use zero1 or ddp. Gradients by inputs are taken."
                 ) from error
             if "DTensor" not in str(error):
                 raise
