@@ -134,6 +134,8 @@ class Guards:
         if self._absent is not None:
             self._absent.hide()
         self.check_weights()
+        if self._weights is not None:
+            self._weights.begin_passes()
 
     def check_weights(self) -> None:
         """Raise UsageError if weights were written that would be lost."""
