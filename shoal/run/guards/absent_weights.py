@@ -19,6 +19,7 @@ from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
+from shoal.platform.torch_private.tensor_state import READ_VERSION
 from shoal.run.guards.call_site import call_site, is_called_by_shoal
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.readable_attributes import READABLE
@@ -27,13 +28,14 @@ from shoal.strategies.full_model import given_up_params
 
 _Function = Callable[..., Any]
 _ATTRIBUTES: Any = ("grad", "requires_grad", "data")
-_PROPERTIES = ("_version", "itemsize", "nbytes", "output_nr", "is_quantized", "is_nested")
+_PROPERTIES = ("itemsize", "nbytes", "output_nr", "is_quantized", "is_nested")
 _METHODS = (
     *("__repr__", "__hash__", "__len__", "nelement", "ndimension", "element_size", "get_device"),
     *("is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "is_shared"),
 )
 _GRAD: Any = Tensor.grad
 _ALLOWED: frozenset[_Function] = READABLE | {
+    READ_VERSION,
     *(getattr(Tensor, name).__set__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
