@@ -69,7 +69,7 @@ $(VENV)/.test: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 $(WITH_TORCH)/.test: pyproject.toml constraints.txt $(COMPILED)
 	$(PYTHON) -m venv $(WITH_TORCH)
 	grep -vE '^(torch|torchvision|torchao)==' constraints.txt > $(WITH_TORCH)/constraints.txt
-	$(WITH_TORCH)/bin/python -m pip install -q --no-compile -c $(WITH_TORCH)/constraints.txt torch==$(TORCH) -e ".[test]"
+	$(WITH_TORCH)/bin/python -m pip install -q -c $(WITH_TORCH)/constraints.txt torch==$(TORCH) -e ".[test]"
 	@touch $@
 
 $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from shoal.errors import PeerLost, ServerLost, ShoalError
@@ -72,7 +73,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     is_secondary = _is_lost_peer(error)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
-        return Failure(rank, time_s, "", str(error), is_secondary, code=1, is_loss=is_loss)
+        text = f"{error}{_script_line(error)}"
+        return Failure(rank, time_s, "", text, is_secondary, code=1, is_loss=is_loss)
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
@@ -100,6 +102,19 @@ def from_exit_code(rank: int, code: int) -> Failure:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the earliest failure that is not secondary; the earliest of all where all are."""
     return min(failures, key=lambda failure: (failure.is_secondary, failure.time_s))
+
+
+def _script_line(error: BaseException) -> str:
+    """Return the innermost line of the user's script, ` (train.py:41)`; empty without a script, or
+    where the message has it.
+    """
+    place = ""
+    frames = error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_globals.get("__name__") == "__main__":
+            place = f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
+        frames = frames.tb_next
+    return f" ({place})" if place and place not in str(error) else ""
 
 
 def _frames(error: BaseException) -> TracebackType | None:

@@ -10,6 +10,7 @@ prepare(...) again              a new optimizer, a new loader, a frozen model; t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -186,6 +187,10 @@ class Prepared:
             return
         self._apply(None, groups)
         seed_this_rank(self.mesh, self.settings)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Let backward passes reach parameters in this context, as in a step."""
+        return self._guards.in_step()
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies with the first batch. Collective."""

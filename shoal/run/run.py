@@ -157,7 +157,9 @@ class Run:
                     "optimizer, loader = run.prepare(model, optimizer, loader)."
                 )
             accumulate = self._settings.accumulate
-            prepared.apply(example_of(batch, prepared.models, self.mesh, accumulate))
+            with prepared.in_step():
+                example = example_of(batch, prepared.models, self.mesh, accumulate)
+            prepared.apply(example)
         assert prepared.step is not None
         return prepared.step
 

@@ -13,6 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import own_buffers
+from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import BatchSizes
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
@@ -69,7 +70,7 @@ def example_of(
         preserve_rng_state(),
         _buffers_kept(models),
         _recorded_calls(models, calls),
-        torch.no_grad(),
+        torch.enable_grad(),  # compute_loss may take gradients itself
     ):
         batch.compute_loss(*args, **kwargs)
     # Rounded up: the largest micro-batch that any rank computes.
@@ -88,6 +89,7 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         if depth == 0:
+            args, kwargs = tree_map(_without_graph, (args, kwargs))
             calls.append(base.ModuleCall(module, args, kwargs))
         depth += 1
 
@@ -104,6 +106,11 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a tensor without the graph that has made it, whose memory it would hold."""
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
 @contextmanager

@@ -186,6 +186,8 @@ class PassTraits:
     """`run` records its own passes in a trace."""
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
+    recomputes: bool = False
+    """Some modules compute again in the backward pass, with the weights that they have then."""
     grads_not_ready_reason: str = ""
     """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
     global mean by then.

@@ -8,11 +8,12 @@ Every rank has the same description, so decisions that follow from it are the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
@@ -83,7 +84,10 @@ def _prefixes(path: str) -> list[str]:
 
 
 def free_other_params(model: nn.Module, local_modules: nn.Module) -> None:
-    """Replace all tensors of `model` that are not in `kept` by tensors on the meta device.
+    """Replace all tensors of `model` that are not in `local_modules` by tensors on the meta device.
+
+    A script may hold the old parameters. They keep no values, which would soon be out of date: they
+    become NaN, without memory, and the new ones lead to them (`given_up_params`).
 
     Args: local_modules: the modules of this rank's stages.
     """
@@ -98,7 +102,24 @@ def free_other_params(model: nn.Module, local_modules: nn.Module) -> None:
                 if id(tensor) not in empty:
                     hollow = tensor.detach().to("meta")
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    empty[id(tensor)] = (
-                        nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
-                    )
+                    empty[id(tensor)] = _given_up(tensor, hollow) if is_parameter else hollow
                 store[name] = empty[id(tensor)]
+
+
+def _given_up(parameter: nn.Parameter, hollow: Tensor) -> nn.Parameter:
+    """Take a parameter's values away; return a new one in its place."""
+    new = nn.Parameter(hollow, parameter.requires_grad)
+    new.shoal_given_up = parameter  # type: ignore[attr-defined]
+    if not parameter.is_meta:
+        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nan.expand(parameter.shape)
+        parameter.grad = None
+    return new
+
+
+def given_up_params(parameter: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Yield the old parameters in whose place this one is."""
+    old = getattr(parameter, "shoal_given_up", None)
+    while old is not None:
+        yield old
+        old = getattr(old, "shoal_given_up", None)

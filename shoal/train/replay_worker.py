@@ -165,6 +165,9 @@ class _SingleRankAxis(Mesh):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         pass
 

@@ -105,6 +105,12 @@ def test_a_traceback_begins_in_the_script(tmp_path, capfd):
     )
 
 
+def test_an_error_of_shoal_names_the_line_of_the_script(tmp_path, capfd):
+    path = written(tmp_path, "import shoal\nrun = shoal.init()\n\nrun.prepare('model.pt')")
+    assert local.run_script(path, [], 1) == 1
+    assert capfd.readouterr().err.endswith(" and loaders. (script.py:4)\n")
+
+
 def test_a_script_that_is_no_python_is_shown_with_its_line(tmp_path, capfd):
     path = written(tmp_path, "x = 1\nif x\n")
     assert local.run_script(path, [], 1) == 1

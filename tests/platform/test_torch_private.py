@@ -560,6 +560,27 @@ def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
     return lambda _: all(world.run(ranks, function))
 
 
+def _replaces_backward_call(replace: Any) -> bool:
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return original(*args, **options)
+
+        return noted
+
+    x = torch.ones(1, requires_grad=True)
+    put_back = replace(noting)
+    try:
+        x.sum().backward()
+        torch.autograd.grad(x.sum(), x)
+    finally:
+        put_back()
+    x.sum().backward()
+    return len(calls) == 2
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.READ_VERSION": lambda found: found == _asked(lambda x: x._version),
     "tensor_state.READ_BASE": lambda found: found == _asked(lambda x: x._base),
@@ -630,6 +651,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "dtensor_values._READ_NUMBER": lambda found: str(found) == "aten._local_scalar_dense.default",
     "dtensor_values.watch_numbers": _over(1, _watches_numbers),
     "stateless.replace_functional_call": _replaces_functional_call,
+    "backward_calls._PLACES": lambda found: all(
+        hasattr(place, "_engine_run_backward") for place in found
+    ),
+    "backward_calls._NAME": lambda found: found == "_engine_run_backward",
+    "backward_calls.replace_backward_call": _replaces_backward_call,
     "c10d.GradBucket": lambda found: found is dist.GradBucket,  # type: ignore[attr-defined]
     "c10d.Options": lambda found: all(
         hasattr(found, f"{name}Options") for name in ("Barrier", "AllreduceCoalesced", "Allgather")

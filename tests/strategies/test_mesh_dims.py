@@ -58,8 +58,7 @@ def trained(strategy: str, file: Path) -> tuple[str, dict[str, float]]:
         run.forward_backward(supervised(F.cross_entropy, model), x, y)
         optimizer.step()
     sums = run.evaluate(
-        lambda out, y: {"loss": F.cross_entropy(out, y, reduction="sum")},
-        model,
+        lambda x, y: {"loss": F.cross_entropy(model(x), y, reduction="sum")},
         DataLoader(images(), batch_size=3),
     )
     run.save(file)

@@ -17,7 +17,7 @@ def replace_backward_call(make: Callable[[Any], Any]) -> Callable[[], None]:
 
     Why: `Tensor.backward`, and names that a script has imported before, all lead to it, so that
     parameters need no hook which each backward pass would call. Without: a hook on every
-    parameter, some microseconds each in every step. Checked: 2.13.
+    parameter, some microseconds each in every step. Checked: 2.11, 2.13, 2.15.
     """
     originals = [getattr(place, _NAME) for place in _PLACES]
     replacement = make(originals[0])

@@ -11,6 +11,7 @@ import torch
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _WRAPPERS = ("contextlib.py", "functools.py", "threading.py")
+_GUARDS = f"{Path(__file__).parent}/"
 
 
 def call_site() -> str:
@@ -21,6 +22,19 @@ def call_site() -> str:
         # thread.
         frame = _user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def is_called_by_shoal() -> bool:
+    """Return whether the innermost caller outside of torch and of the guards is Shoal itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_LIBRARIES[0], _GUARDS, "<")) and not file.endswith(
+            (*_WRAPPERS, "copy.py")
+        ):
+            return file.startswith(_LIBRARIES[1])
+        frame = frame.f_back
+    return True
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
 from shoal.run.guards.absent_gradient import AbsentGradients
+from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.borrowed_weights import guard_functional_call
 from shoal.run.guards.foreign_optimizer import (
@@ -101,6 +102,7 @@ class Guards:
         handles += guard_clipping(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
+        handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names, self.phase)
         handles += [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
@@ -132,6 +134,8 @@ class Guards:
         if self._absent is not None:
             self._absent.hide()
         self.check_weights()
+        if self._weights is not None:
+            self._weights.begin_passes()
 
     def check_weights(self) -> None:
         """Raise UsageError if weights were written that would be lost."""

@@ -123,9 +123,12 @@ class WeightWatch:
             self._guarded.local_model.strategy_state.wait()
 
     def check(self) -> None:
-        """Raise UsageError if a weight was written since `accept`."""
-        self.begin_passes()
-        states = [_state(parameter) for _, parameter in self._parameters]
+        """Raise UsageError if a weight was written since `accept`.
+
+        It reads no values, so those of the last step may still be on their way.
+        """
+        with DisableTorchFunctionSubclass():
+            states = [_state(parameter) for _, parameter in self._parameters]
         if states == self._known:
             return
         name = next(
@@ -154,7 +157,7 @@ class WeightWatch:
             ArrivingParameter.watches[id(parameter)] = self
 
     def _on_forward(self, *_: Any) -> None:
-        self.begin_passes()
+        self.wait()  # a step has begun its passes already, and waits unit by unit
 
 
 def _become(parameter: Any, kind: type[nn.Parameter]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
@@ -38,6 +39,12 @@ SHAPE_FUNCTIONS = frozenset(
     + [READ_VERSION]
 )
 """Functions that look at a tensor's shape, dtype or device, and not at its values."""
+GRADIENT_FUNCTIONS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""Functions that take gradients of what they are given."""
+GRADIENT_INSIDE = (
+    "pipeline: a gradient is taken inside compute_loss (torch.autograd.grad or .backward()), and "
+    "other ranks hold layers that it would go through. Use ddp or zero."
+)
 
 
 class ValueName(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +179,32 @@ def shape_key(model: nn.Module, nest: Any) -> Hashable:
         torch.is_grad_enabled(),
         tuple(form_of(leaf) for leaf in tree_leaves(nest)),
     )
+
+
+def code_key(function: Any, depth: int = 3) -> Hashable:
+    """Return what tells a function from others whose batches have the same shapes.
+
+    A script may have a function for each model, or make its function anew for each step: the code
+    counts, with that of the functions that it refers to. It is the same on all ranks.
+    """
+    if depth == 0:
+        return None
+    if isinstance(function, partial):
+        return code_key(function.func, depth)
+    function = getattr(inspect.unwrap(function), "__func__", function)
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    inner = (_content(cell) for cell in function.__closure__ or ())
+    return (code, *(code_key(each, depth - 1) for each in inner if inspect.isroutine(each)))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
 
 
 @contextmanager

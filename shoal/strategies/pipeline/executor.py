@@ -30,6 +30,7 @@ from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
 from shoal.strategies.pipeline.division import (
     DividedModel,
     StageRun,
+    code_key,
     refusals_as_errors,
     shape_key,
 )
@@ -134,7 +135,7 @@ class PipelineExecutor:
         calls = [
             _Call(
                 partial(micro.compute_loss, *micro.args, **micro.kwargs),
-                shape_key(self.model, (micro.args, micro.kwargs)),
+                (code_key(micro.compute_loss), shape_key(self.model, (micro.args, micro.kwargs))),
                 derive_seed(seed, index) % 2**31,
             )
             for index, micro in enumerate(microbatches)
@@ -173,7 +174,7 @@ class PipelineExecutor:
         with torch.no_grad():
             call = _Call(
                 partial(function, *args, **kwargs),
-                ("evaluation", shape_key(self.model, (args, kwargs))),
+                ("evaluation", code_key(function), shape_key(self.model, (args, kwargs))),
                 self._common_seed(),
             )
             [planned] = self._plan_calls([call])

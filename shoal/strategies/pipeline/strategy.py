@@ -51,6 +51,7 @@ from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
 from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
+from shoal.strategies.pipeline.routed_calls import route_calls
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
@@ -241,20 +242,6 @@ def _keep_local_stages(
         ),
         summary_lines=(*model.summary_lines, *summary),
     )
-
-
-def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
-    """Let a call of the model outside of a step go through all stages: users evaluate by calling
-    their model.
-    """
-    forward = model.forward
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        if executor.divided.units.is_watching:
-            return forward(*args, **kwargs)
-        return executor.evaluate(forward, *args, **kwargs)
-
-    vars(model)["forward"] = routed
 
 
 def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageModule:

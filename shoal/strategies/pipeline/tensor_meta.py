@@ -80,7 +80,10 @@ def decode_mask(header: Tensor) -> GradMask:
 
 def describe_metas(metas: TensorMetas) -> str:
     """Describe tensors for an error message."""
-    return ", ".join(f"{meta.dtype} {list(meta.shape)}" for meta in metas)
+    return ", ".join(
+        f"{meta.dtype} {list(meta.shape)} {'with' if meta.has_gradient else 'without'} a gradient"
+        for meta in metas
+    )
 
 
 def describe_mask(mask: GradMask) -> str:

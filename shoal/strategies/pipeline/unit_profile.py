@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
-from shoal.strategies.pipeline.absent import SHAPE_FUNCTIONS, tensors_in
+from shoal.strategies.pipeline.absent import (
+    GRADIENT_FUNCTIONS,
+    GRADIENT_INSIDE,
+    SHAPE_FUNCTIONS,
+    WalkRefusal,
+    tensors_in,
+)
 from shoal.strategies.pipeline.output_forms import OutputForms
 from shoal.strategies.pipeline.units import UnitCall, Units
 
@@ -70,6 +76,8 @@ class UnitProfile(TorchFunctionMode):
         self._alive: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in GRADIENT_FUNCTIONS and self._call < 0:
+            self._check_gradient(tensors_in((args, kwargs or {})))
         out = func(*args, **(kwargs or {}))
         self.registers_hooks = self.registers_hooks or func is Tensor.register_hook
         if func not in SHAPE_FUNCTIONS:
@@ -112,6 +120,19 @@ class UnitProfile(TorchFunctionMode):
         for result in tree_leaves(out):
             self._makers.pop(id(result), None)
         return out
+
+    def _check_gradient(self, roots: Iterable[Tensor]) -> None:
+        """Raise WalkRefusal if what is differentiated comes of a parameter of the model."""
+        nodes = [root.grad_fn for root in roots]
+        seen: set[Any] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in self.units.parameters:
+                raise WalkRefusal(GRADIENT_INSIDE)
+            nodes += [before for before, _ in node.next_functions]
 
     def _find_side_ways(self, used: Sequence[Any], until: int, user: str) -> None:
         for value in used:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shoal.strategies.full_model import given_up_params
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -55,6 +56,7 @@ class Units:
         is_watching: calls of units are reported.
         draws_beyond_torch: names of units that draw from Python's or NumPy's generator.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
+        given_up: those of parameters of which this rank keeps no values, and a script may.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], device: torch.device) -> None:
@@ -68,6 +70,7 @@ class Units:
         self.observer: UnitObserver | None = None
         self.draws_beyond_torch: set[str] = set()
         self.parameters: dict[int, str] = {}
+        self.given_up: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
         self.is_watching = False
         self.on_run: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
@@ -83,6 +86,12 @@ class Units:
             yield
             return
         self.parameters = {id(p): name for name, p in self.model.named_parameters()}
+        self.given_up = {
+            id(old): name
+            for name, parameter in self.model.named_parameters()
+            for old in given_up_params(parameter)
+        }
+        self.parameters |= self.given_up
         self.buffers = {id(b): name for name, b in self.model.named_buffers()}
         replaced = []
         self.is_watching = True

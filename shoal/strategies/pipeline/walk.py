@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import function_modes, pop_mode_temporarily
 from shoal.strategies.pipeline.absent import (
+    GRADIENT_FUNCTIONS,
+    GRADIENT_INSIDE,
     SHAPE_FUNCTIONS,
     AbsentTensor,
     ReceivedValues,
@@ -147,6 +149,8 @@ class Walk(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         if not any(map(self._is_staged, tensors)):
             return func(*args, **kwargs)
+        if func in GRADIENT_FUNCTIONS:
+            raise WalkRefusal(GRADIENT_INSIDE)
         label = getattr(func, "__name__", "")
         target = written_target(label, args, kwargs)
         if target is not None and id(target) in self.units.buffers:
@@ -185,7 +189,7 @@ class Walk(TorchFunctionMode):
     def _check_local(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             name = self.units.parameters.get(id(tensor))
-            if name is not None and tensor.is_meta:
+            if name is not None and (tensor.is_meta or id(tensor) in self.units.given_up):
                 raise WalkRefusal(
                     f"pipeline: code around the blocks uses {name} in stage {self.stage}, unlike "
                     "on the example, and another rank holds it. Use it in the first step too, or "

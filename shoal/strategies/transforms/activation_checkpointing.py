@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Recompute(RecomputeOptions, Strategy):
         for index, module in enumerate(chosen):
             # A method, so that a copy of the module gets one that is bound to the copy.
             module.forward = MethodType(_recomputed(module, index, budget), module)
-        return model
+        return replace(model, pass_traits=replace(model.pass_traits, recomputes=True))
 
 
 def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
@@ -99,9 +100,33 @@ def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> 
         extra: dict[str, Any] = {}
         if has_buffers or modes:  # else without contexts, which torch.compile does not take
             extra["context_fn"] = lambda: _contexts(self, modes)
-        return checkpoint(forward, self, *inputs, use_reentrant=False, **extra, **options)
+        compute = forward if torch.compiler.is_compiling() else _explained(forward)
+        return checkpoint(compute, self, *inputs, use_reentrant=False, **extra, **options)
 
     return run
+
+
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward method whose error when it runs for the second time names the cause."""
+    is_second = False
+
+    def compute(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        nonlocal is_second
+        if not is_second:
+            is_second = True
+            return forward(self, *inputs, **options)
+        try:
+            return forward(self, *inputs, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise StrategyRefused(
+                f"recompute: {type(self).__name__} fails when it is computed again ({error}): it "
+                "has changed what it is given, such as a cache of keys and values. Give the model "
+                "use_cache=False, or leave out recompute."
+            ) from error
+
+    return compute
 
 
 def _torch_function_modes() -> list[TorchFunctionMode]:

@@ -40,23 +40,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
-from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
+from shoal.strategies.zero.unit_hooks import UnitHooks
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
-
-TOKEN = "_shoal_token"
-"""Keyword argument that takes the token through the engine's hooks. The module never sees it."""
 
 
 class Lockstep:
@@ -113,17 +106,17 @@ class Lockstep:
         self.had: set[str] = set()
         self._pending_count: tuple[Tensor, dist.Work] | None = None
 
-    def _make_hooks(self, units: Mapping[str, nn.Module], root: nn.Module) -> list[_UnitHooks]:
+    def _make_hooks(self, units: Mapping[str, nn.Module], root: nn.Module) -> list[UnitHooks]:
         """Return the hooks of all units and of the root. Each parameter belongs to one of them."""
         parameters = self.model.named_parameters()
         scalars = {name for name, parameter in parameters if parameter.dim() == 0}
         remaining = [name for name in self.trained if name not in scalars]
-        hooks: list[_UnitHooks] = []
+        hooks: list[UnitHooks] = []
         for name, module in units.items():
             inside = [parameter for parameter in remaining if parameter.startswith(f"{name}.")]
-            hooks.append(_UnitHooks(self, 2 * len(hooks), name, module, inside))
+            hooks.append(UnitHooks(self, 2 * len(hooks), name, module, inside))
             remaining = [parameter for parameter in remaining if parameter not in inside]
-        hooks.append(_UnitHooks(self, END_OF_STEP, "", root, remaining))
+        hooks.append(UnitHooks(self, END_OF_STEP, "", root, remaining))
         return hooks
 
     @contextmanager
@@ -178,7 +171,7 @@ class Lockstep:
             work.wait()
             self._pending_count = None
 
-    def begin(self, name: str) -> _UnitHooks:
+    def begin(self, name: str) -> UnitHooks:
         """Begin a forward pass, with a new token if gradients are enabled.
 
         Args: name: of the function that computes. Functions that use other units have other orders.
@@ -244,173 +237,3 @@ class Lockstep:
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
         self.any_stood_in = number.item() == END_OF_STEP
         return min(int(number), END_OF_STEP)
-
-
-class _UnitHooks:
-    """Hooks around the runs of one unit, or of the root.
-
-    Args:
-        number: number of its runs with a token; END_OF_STEP for the root.
-        name: path of the unit; empty for the root.
-        trained: names of the trainable parameters that the engine reduces with it.
-
-    Attributes:
-        will_reduce: a run of this forward pass reduces the unit already.
-        has_token: the token goes through the run that computes.
-        inputs: of the module, while the engine sees the token in their place.
-        stays: the unit stays gathered between its runs of this pass.
-    """
-
-    def __init__(
-        self, step: Lockstep, number: int, name: str, module: nn.Module, trained: list[str]
-    ) -> None:
-        self.step = step
-        self.number = number
-        self.name = name
-        self.module = module
-        self.owners: list[tuple[str, nn.Module, str]] = []  # name, owner module, attribute
-        for parameter in trained:
-            path, _, key = parameter.rpartition(".")
-            self.owners.append((parameter, step.model.get_submodule(path), key))
-        self.trains = number == END_OF_STEP or any(
-            parameter.requires_grad for parameter in module.parameters()
-        )
-        self.will_reduce = False
-        self.has_token = False
-        self.inputs: tuple[Any, Any] = ((), {})
-        self.stays = False
-
-    def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
-        step = self.step
-        self.has_token = False
-        if step.order is None:
-            return self._check_recompute()
-        if step.running:
-            raise StrategyRefused(
-                f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
-                "modules that hold both, unit=CLASS, or use --strategy ddp."
-            )
-        if torch.is_grad_enabled():
-            self.has_token = self.trains or bool(differentiable((inputs, options))[0])
-        if self.number != END_OF_STEP:
-            step.advance_to(self.number + (not self.has_token))
-            step.running = self.name
-            self._choose_if_stays()
-        if not self.has_token:
-            return None
-        self.inputs = inputs, options
-        return (), {TOKEN: step.token}
-
-    def _check_recompute(self) -> None:
-        """Raise StrategyRefused if a checkpoint recomputes this unit and ranks use different units.
-
-        Recomputing is no forward pass of the order, so ranks could not stand in.
-        """
-        if self.step.any_stood_in and self.trains and not self.will_reduce:
-            raise StrategyRefused(
-                f"{self.name} runs without gradients on some ranks only, as it does under a "
-                "checkpoint with "
-                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
-            )
-        has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
-        if self.step.any_stood_in and has_shards:
-            raise StrategyRefused(
-                f"{self.name} is computed again together with other units, and ranks use different "
-                "ones. Name the "
-                "class of what is computed again at once, unit=CLASS, or use --strategy recompute."
-            )
-
-    def post_all_gather(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """Remove the token from the inputs, after the engine has gathered."""
-        if self.has_token:
-            self.step.token = self._fill_on_backward(options[TOKEN])
-            inputs, self.inputs = self.inputs, ((), {})
-            return inputs
-        if self.step.order is not None or not torch.is_grad_enabled():
-            return None
-        # A checkpoint of the model's own recomputes this unit. It may differentiate here, where
-        # there is no token, so the unit's inputs take its place.
-        tensors, replaced = differentiable((inputs, options))
-        if not tensors:
-            return None
-        return replaced(call_on_gradients(partial(self._fill, True), tensors))
-
-    def post_compute(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Add the token to the outputs, before the engine frees."""
-        step = self.step
-        step.running = ""
-        if self.number == END_OF_STEP:
-            step.end()
-            if step.token is not None:
-                step.token = step.token.clone()  # the first node of the backward pass
-        elif step.frees and torch.is_grad_enabled():
-            for tensor in differentiable(output)[0]:
-                tensor.register_hook(self._before_inner_gather)
-        return (output, step.token) if self.has_token else None
-
-    def post_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Remove the token from the outputs, after the engine has freed."""
-        return output[0] if self.has_token else None
-
-    def stand_in(self, with_token: bool) -> None:
-        """Gather and reduce as in a run of the unit, without computing it. Collective."""
-        step = self.step
-        step.stood_in = True
-        self._choose_if_stays()
-        with torch.set_grad_enabled(with_token):
-            options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
-            if with_token:
-                step.token = self._fill_on_backward(options[TOKEN])
-            post_forward(self.module, step.token)
-
-    @property
-    def _engine(self) -> FSDPModule:
-        assert isinstance(self.module, FSDPModule)
-        return self.module
-
-    def _choose_if_stays(self) -> None:
-        """Let the unit stay gathered if an inner gradient has gathered it in this pass.
-
-        The outer gradient may need the weights once more. All ranks decide alike.
-        """
-        if self.step.frees:
-            self.stays = self.stays or is_gathered(self.module)
-            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
-
-    def _before_inner_gather(self, _gradient: Tensor) -> None:
-        """Agree with all ranks that an inner gradient gathers this unit now. Collective.
-
-        Ranks make the gatherings of the outer backward pass in one order [2] anyway.
-        """
-        step = self.step
-        if step.order is not None and not is_gathered(self.module):
-            step.agree_on_inner(self.number, self.name)
-
-    def _fill_on_backward(self, token: Tensor) -> Tensor:
-        """Return the token for the outputs. Its backward pass calls `_fill` before the engine
-        reduces; only the first run of a forward pass reduces [3].
-        """
-        is_first_run = not self.will_reduce
-        self.will_reduce = True
-        (passed,) = call_on_gradients(partial(self._fill, is_first_run), [token])
-        return passed.clone()  # the engine warns of outputs that are views
-
-    def _fill(self, is_first_run: bool) -> None:
-        """Set zeros for missing gradients if the engine reduces the unit now."""
-        step = self.step
-        reduces = is_first_run and step.reduces
-        self._engine.set_requires_gradient_sync(reduces, recurse=False)
-        frees = step.frees_after_backward if is_first_run else not self.stays
-        self._engine.set_reshard_after_backward(frees, recurse=False)
-        if not reduces:
-            return
-        for name, owner, key in self.owners:
-            parameter = getattr(owner, key)
-            if parameter.grad is None:
-                step.lacking.add(name)  # before the gradient: hooks of the gradient read the set
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                step.had.add(name)
-                if parameter.grad.layout != torch.strided:  # rows of an embedding
-                    parameter.grad = parameter.grad.to_dense()

@@ -172,6 +172,12 @@ class ShardedStep:
         try:
             yield
         except RuntimeError as error:
+            if "not have been used in the graph" in str(error):
+                raise StrategyRefused(
+                    f"zero{self.stage}: compute_loss takes a gradient by parameters "
+                    "(torch.autograd.grad), and between its units a rank holds shards of them. "
+                    "Use zero1 or ddp. Gradients by inputs are taken."
+                ) from error
             if "DTensor" not in str(error):
                 raise
             freed = (

@@ -34,7 +34,9 @@ def trained(strategy: str) -> dict[str, Tensor]:
     Of the 5, ranks have different numbers of micro-batches.
     """
     torch.manual_seed(0)
-    run, model = shoal.init(strategy, accumulate=3, announce=lambda _: None), Moving().double()
+    # The model adds a mean of the batch to its outputs, which a trial of the loss refuses.
+    run = shoal.init(strategy, accumulate=3, announce=lambda _: None, guards=False)
+    model = Moving().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = run.prepare(
         model, optimizer, DataLoader(Subset(rows(), range(17)), batch_size=12)

@@ -192,3 +192,26 @@ def adds_up() -> str:
 
 def test_gradients_of_two_calls_are_not_added_up_in_silence() -> None:
     assert "to leave a step out call optimizer.zero_grad()" in world.run(1, adds_up)[0]
+
+
+def averaged(strategy: str) -> dict[str, Tensor]:
+    """Average the weights between steps by hand, after another call of the run."""
+    run, net, optimizer, batches = prepared(strategy)
+    if "server" in strategy:
+        make_late(run)
+    average = [parameter.detach().clone() for parameter in net.parameters()]
+    for x, y in batches:
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
+        optimizer.step()
+        run.gather(torch.ones(1))
+        with torch.no_grad():
+            for mean, parameter in zip(average, net.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+    return {str(index): value for index, value in enumerate(average)}
+
+
+def test_weights_that_are_read_after_any_call_of_the_run_are_those_of_the_step() -> None:
+    (expected, _), (found, _) = world.run(2, averaged, "ddp"), world.run(2, averaged, SERVERS)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-14), name

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import StrategyRefused
+from shoal.errors import StrategyRefused, UsageError
 from shoal.run.supervised import supervised
 
 
@@ -171,3 +171,39 @@ def test_a_model_without_blocks_is_refused_with_the_cure() -> None:
         shoal.init("recompute", announce=lambda _: None).prepare(
             model, torch.optim.SGD(model.parameters())
         )
+
+
+class Growing(nn.Module):
+    """A block that keeps what it has seen, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach())
+        out: Tensor = self.layer(x.view(len(self.seen), 4))
+        return out
+
+
+def test_a_block_that_fails_when_it_is_computed_again_is_named_with_the_cure() -> None:
+    run = shoal.init("recompute,single", announce=lambda _: None)
+    model = nn.Sequential(Growing(), nn.Linear(4, 4))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(StrategyRefused, match=r"recompute: Growing fails .*use_cache=False"):
+        run.forward_backward(lambda x: model(x).square().mean(), torch.ones(1, 4))
+
+
+def test_other_weights_than_its_own_are_refused_where_a_module_computes_again() -> None:
+    run = shoal.init("recompute,single", announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def compute_loss(x: Tensor) -> Tensor:
+        other = {name: weight * 2 for name, weight in model.named_parameters()}
+        loss: Tensor = torch.func.functional_call(model, other, (x,)).square().mean()
+        return loss
+
+    with pytest.raises(UsageError, match="given as another tensor"):
+        run.forward_backward(compute_loss, torch.ones(3, 4))

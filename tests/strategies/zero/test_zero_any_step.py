@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import StrategyRefused
+from shoal.errors import LaunchError, StrategyRefused
 from shoal.testing import world
 
 QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
@@ -310,3 +310,21 @@ def steps_rows() -> str:
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     for said in world.run(2, steps_rows):
         assert "SparseAdam cannot step the shards of 0.weight" in said
+
+
+def gradients_by_parameters(strategy: str) -> None:
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def compute_loss(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(slope.square().sum() for slope in slopes)
+
+    run.forward_backward(compute_loss, torch.ones(2, 4).double())
+
+
+def test_gradients_by_parameters_inside_of_the_loss_are_refused_by_name() -> None:
+    with pytest.raises(LaunchError, match=r"takes a gradient by parameters .*Use zero1 or ddp"):
+        world.run(2, gradients_by_parameters, "zero3")

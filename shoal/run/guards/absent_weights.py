@@ -1,0 +1,170 @@
+"""Weights of other ranks' stages, shown without values: what needs the values is an error.
+
+mean.mul_(0.9).add_(parameter)     refused: many functions of torch would leave `mean` as it is
+parameter.clamp_(-1, 1)            allowed: the rank that holds it does so
+mask = parameter.abs() > 0.1       allowed: absent, too
+parameter.mul_(mask)
+
+Nor do old parameters keep values that a script has held since before they were divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.errors import UsageError
+from shoal.platform.torch_private.module_state import own_buffers
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
+from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
+from shoal.run.guards.call_site import call_site, is_called_by_shoal
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.readable_attributes import READABLE
+from shoal.run.state_access import is_access_by_shoal
+from shoal.strategies.full_model import given_up_params
+
+_Function = Callable[..., Any]
+_ATTRIBUTES: Any = ("grad", "requires_grad", "data")
+_PROPERTIES = ("_version", "itemsize", "nbytes", "output_nr", "is_quantized", "is_nested")
+_METHODS = (
+    *("__repr__", "__hash__", "__len__", "nelement", "ndimension", "element_size", "get_device"),
+    *("is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "is_shared"),
+)
+_GRAD: Any = Tensor.grad
+_ALLOWED: frozenset[_Function] = READABLE | {
+    *(getattr(Tensor, name).__set__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name) for name in _METHODS),
+    _GRAD.__delete__,
+}
+_IN_PLACE_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")
+
+
+class AbsentWeight(Tensor):
+    """A buffer whose values are on another rank, or what follows from absent weights alone.
+
+    Attributes: is_own: it belongs to the model, so Shoal itself may use it.
+    """
+
+    weight_name: str = "a parameter"
+    under: str = ""
+    is_own: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: _Function,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter whose values are on another rank."""
+
+    weight_name: str = "a parameter"
+    under: str = ""
+    is_own: bool = True
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: _Function,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
+    """Refuse reads of weights that other ranks hold; yield handles."""
+    for prefix, model in guarded.models.items():
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and type(parameter) is nn.Parameter:
+                for each in (parameter, *given_up_params(parameter)):
+                    yield _Marked(each, f"{prefix}{name}", guarded.under)
+        for path, module in model.named_modules():
+            buffers = own_buffers(module)
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
+                    full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                    absent = _as_absent(buffer, full_name, guarded.under)
+                    absent.is_own = True
+                    buffers[name] = absent
+
+
+class _Marked:
+    """A parameter that is marked as absent, until this is removed."""
+
+    def __init__(self, parameter: Any, name: str, under: str) -> None:
+        self._parameter = parameter
+        parameter.__class__ = AbsentParameter  # the object stays, and all who hold it
+        parameter.weight_name, parameter.under = name, under
+
+    def remove(self) -> None:
+        """Make it a plain parameter again."""
+        self._parameter.__class__ = nn.Parameter
+
+
+def _as_absent(values: Tensor, name: str, under: str) -> AbsentWeight:
+    absent = values.as_subclass(AbsentWeight)
+    absent.weight_name, absent.under = name, under
+    return absent
+
+
+def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of absent weights; what it computes of them alone is absent, too.
+
+    Raises: UsageError: it needs values, or combines them with other tensors.
+    """
+    leaves = tree_leaves((args, kwargs))
+    absent = next(leaf for leaf in leaves if _is_absent(leaf))
+    if func in _ALLOWED or is_access_by_shoal() or (absent.is_own and is_called_by_shoal()):
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    label = getattr(func, "__name__", "")
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if _is_in_place(label):
+        if _is_absent(target):
+            return target  # the rank that holds it does so
+        if isinstance(target, (list, tuple)):
+            here = [index for index, item in enumerate(target) if not _is_absent(item)]
+            kept = [[x[i] for i in here] if _goes_with(x, target) else x for x in args]
+            if not any(map(_is_absent, tree_leaves((kept, kwargs)))):
+                return func(*kept, **kwargs) if here else None
+    failure: Exception | None = None
+    if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+        try:
+            with DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            if all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(found)):
+                return tree_map(
+                    lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), found
+                )
+        except Exception as error:  # noqa: BLE001 - whatever torch raises where values are missing
+            failure = error
+    read = "" if label.startswith("__get") else label.strip("_")
+    raise UsageError(
+        f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"
+        f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
+        "weights for example; or use ddp or zero1, where every rank holds whole parameters."
+    ) from failure
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, (AbsentWeight, AbsentParameter))
+
+
+def _goes_with(value: Any, targets: Sequence[Any]) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == len(targets)
+
+
+def _is_in_place(label: str) -> bool:
+    if label.startswith("__"):
+        return label == "__setitem__" or (label[3:-2] in _IN_PLACE_OPERATORS and label[2] == "i")
+    return label.endswith("_")
