@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
@@ -33,7 +33,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
-from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.trial_passes import is_trial_running
 from shoal.strategies.wrap_units import innermost, units
@@ -58,7 +58,18 @@ class Recompute(RecomputeOptions, Strategy):
         for index, module in enumerate(chosen):
             # A method, so that a copy of the module gets one that is bound to the copy.
             module.forward = MethodType(_recomputed(module, index, budget), module)
-        return replace(model, pass_traits=replace(model.pass_traits, recomputes=True))
+
+        def run(forward: Forward, batch: LocalBatch) -> StepResult:
+            try:
+                return model.run(forward, batch)
+            except CheckpointError as error:
+                raise StrategyRefused(
+                    "recompute: a block computes other tensors when it is computed again, as one "
+                    "does that fills a cache of keys and values. Give the model use_cache=False, "
+                    "or leave out recompute."
+                ) from error
+
+        return replace(model, run=run, pass_traits=replace(model.pass_traits, recomputes=True))
 
 
 def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
