@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
 from shoal.data.seeds import preserve_rng_state
-from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import BatchSizes
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
+from shoal.strategies.saved_state import SavedState
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
@@ -60,7 +60,7 @@ def example_of(
 ) -> base.ExampleBatch:
     """Return a few samples of a batch, and the calls of models that `compute_loss` makes on them.
 
-    The models, their buffers and the random numbers are left as they were.
+    The models, with buffers and counters, and the random numbers are left as they were.
     """
     window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
     args = chunk_args(batch.args, window, batch.num_samples)
@@ -68,7 +68,7 @@ def example_of(
     calls: list[base.ModuleCall] = []
     with (
         preserve_rng_state(),
-        _buffers_kept(models),
+        _state_kept(models),
         _recorded_calls(models, calls),
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
@@ -114,19 +114,11 @@ def _without_graph(value: Any) -> Any:
 
 
 @contextmanager
-def _buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the values of all buffers back afterwards."""
-    saved: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-    for model in models:
-        for module in model.modules():
-            store = own_buffers(module)
-            for name, tensor in store.items():
-                if tensor is not None:
-                    saved.append((store, name, tensor, tensor.clone()))
+def _state_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put buffers, gradients and counters of the models back afterwards."""
+    saved = [SavedState(model) for model in models]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for store, name, tensor, value in saved:
-                store[name] = tensor
-                tensor.copy_(value)
+        for state in reversed(saved):
+            state.restore()

@@ -614,7 +614,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.non_persistent_buffers": _non_persistent_buffers,
     "module_state.forward_pre_hooks": _says_of("input", "keywords"),
     "module_state.has_forward_hooks": _says_of("output"),
-    "module_state.has_pre_hooks_with_keywords": _says_of("keywords"),
     "module_state.has_backward_hooks": _says_of("backward", "before"),
     "module_state.is_compiled": _is_compiled,
     "module_state.replace_call": _replace_call,

@@ -91,14 +91,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks)
 
 
-def has_pre_hooks_with_keywords(module: nn.Module) -> bool:
-    """Return whether hooks see a module's named inputs.
-
-    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
-    """
-    return bool(module._forward_pre_hooks_with_kwargs)
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether hooks see gradients of a module.
 

@@ -14,9 +14,9 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.output_forms import OutputForms
 from shoal.strategies.pipeline.random_streams import preserved_generators
 from shoal.strategies.pipeline.stage_map import StageMap
-from shoal.strategies.pipeline.trial_state import SavedState
 from shoal.strategies.pipeline.unit_profile import UnitProfile
 from shoal.strategies.pipeline.units import Units, enclosing, find_units
+from shoal.strategies.saved_state import SavedState
 
 
 class PlanRequest(NamedTuple):

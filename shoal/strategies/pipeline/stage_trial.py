@@ -23,7 +23,7 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
 from shoal.strategies.pipeline.random_streams import preserved_generators
 from shoal.strategies.pipeline.stage_map import StageMap
-from shoal.strategies.pipeline.trial_state import SavedState
+from shoal.strategies.saved_state import SavedState
 
 SEED = 0
 PERIOD = 1024

@@ -78,10 +78,6 @@ class _StagedModel(NamedTuple):
     divided: DividedModel
     mutated_buffers: Set[int]
 
-    def ranks_of(self, stages: Set[int]) -> set[int]:
-        """Return the ranks of some stages."""
-        return {self.table.rank_of(stage) for stage in stages}
-
 
 class Pipeline(PipelineOptions, Strategy):
     """Pipeline parallel."""
