@@ -156,7 +156,9 @@ def check_collectives() -> int:
     """
     from shoal.launch import local
 
-    return local.run(try_collectives, (), 2, output="all", preload=())
+    # "lines": complete lines of both ranks. With "all", rank 0 writes past the launcher, and
+    # where PYTHONUNBUFFERED is set, the line of rank 1 may come before rank 0's newline.
+    return local.run(try_collectives, (), 2, output="lines", preload=())
 
 
 def try_collectives() -> None:

@@ -91,7 +91,17 @@ def test_a_wrong_result_of_either_rank_is_an_error_of_that_collective(monkeypatc
         f"import {machine_info.__name__} as facts\n"
         "facts.EXPECTED |= {'broadcast': ([1.0, 1.0], [2.0, 2.0]), 'all_gather': ([0.0], [0.0])}\n"
     )
-    (tmp_path / "sitecustomize.py").write_text(program)
+    # Rank 0 is slow between its result and the end of the line: lines must still stay whole.
+    slow_newline = (
+        "import builtins, os, time\n"
+        "whole = builtins.print\n"
+        "def print(*words, **options):\n"
+        "    whole(*words, **options | {'end': '', 'flush': True})\n"
+        "    time.sleep(0.5 * (os.environ.get('RANK') == '0'))\n"
+        "    whole(flush=True)\n"
+        "facts.print = print\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(program + slow_newline)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(shoal.__file__).parents[1]}")
     found = machine_info.communication()
     assert found["all_reduce_error"] is None
