@@ -240,6 +240,15 @@ class Run:
         """True if all ranks take each step together, so that a step has global gradients."""
         return self._local_model().strategy_state.is_synchronous
 
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradients of the last `forward_backward` were finite on all ranks.
+
+        Else its step is skipped: `optimizer.step()` leaves the weights as they are. Under `local`,
+        `diloco` and servers with staleness it is about this rank alone.
+        """
+        return self._prepared.nonfinite_steps.is_finite
+
     def wait(self) -> None:
         """Wait until this rank holds the weights of the last step, before you read parameters.
 
