@@ -119,6 +119,22 @@ class TrainConfig:
         "random numbers of a step, such as dropout masks: rank, a stream of each rank's own; "
         "global, those of one device, which takes time",
     )
+    nonfinite: Literal["skip", "stop", "ignore"] = setting(
+        "skip",
+        "step whose loss or gradients are NaN or infinite on any rank: skip, all ranks leave it "
+        "out; stop, the run ends; ignore, it is taken",
+    )
+    max_nonfinite: int = setting(10, "skipped steps in a row that end the run", POSITIVE)
+    check_replicas: int | None = setting(
+        100,
+        "steps between comparisons of the weights' bits on ranks that hold the same; also before "
+        "each save",
+        POSITIVE,
+    )
+    accept_data: Literal["same", "changed"] = setting(
+        "same",
+        "data that a resumed run goes on with: same, else it is refused; changed, whatever it is",
+    )
     clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
     label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
     mixup: float = setting(0.0, "alpha of mixup; 0 is off", NOT_NEGATIVE)

@@ -134,6 +134,25 @@ class NonfiniteSteps:
         else:
             self._react(problems)
 
+    def check_weights(self) -> None:
+        """Raise TrainingDiverged on every rank if a weight is not finite on any. Collective.
+
+        A step by finite gradients can do that too, for example with too large a learning rate.
+        """
+        if not self.enabled:
+            return
+        weights = {name: p.detach() for name, p in self._model.trainable_params.items()}
+        names = [] if sums_are_finite(weights.values()) else nonfinite_names(weights)
+        flag = torch.tensor([bool(names)], dtype=torch.float32, device=self._mesh.device)
+        if not self._mesh.all_reduce_max(flag).item():
+            return
+        texts = self._mesh.all_gather_str(json.dumps(names))
+        bad = list(dict.fromkeys(name for text in texts for name in json.loads(text)))
+        raise TrainingDiverged(
+            f"weights are not finite after step {self.steps}: {_listed(bad)}. Go on from an "
+            "earlier checkpoint with a lower learning rate."
+        )
+
     @property
     def _model(self) -> base.LocalModel:
         assert self._local_model is not None

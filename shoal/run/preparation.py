@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.data.fingerprint import fingerprint
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.sharding import shard_batches
@@ -60,6 +61,7 @@ def shard_loader(
     sharded = shard_batches(
         loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
     )
+    sharded.data_fingerprint = fingerprint(sharded.dataset)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
+from shoal.platform.tensors import flatten_tensors
 
 JOINED_ELEMENTS = 1 << 15
 """Largest tensor that is joined with others. To copy a larger one takes longer than a call."""
@@ -60,22 +61,17 @@ def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
 
     A DTensor counts with its shard on this rank. Waits for the device.
     """
-    small: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:
-        local = _values(tensor)
-        if not local.is_floating_point() and not local.is_complex():
-            continue
-        if local.numel() <= JOINED_ELEMENTS:
-            small.append(local.reshape(-1))
-        else:
+        # A plain tensor needs no more calls than these: they are most of the time of a check.
+        local = tensor if type(tensor) is Tensor and not tensor.is_sparse else _values(tensor)
+        if local.numel() > JOINED_ELEMENTS:
             sums.append(_sum(local))
-    if small:
-        sums.append(_sum(small[0] if len(small) == 1 else torch.cat(small)))
-    if not sums:
-        return True
-    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-    return cmath.isfinite(total.item())
+        else:
+            small.setdefault(local.dtype, []).append(local)
+    sums += [_sum(flatten_tensors(joined)) for joined in small.values()]
+    return all(cmath.isfinite(value.item()) for value in sums)
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> list[str]:

@@ -8,6 +8,7 @@ for each epoch
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CleanupFailed, RecordError, ShoalError
+from shoal.errors import CleanupFailed, RecordError, ShoalError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
 from shoal.run import init_with_place
@@ -61,7 +62,8 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        lines: list[str] = []
+        lines = list[str]()
+        self._lines_before_log: list[str] | None = lines
         self.run = init_with_place(
             job.strategy,
             seed=job.seed,
@@ -71,9 +73,11 @@ class Training:
             step_in_backward=job.optimizer.in_backward,
             sync_batchnorm=job.model.sync_batchnorm,
             draws=job.train.draws,
+            nonfinite=job.train.nonfinite,
+            max_nonfinite=job.train.max_nonfinite,
             trace=job.log.trace,
             trace_to=job.directory,
-            announce=lines.append,
+            announce=self._announce,
         )
         # Handled from here on: to build a model can take minutes. The first step tells the other
         # ranks of a signal.
@@ -104,6 +108,13 @@ class Training:
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
+
+    def _announce(self, line: str) -> None:
+        """Keep a line for the header of the log; print it as a note once the log is open."""
+        if self._lines_before_log is not None:
+            self._lines_before_log.append(line)
+        else:
+            self.log.note(line.removeprefix("note: "))
 
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
@@ -177,16 +188,24 @@ class Training:
         if self.job.train.clip_norm is not None:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
-        if self.ema is not None:
+        if self.ema is not None and self.run.finite:
             self.run.wait()  # the average reads the new weights
             self.ema.update()
         self.step += 1
         assert self.run.totals is not None
-        self.sums += self.run.totals
+        if self.run.finite:  # else one step would hide the loss of the others
+            self.sums += self.run.totals
         self.unlogged_samples += self.loader.share.global_rows
         self.progress.step(self.loader.share.global_rows)
+        if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
+            self._check_replicas()
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
             self._log(rate)
+
+    def _check_replicas(self) -> None:
+        """Compare the weights of ranks that hold the same. Collective. Raise if they differ."""
+        for sentence in self.run.check_replicas():
+            self.log.note(f"step {self.step}: {sentence}")
 
     def _log(self, rate: float) -> None:
         """Log one record of the steps since the last one.
@@ -200,7 +219,8 @@ class Training:
             "step": self.step,
             "epoch": self.loader.epoch + 1,
             "sample": self.loader.position,
-            **self.task.training_report(loss / max(count, 1.0), hits, predictions),
+            # No count: all steps were skipped.
+            **self.task.training_report(loss / count if count else math.nan, hits, predictions),
             "lr": rate,
             "samples_per_s": self.unlogged_samples / max(seconds - self.logged_s, 1e-9),
             "time_s": seconds,
@@ -235,6 +255,8 @@ class Training:
         """Return True, and remember it, if this very step has the best evaluation so far."""
         if self.final is None or self.final["step"] != self.step:
             return False
+        if not math.isfinite(self.final["loss"]) and self.job.train.nonfinite != "ignore":
+            return False
         best = self.saver.best
         is_better = best is None or self.task.score(self.final) > self.task.score(best)
         if is_better:
@@ -245,7 +267,16 @@ class Training:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.saver.wait()
         self._synchronize()
-        tensors, info, private = self.run.state()
+        if self.job.train.check_replicas:
+            self._check_replicas()
+        try:
+            tensors, info, private = self.run.state()
+        except TrainingDiverged as error:
+            if must_succeed:
+                raise
+            self.saver.skip()
+            self.log.note(f"{error} Nothing is saved at step {self.step}")
+            return
         self._save_record()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {
@@ -280,7 +311,8 @@ class Training:
         return every is not None and self.step % every == 0
 
     def _load(self, saved: Saved, notes: list[str]) -> None:
-        notes += self.run.load_state(saved.tensors, saved.info, saved.private)
+        accept_data = self.job.train.accept_data == "changed"
+        notes += self.run.load_state(saved.tensors, saved.info, saved.private, accept_data)
         if self.ema is not None:
             self.ema.load(saved.tensors)
         self.sums.copy_(saved.tensors["sums"])
@@ -298,6 +330,7 @@ class Training:
         tensorboard, step = self.job.log.tensorboard, self.step
         self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
         self.log.header(self.lines)
+        self._lines_before_log = None
         if is_first and self.run.remote is not None:
             self.run.remote.publish_address(self.directory)
         for note in notes:

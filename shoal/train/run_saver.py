@@ -85,6 +85,10 @@ class RunSaver:
             must_succeed,
         )
 
+    def skip(self) -> None:
+        """Save nothing at this step: the best checkpoint is the one before again."""
+        self.best = self._best_saved
+
     def wait(self) -> None:
         """Wait for the save in the background, and note how it ended. Collective."""
         if self._async_saver is None or self.in_flight < 0:
