@@ -175,9 +175,8 @@ def _combined(digests: Sequence[int]) -> int:
 
 def _agree(summaries: Sequence[Mapping[str, int]]) -> bool:
     seen: dict[str, int] = {}
-    return all(
-        seen.setdefault(part, value) == value for s in summaries for part, value in s.items()
-    )
+    pairs = (pair for summary in summaries for pair in summary.items())
+    return all(seen.setdefault(part, value) == value for part, value in pairs)
 
 
 def _heal(

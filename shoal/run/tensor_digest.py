@@ -32,8 +32,9 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     whole = data[: data.numel() // 8 * 8].view(torch.int64)
     rows = whole[: whole.numel() // ROW * ROW].view(-1, ROW).sum(1)
     rest = whole[rows.numel() * ROW :].sum()
-    tail = data[whole.numel() * 8 :].to(torch.int64) * _factors(8, data.device)[: data.numel() % 8]
-    sums = torch.cat((rows, rest.view(1), tail.sum().view(1)))
+    tail = data[whole.numel() * 8 :].to(torch.int64)
+    tail = (tail * _factors(8, data.device)[: tail.numel()]).sum()
+    sums = torch.cat((rows, rest.view(1), tail.view(1)))
     return (sums * _factors(len(sums), data.device)).sum()
 
 
