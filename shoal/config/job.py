@@ -242,6 +242,12 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
     keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
     asynchronous: bool = setting(False, "save beside training; the last save is waited for")
+    last_save_wait_s: int = setting(
+        300, "seconds in which a last save that failed is tried again", NOT_NEGATIVE
+    )
+    second_place: str | None = setting(
+        None, "directory for the last save, if the run directory has no room after that wait"
+    )
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 

@@ -281,7 +281,9 @@ class Run:
         """
         local_model = self._local_model()
         self.wait()
-        return check_replicas(local_model, self._prepared.optimizers, self.mesh)
+        sentences = check_replicas(local_model, self._prepared.optimizers, self.mesh)
+        self._guards.accept_weights()  # those that were healed
+        return sentences
 
     def edit(self) -> AbstractContextManager[None]:
         """Return a context in which you may write weights, the same on all ranks. Collective.

@@ -14,13 +14,13 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CleanupFailed, RecordError, ShoalError, TrainingDiverged
+from shoal.errors import CleanupFailed, ConfigError, RecordError, ShoalError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
 from shoal.run import init_with_place
@@ -34,7 +34,7 @@ from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.run_directory import claim_for_all
+from shoal.train.run_directory import claim_for_all, make_again
 from shoal.train.run_saver import open_saver
 from shoal.train.throughput import Stopwatch
 
@@ -98,6 +98,7 @@ class Training:
         self.compute_loss = self.task.compute_loss(self.model)
         self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
+        self._locks: list[IO[str]] = []
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
         self.step = 0
@@ -266,6 +267,7 @@ class Training:
     def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.saver.wait()
+        self._keep_directory()
         self._synchronize()
         if self.job.train.check_replicas:
             self._check_replicas()
@@ -286,6 +288,23 @@ class Training:
             "best": self.saver.best,
         }
         self.saver.save(self.step, (tensors, info, private), best, must_succeed)
+
+    def _keep_directory(self) -> None:
+        """Make the run directory again, and tell, if somebody has removed it. On rank 0."""
+        if self.run.rank != 0:
+            return
+        try:
+            lock = make_again(self.job)
+        except ConfigError as error:
+            self.log.note(str(error))
+            return
+        if lock is not None:
+            self._locks.append(lock)
+            self.log.reopen()
+            self.log.note(
+                f"{self.directory} was removed or moved while the run trains. It is made again; "
+                "earlier checkpoints and records are gone from there"
+            )
 
     def _save_record(self) -> None:
         try:
