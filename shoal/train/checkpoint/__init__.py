@@ -16,10 +16,9 @@ loads.
 
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`block_digest` is
-the digest of large files. `tensor_files` calls torch, `chunks` reads torch's files one chunk at a time. `exact_json` keeps
-every float exact, `durable_io` writes to the disk and checks owners, `rank_consensus` lets ranks
-succeed or fail together.
+`block_digest` is the digest of large files. `tensor_files` calls torch, `chunks` reads torch's
+files one chunk at a time. `exact_json` keeps every float exact, `durable_io` writes to the disk and
+checks owners, `rank_consensus` lets ranks succeed or fail together.
 """
 
 from shoal.train.checkpoint.async_save import AsyncSaver
