@@ -22,8 +22,8 @@ def take_rows(value: Any, rows: Tensor, num_samples: int) -> Any:
     0-dimensional tensors, numbers and texts belong to all samples and stay as they are. A list with
     one entry per sample gives some of its entries, and nothing inside of them is looked at.
 
-    The step takes neighbouring rows, as views (`take_rows` in shoal/data/tree_map.py). Here, rows are
-    any, and what the step would pass on whole, such as an unknown object, ends the trial.
+    The step takes neighbouring rows, as views (`take_rows` in shoal/data/tree_map.py). Here, they
+    are any rows, and what the step would pass on whole, such as an unknown object, ends the trial.
 
     Args: rows: (m,) int64, on the CPU.
 
