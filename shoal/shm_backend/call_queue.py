@@ -28,7 +28,7 @@ from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Condition, Waiter
 
 INLINE_WAIT_S = 1e-3
-GRACE_S = 5.0
+GRACE_S = 0.5
 NO_LIMIT = timedelta(0)
 # Gloo returns this class too. Its subclass torch.futures.Future takes longer to construct.
 Future: Any = torch.Future
@@ -41,6 +41,7 @@ class QueuedCall:
         call, word: the signature, and its encoding.
         start: makes the steps.
         results: the value of the call's future.
+        opts: torch's options of the call, with its timeout.
         steps: the generator; None before the call has started.
         pending: the condition and its argument that the caller did not wait for any longer.
         error: the exception with which the call ended.
@@ -49,12 +50,18 @@ class QueuedCall:
     """
 
     def __init__(
-        self, call: CallSignature, word: int, start: Callable[[], Steps], results: Sequence[Tensor]
+        self,
+        call: CallSignature,
+        word: int,
+        start: Callable[[], Steps],
+        results: Sequence[Tensor],
+        opts: Any,
     ) -> None:
         self.call = call
         self.word = word
         self.start = start
         self.results = results
+        self.opts = opts
         self.steps: Steps | None = None
         self.pending: tuple[Condition, Any] | None = None
         self.error: BaseException | None = None
@@ -178,21 +185,23 @@ class CallQueue:
         word: int,
         start: Callable[[], Steps],
         results: Sequence[Tensor],
-        is_sync: bool,
+        opts: Any,
     ) -> Work:
         """Make a call, after all calls that were made before it.
 
         Args:
             word: the encoding of `call`, which the caller caches.
             start: makes the steps.
-            is_sync: the call must be complete when this method returns.
+            opts: torch's options of the call. Unless they have `asyncOp`, the call is complete when
+                this method returns. Their `timeout` is read only if the call has to sleep.
 
         Raises: CollectiveFailed: this call failed, or one before it.
         """
         if self.error is not None:
             raise self._repeat_error()
+        is_sync = not opts.asyncOp
         if self._jobs or not self._turn.acquire(blocking=False):
-            return self._enqueue(QueuedCall(call, word, start, results), is_sync)
+            return self._enqueue(QueuedCall(call, word, start, results, opts), is_sync)
         job: QueuedCall | None = None
         try:
             self._board.begin(call, word)
@@ -200,13 +209,13 @@ class CallQueue:
             if is_sync:
                 for condition, phase in steps:
                     if not condition(phase):
-                        self._waiter.until(condition, phase)
+                        self._waiter.until(condition, phase, opts)
                 return self._completed
             for condition, phase in steps:
                 if not condition(phase) and not self._waiter.poll_for(
                     condition, phase, INLINE_WAIT_S
                 ):
-                    job = QueuedCall(call, word, start, results)
+                    job = QueuedCall(call, word, start, results, opts)
                     job.steps = steps
                     job.pending = (condition, phase)
                     break
@@ -262,7 +271,10 @@ class CallQueue:
                     return
             with self._turn:
                 job = self._jobs[0]
-                self._finish(job)
+                try:
+                    self._finish(job)
+                except BaseException as error:  # noqa: BLE001 - the thread lives as long as its queue
+                    job.error = job.error or error
                 # Not before: `call` looks at the queue, and a new call must come after this one.
                 self._jobs.popleft()
             job.done.set()
@@ -279,10 +291,10 @@ class CallQueue:
                 self._board.begin(job.call, job.word)
                 job.steps = job.start()
             elif job.pending is not None:
-                self._waiter.until_without_spinning(*job.pending)
+                self._waiter.until_without_spinning(*job.pending, job.opts)
             for condition, phase in job.steps:
                 if not condition(phase):
-                    self._waiter.until_without_spinning(condition, phase)
+                    self._waiter.until_without_spinning(condition, phase, job.opts)
         except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
             job.error = error
             self._give_up(error)

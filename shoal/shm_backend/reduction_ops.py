@@ -33,9 +33,7 @@ class Reductions(CollectiveDispatch):
             and is_flat_contiguous(tensor)
         ):
             assert self._queue is not None
-            return self._queue.call(
-                *fast.call, lambda: fast.steps(tensor), tensors, not opts.asyncOp
-            )
+            return self._queue.call(*fast.call, lambda: fast.steps(tensor), tensors, opts)
         operation = OPERATIONS.get(op_code, "")
         if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
