@@ -147,11 +147,8 @@ class CollectiveDispatch(Base):
             begin = partial(_copy_back, flats, outputs, start)
         if self.recorder is None:
             return queue.call(*call, begin, results, opts)
-        kind, root = call[0].kind, call[0].root
         size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
-        flight = self.recorder.start(
-            kind, size_bytes, self._label, self._ranks_waited_for(kind, root)
-        )
+        flight = self.recorder.start(call[0].kind, size_bytes, self._label, self._peer_ranks())
         return trace_steps(
             self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, opts)
         )
@@ -238,7 +235,7 @@ class CollectiveDispatch(Base):
         return tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
 
     def _ranks_waited_for(self, kind: str, root: int) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for in a call of this kind."""
+        """Return the global ranks that this rank waits for in a call of Gloo of this kind."""
         if kind in ("broadcast", "scatter"):
             return () if root == self.rank() else (self._ranks[root],)
         if kind in ("reduce", "gather"):

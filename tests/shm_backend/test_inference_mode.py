@@ -122,7 +122,7 @@ def _fail_in_the_thread() -> bool:
         group._queue._waiter.set_deadline(0.0)
         works.append(group.allreduce([torch.ones(3, dtype=torch.int64)], options))
         for work in works:
-            with pytest.raises(RuntimeError, match="left its group|refused"):
+            with pytest.raises(RuntimeError, match=r"left its group|refused"):
                 work.wait()
         assert group._queue._thread is not None
         assert group._queue._thread.is_alive()
