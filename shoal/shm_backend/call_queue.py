@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
+from shoal.platform.torch_private import typed_futures
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Condition, Waiter
@@ -114,13 +115,16 @@ class ShmWork(Work):
         job = self._job
         base: torch.futures.Future[Any] = Future([])
 
-        def outcome(_: torch.futures.Future[Any]) -> list[Tensor]:
+        def outcome(_: torch.futures.Future[Any]) -> Any:
             # Only an exception of a callback is an error for C++ code that waits for the future.
             if job.error is not None:
                 raise job.error
-            return list(job.results)
+            return job.results[0] if is_typed else list(job.results)
 
+        is_typed = _needs_type(job.results)
         future = base.then(outcome)
+        if is_typed:
+            future = typed_futures.completed_after(future, job.results)
         job.futures.append(base)
         # The call may have ended before the future was in the list.
         if job.done.is_set():
@@ -151,6 +155,8 @@ class CompletedWork(ShmWork):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if _needs_type(self._results):
+            return typed_futures.completed(self._results)
         future: torch.futures.Future[Any] = Future([])
         future.set_result(list(self._results))
         return future
@@ -256,6 +262,10 @@ class CallQueue:
                 )
                 self._thread.start()
             self._changed.notify_all()
+        if self._thread is threading.current_thread():
+            # A callback of a future calls: it holds up the thread that would make this call.
+            while not job.done.is_set():
+                self._run_first()
         handle = ShmWork(job)
         if is_sync:
             handle.wait()
@@ -269,18 +279,20 @@ class CallQueue:
                     self._changed.wait()
                 if not self._jobs:
                     return
-            with self._turn:
-                job = self._jobs[0]
-                try:
-                    self._finish(job)
-                except BaseException as error:  # noqa: BLE001 - the thread lives as long as its queue
-                    job.error = job.error or error
-                # Not before: `call` looks at the queue, and a new call must come after this one.
-                self._jobs.popleft()
-            job.done.set()
-            _resolve_futures(job)
-            # Free the tensors of the call now: the next one may be far away.
-            del job
+            self._run_first()
+
+    def _run_first(self) -> None:
+        """Drive the first queued call to its end. In the thread alone."""
+        with self._turn:
+            job = self._jobs[0]
+            try:
+                self._finish(job)
+            except BaseException as error:  # noqa: BLE001 - the thread must outlive its calls
+                job.error = job.error or error
+            # Not before: `call` looks at the queue, and a new call must come after this one.
+            self._jobs.popleft()
+        job.done.set()
+        _resolve_futures(job)
 
     def _finish(self, job: QueuedCall) -> None:
         """Drive one call to its end, and store its error."""
@@ -308,6 +320,14 @@ class CallQueue:
     def _repeat_error(self) -> CollectiveFailed:
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
+
+
+def _needs_type(results: Sequence[Tensor]) -> bool:
+    """Return True if C++ code may look at the future's value: the hook of DDP that sends float16.
+
+    A future with a type takes ten times as long, so other tensors get none.
+    """
+    return bool(results) and results[0].dtype is torch.float16
 
 
 def _resolve_futures(job: QueuedCall) -> None:

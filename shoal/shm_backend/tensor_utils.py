@@ -41,6 +41,23 @@ def _normal(data: Tensor) -> Tensor:
     return normal.set_(data.untyped_storage(), data.storage_offset(), (data.numel(),), (1,))
 
 
+def flattened_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flatten tensors; each that overlaps an earlier one in memory becomes a copy.
+
+    A reduction in place of one then leaves the values of the others as they were.
+    """
+    flats: list[Tensor] = []
+    taken: list[tuple[int, int]] = []
+    for tensor in tensors:
+        flat = flattened(tensor)
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        if any(begin < other_end and other < end for other, other_end in taken):
+            flat = flat.clone()
+        taken.append((flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+        flats.append(flat)
+    return flats
+
+
 def write_back(flat: Tensor, tensor: Tensor) -> None:
     """Copy `flat`, made by `flattened(tensor)`, into `tensor`."""
     # Only in inference mode may an inference tensor be written.

@@ -39,3 +39,20 @@ def _differ_in_roots() -> int:
         failed += 1
         dist.barrier()
     return failed
+
+
+def test_tensors_that_overlap_in_one_call_are_reduced_once() -> None:
+    ours, gloos = world.run(2, _reduce_overlapping)
+    assert ours == gloos
+
+
+def _reduce_overlapping() -> list[list[float]]:
+    """Return the results on backend shoal on rank 0, and on Gloo on rank 1."""
+    results = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        assert group is not None
+        whole, other = torch.arange(6.0) + dist.get_rank(), torch.arange(6) + dist.get_rank()
+        group.allreduce_coalesced([whole, whole]).wait()
+        group.allreduce_coalesced([other[:4], other[2:], other[1:2]]).wait()
+        results.append([*whole.tolist(), *other.tolist()])
+    return results[dist.get_rank()]
