@@ -17,7 +17,7 @@ loads.
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
 `tensor_files` calls torch, `chunks` reads torch's files one chunk at a time. `exact_json` keeps
-every float exact, `durable_io` writes to the disk and checks owners, `rank_consensus` lets ranks
+every float exact, `durable_io` writes to the disk, `rank_consensus` lets ranks
 succeed or fail together.
 """
 
