@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from shoal.config.config_files import File, load
 from shoal.errors import CheckpointError, ConfigError
-from shoal.train.checkpoint import Checkpoints, manifest
+from shoal.train.checkpoint import Checkpoints, manifest, tensor_files
 
 DEEP = {
     "open brackets": "a: " + "[" * 60_000,
@@ -105,19 +106,67 @@ def test_hints_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     assert reports == [f"{hint} names no checkpoint"]
 
 
-def test_no_pickle_is_believed_even_if_the_manifest_vouches_for_it(tmp_path: Path) -> None:
+BOMBS = {
+    r"posix\.system": "cposix\nsystem\n(S'touch {}'\ntR.",
+    r"torch\.load": "ctorch\nload\n(S'{}'\ntR.",
+    r"torch\.distributed\.checkpoint\.metadata\.os\.system": (
+        "ctorch.distributed.checkpoint.metadata\nos.system\n(S'touch {}'\ntR."
+    ),
+}
+
+
+@pytest.mark.parametrize("named", BOMBS)
+def test_no_pickle_is_believed_even_if_the_manifest_vouches_for_it(
+    tmp_path: Path, named: str
+) -> None:
+    """A checkpoint of an earlier version, which had an index of torch's alone."""
     store, path = saved(tmp_path / "c")
-    bomb = f"cos\nsystem\n(S'touch {tmp_path / 'ran'}'\ntR.".encode()
+    bomb = BOMBS[named].format(tmp_path / "ran").encode()
     read = manifest.read(path)
-    files = dict(read.files)
-    files.pop("index.json")
     (path / "index.json").unlink()
-    (path / ".metadata").unlink()
     (path / ".metadata").write_bytes(bomb)
+    files = {name: entry for name, entry in read.files.items() if name != "index.json"}
     files[".metadata"] = manifest.StoredFile(len(bomb), hashlib.sha256(bomb).hexdigest())
     (path / "manifest.json").unlink()
     manifest.write(path, manifest.Manifest(1, 1, files, read.info))
     assert not manifest.problems(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata names .*system"):
+    with pytest.raises(CheckpointError, match=f"it names {named}, which no checkpoint needs"):
         store.load(pytest.fail)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_pickle_beside_our_own_index_is_never_opened(tmp_path: Path) -> None:
+    _, path = saved(tmp_path / "c")
+    (path / ".metadata").write_bytes(b"no pickle at all")
+    loaded = tensor_files.read(path, lambda _: True)
+    assert torch.equal(loaded["w"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "load"),
+        ("dtype", ["float32"]),
+        ("shape", [-6]),
+        ("shape", [1 << 62]),
+        ("shape", [True]),
+        ("shape", "6"),
+        ("file", "../../../etc/passwd"),
+        ("file", "/etc/passwd"),
+        ("offsets", [3]),
+        ("offsets", []),
+        ("start_bytes", -1),
+        ("chunks", None),
+        ("chunks", []),
+    ],
+)
+def test_an_index_that_is_none_is_refused_by_one_error(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    _, path = saved(tmp_path / "c")
+    document = json.loads((path / "index.json").read_text())
+    entry = document["tensors"]["w"]
+    (entry if field in ("dtype", "shape", "chunks") else entry["chunks"][0])[field] = value
+    (path / "index.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError):
+        tensor_files.read(path, lambda _: True)

@@ -24,7 +24,7 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 MAX_BYTES = 1 << 26  # of a manifest; one of 4,096 ranks has some 2 MiB
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|index\.json")
 
 
 @dataclass(frozen=True)
