@@ -1,10 +1,11 @@
 """Start of ranks on this machine.
 
 On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
-has one thread. Elsewhere each rank is a fresh interpreter. Ranks meet in memory of this process, see
-`private_store`. Where a script may call torch's init_process_group itself, there is a store of
-torch's too. It listens on a loopback port that is bound before any process learns its number, so
-two runs cannot take one port.
+has one thread. Elsewhere each rank is a fresh interpreter.
+
+Ranks meet in memory of this process, see `private_store`. Where a script may call torch's
+init_process_group itself, there is a store of torch's too. It listens on a loopback port that is
+bound before any process learns its number, so two runs cannot take one port.
 
     this process -- fork server -+- torch's store
                                  +- rank 0 (a session of its own) -- its data-loader workers

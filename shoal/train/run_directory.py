@@ -23,7 +23,8 @@ from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write
-from shoal.platform.ownership import open_own, untrusted_reason
+from shoal.platform.ownership import open_own, others_can_read, untrusted_reason
+from shoal.train.console import warn
 
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
@@ -65,6 +66,7 @@ def lock(job: Job) -> IO[str]:
     """
     directory = Path(job.directory)
     _check_contents(directory, job)
+    is_new = not directory.exists()
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         lock = _open_lock(directory)
@@ -72,6 +74,11 @@ def lock(job: Job) -> IO[str]:
             file.write(to_yaml(job).encode())
     except OSError as error:
         raise _unwritable(directory, error) from error
+    if is_new and others_can_read(directory):
+        warn(
+            f"other users of this machine can read {directory}, weights included: chmod 700 "
+            f"{directory} keeps them out, and umask 077 does so for all new files"
+        )
     return lock
 
 
