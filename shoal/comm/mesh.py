@@ -180,15 +180,31 @@ def _check_own_group(place: RankInfo) -> None:
         )
 
 
-def _init_default_group(place: RankInfo, device: torch.device) -> None:
-    """Make the default process group, and close it at exit. Collective."""
-    if place.master_address is not None:
+def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
+    """Make the default process group. Collective.
+
+    Ranks of Shoal's own launcher meet in a store that only their user can open, all others in the
+    TCPStore at MASTER_ADDR.
+    """
+    store = None
+    if place.store is not None:
+        # torch documents FileStore, but its stubs leave it out.
+        store = dist.FileStore(place.store)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+    elif place.master_address is not None:
         os.environ["MASTER_ADDR"] = place.master_address
         os.environ["MASTER_PORT"] = str(place.master_port)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+    )
+
+
+def _init_default_group(place: RankInfo, device: torch.device) -> None:
+    """Make the default process group, and close it at exit. Collective."""
     # torch makes no second backend beside one that is written in Python, so a mesh with GPUs has
     # Gloo for the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    join_world(place, backend, TIMEOUT)
     # A group that is open while the interpreter shuts down can end a good run with an error.
     atexit.register(shutdown)
 

@@ -33,6 +33,7 @@ from shoal.strategies.colocation import Colocation, ColocationRequest
 from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import StrategyOptions
+from shoal.strategies.outside_step import NEEDS_NOTHING, OutsideStep, no_op
 from shoal.strategies.remote_optimizer import RemoteOptimizer
 from shoal.strategies.state import STATELESS, StrategyState
 
@@ -232,29 +233,6 @@ class Planning:
     """Requests of later strategies for modules that must lie in one pipeline stage."""
 
 
-def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the models: nothing is to be done around it."""
-    return function(*args, **kwargs)
-
-
-def no_op() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class OutsideStep:
-    """Needs of the models outside of training steps. The default needs nothing."""
-
-    call: Callable[..., Any] = plain_call
-    """Call (function, *args, **kwargs): the function may call the models, for example to evaluate
-    them. Every rank of a collective forward pass must make the call.
-    """
-    reshard: Callable[[], None] = no_op
-    """Free the parameters that a forward pass without a backward pass has gathered."""
-    close: Callable[[], None] = no_op
-    """Release what the strategies have put around the models, before they are applied again."""
-
-
 @dataclass(frozen=True)
 class LocalModel:
     """The model that one rank holds, and how it takes a step.
@@ -278,7 +256,7 @@ class LocalModel:
     """Bring new values to all ranks that read them, or wait until they are there."""
     strategy_state: StrategyState = STATELESS
     """State that the strategy itself keeps from step to step, for checkpoints."""
-    outside_step: OutsideStep = OutsideStep()
+    outside_step: OutsideStep = NEEDS_NOTHING
     """Needs of the models when they are called outside of steps."""
     pass_traits: PassTraits = PassTraits()
     """Facts about the passes that `forward` and `run` make through `module`."""

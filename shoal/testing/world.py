@@ -16,6 +16,7 @@ ends with the thread that started it, so call this from the main thread."""
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import signal
 import sys
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import LaunchError
 from shoal.launch import preload
+from shoal.launch.environment import read
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import start as start_ranks
@@ -74,7 +76,14 @@ def start(processes: int, target: Callable[..., Any], *args: Any, timeout_s: flo
     tools = [*preload.TRAINING, *(name for name in TOOLS if name in sys.modules)]
     arguments = (target, args, timeout_s)
     ranks = start_ranks(
-        _in_group, arguments, processes, {}, "lines", preload=tools, wants_values=True
+        _in_group,
+        arguments,
+        processes,
+        {},
+        "lines",
+        preload=tools,
+        wants_values=True,
+        torch_store=False,
     )
     return World(ranks, timeout_s)
 
@@ -168,13 +177,9 @@ class World:
 
 
 def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
-    from torch import distributed
-
     from shoal.comm import mesh
 
-    distributed.init_process_group(
-        "cpu:shoal", init_method="env://", timeout=timedelta(seconds=timeout_s)
-    )
+    mesh.join_world(read(os.environ), "cpu:shoal", timedelta(seconds=timeout_s))
     value = target(*args)
     mesh.shutdown()
     return value

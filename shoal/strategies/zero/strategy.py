@@ -66,7 +66,12 @@ class Zero1(ZeroOptions, Strategy):
             run=engine.run,
             trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
-            outside_step=replace(model.outside_step, call=engine.call, reshard=engine.release),
+            outside_step=replace(
+                model.outside_step,
+                call=engine.call,
+                reshard=engine.release,
+                whole_models=engine.whole_models,
+            ),
             pass_traits=replace(
                 model.pass_traits,
                 collective_forward=True,

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.platform.ownership import read_text_of_file, untrusted_reason
 from shoal.train.checkpoint import exact_json
 from shoal.train.checkpoint.block_digest import BLOCK_BYTES, BlockDigest
-from shoal.train.checkpoint.durable_io import untrusted_reason, write_durably
+from shoal.train.checkpoint.durable_io import write_durably
 
 FILE_NAME = "manifest.json"
 FORMAT = 2
 """Format 1 had a SHA-256 of every file, and is read too."""
+MAX_BYTES = 1 << 26  # of a manifest; one of 4,096 ranks has some 2 MiB
 READERS = 4  # threads that compare files
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|index\.json")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def read(directory: Path) -> Manifest:
     """
     path = directory / FILE_NAME
     try:
-        document = exact_json.from_text(path.read_text(encoding="utf-8"))
+        document = exact_json.from_text(read_text_of_file(path, MAX_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
