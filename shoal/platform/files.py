@@ -82,8 +82,8 @@ def make_private_directory(prefix: str, parent: str | None = None) -> Path:
 
     Raises: OSError: there is none.
     """
-    *places, last = (*((parent,) if parent else ()), None, "/dev/shm", os.getcwd())
-    for place in places:
+    last = os.getcwd()
+    for place in (parent, None, "/dev/shm"):
         try:
             return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
         except OSError:
