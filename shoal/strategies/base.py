@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.strategies.colocation import Colocation, ColocationRequest
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.options import StrategyOptions
 from shoal.strategies.outside_step import NEEDS_NOTHING, OutsideStep, no_op
@@ -46,10 +47,13 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 12 summed values, objections."""
+"""Length of the totals: loss sum, count, stop requests, up to 11 summed values, gradients that are
+not finite, objections."""
 OBJECTIONS = TOTALS_LENGTH - 1
 """Index of the number of ranks whose trial has found that the loss is no mean over samples."""
-MAX_SUMMED = OBJECTIONS - SUMMED
+NONFINITE = TOTALS_LENGTH - 2
+"""Index of a number above 0 if a rank has found a gradient that is not finite before it sent it."""
+MAX_SUMMED = NONFINITE - SUMMED
 """Numbers that `loss_terms.summed` can mark in a step."""
 
 
@@ -94,6 +98,8 @@ class LocalBatch(NamedTuple):
     """Index of the first sample within the global batch, if the sizes are known."""
     objection: Callable[[], int] | None = None
     """Returns 1 if this rank objects to the loss, once `compute_loss` has returned. None: no."""
+    note_loss: Callable[[Tensor], None] | None = None
+    """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
 
@@ -258,6 +264,8 @@ class LocalModel:
     """How `module` lies in a pipeline."""
     planning: Planning = Planning()
     """Facts that strategies may look at before they divide the model."""
+    finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    """Looks for values that are not finite. All local models of a run share one."""
     summary_lines: tuple[str, ...] = ()
     """Lines for the beginning of a run: which layers are divided, and how."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.strategies.base import MAX_SUMMED, OBJECTIONS, SUMMED, Extra
+from shoal.strategies.base import MAX_SUMMED, NONFINITE, SUMMED, Extra
 from shoal.strategies.loss_terms import Summed
 
 
@@ -31,7 +31,7 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
     position = SUMMED
     for marked in _summed_in(extra):
         values = marked.value.reshape(-1)
-        if position + len(values) > OBJECTIONS:
+        if position + len(values) > NONFINITE:
             raise UsageError(
                 f"compute_loss returned more than {MAX_SUMMED} summed numbers; a step carries "
                 f"{MAX_SUMMED}."
@@ -50,7 +50,7 @@ def join(extras: Sequence[Extra], totals: Tensor) -> Any:
 
     Raises: UsageError: a value of several micro-batches that cannot be joined.
     """
-    numbers = iter(totals[SUMMED:OBJECTIONS].unbind())
+    numbers = iter(totals[SUMMED:NONFINITE].unbind())
     return _join([extra.num_samples for extra in extras], [e.value for e in extras], numbers)
 
 

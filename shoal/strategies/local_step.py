@@ -70,6 +70,8 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
     multiplier = min(batch.num_samples, 1) if is_sum_and_count else batch.num_samples * weight
     # Few operations: each takes as long as a small layer.
     detached = value.detach()
+    if batch.note_loss is not None:
+        batch.note_loss(detached)
     if value.dtype.itemsize < 4:
         detached = detached.float()
     factor, counts = _cached_factor_and_counts(

@@ -24,11 +24,19 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.strategies.base import TOTALS_LENGTH, Forward, LocalBatch, LocalModel, StepResult
+from shoal.strategies.base import (
+    NONFINITE,
+    TOTALS_LENGTH,
+    Forward,
+    LocalBatch,
+    LocalModel,
+    StepResult,
+)
 from shoal.strategies.ddp.bucket_worker import BucketWorker
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_bucket import GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
+from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 
 
@@ -83,6 +91,10 @@ class OverlappedBuckets(GradientLayout):
         while self._next < len(self.buckets):
             self._send_next()
         flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
+        check = self.model.finite_check
+        if check.found:
+            totals = totals.clone()
+            totals[NONFINITE] = 1.0
         message = torch.cat((totals.double(), flags_sent))
         self._worker.start_mean(message).wait()
         *used, changed = (message[TOTALS_LENGTH:] > 0).tolist()
@@ -104,7 +116,23 @@ class OverlappedBuckets(GradientLayout):
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
+        self._look_at(bucket)
         bucket.start_mean(self._worker)
+
+    def _look_at(self, bucket: GradientBucket) -> None:
+        """Look for gradients of this rank that are not finite, before they are sent."""
+        check = self.model.finite_check
+        if not check.enabled:
+            return
+        check.has_looked = True
+        gradients = {
+            member.name: parameter.grad
+            for member, parameter in zip(bucket.members, bucket.parameters, strict=True)
+        }
+        if not sums_are_finite([g for g in gradients.values() if g is not None]):
+            names = nonfinite_names(gradients)
+            check.found = check.found or bool(names)
+            check.names += names
 
     def _finish_buckets(self, used: list[bool]) -> None:
         """Replace gradients by their means.
