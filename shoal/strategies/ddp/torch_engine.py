@@ -94,8 +94,7 @@ class TorchEngine(GradientLayout):
     def _finish_first_step(self) -> DistributedDataParallel:
         """Average the first step's gradients, and build the engine from its probe. Collective."""
         used, changes_buffers = self._probe.result()
-        flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self._axis.device)
-        *ranks_using, ranks_changing = self._axis.all_reduce(flags).tolist()
+        *ranks_using, ranks_changing = self._axis.sum_of_host_numbers([*used, changes_buffers])
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)
