@@ -20,6 +20,7 @@ from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
+from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
@@ -68,6 +69,7 @@ class Run:
             mesh, strategies, settings, loss_scale, announce, tracing, self._guards
         )
         self._gathering = RowGathering(mesh, settings.accumulate)
+        self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(self._prepared, self._guards, announce)
 
     def prepare(self, *things: Any) -> Any:
@@ -140,7 +142,7 @@ class Run:
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        with self._gathering.step(local_batch):
+        with self._gathering.step(local_batch), self._memory.explaining(local_batch):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             output = self._step_of(local_batch).forward_backward(local_batch)
@@ -327,7 +329,8 @@ class Run:
         """
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
-        on_device = batch.to(self.device, non_blocking=True)
+        # Towards the CPU, a copy that nobody waits for would be read before it is there.
+        on_device = batch.to(self.device, non_blocking=self.device.type != "cpu")
         self._prepared.sizes.track(batch, on_device)
         return on_device
 
