@@ -240,6 +240,22 @@ def _has_one_width(has_one_width: Any) -> bool:
     return [has_one_width(attention) for attention in attentions] == [True, False]
 
 
+def _hides_from_modes(disable: Any) -> bool:
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Watching(), disable():
+        tensor.clone()
+    return seen == []
+
+
 def _disables(disable: Any) -> bool:
     with disable():
         try:
@@ -622,6 +638,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "subclasses.disable_dispatch_modes": _disables_modes,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
+    "subclasses.DisableTorchFunction": _hides_from_modes,
     "subclasses.DISABLED_TORCH_FUNCTION": _lets_functions_alone,
     "subclasses.pop_mode_temporarily": _pops_a_mode,
     "subclasses.function_modes": _function_modes,

@@ -250,8 +250,7 @@ def _update(
         if still:
             return ScriptCause(
                 "not updated",
-                f"the step leaves {_listed(still)} as {'it was' if len(still) == 1 else 'they were'}"
-                ": the optimizer holds other parameters.",
+                f"the step does not change {_listed(still)}: the optimizer holds other parameters.",
                 parameters=still,
             )
     apart = "" if math.isfinite(first.error) else " It is missing, or has another shape."

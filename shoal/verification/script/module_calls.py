@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.trial_passes import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
@@ -86,8 +87,9 @@ class ModuleCalls:
             return
         index = len(self.calls)
         outputs = list(floating(output))
-        for number, tensor in enumerate(outputs):
-            self._keep(f"{index}/{number}", tensor)
+        with DisableTorchFunction():  # a pipeline follows what the script calls
+            for number, tensor in enumerate(outputs):
+                self._keep(f"{index}/{number}", tensor)
         kind = type(module).__name__
         self.calls.append(CallRecord(name, kind, line, len(outputs), module.training))
 

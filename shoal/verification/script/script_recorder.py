@@ -67,6 +67,7 @@ class ScriptRecorder:
         self._tensors: dict[str, Tensor] = {}
         self._optimizers: list[Optimizer] = []
         self._stepping = 0
+        self._preparing = False
         self._undo: list[Callable[[], None]] = []
         self._started = False
 
@@ -109,7 +110,11 @@ class ScriptRecorder:
         return original(tensors, *args, **kwargs)
 
     def _prepare(self, original: Any, run: Run, *things: Any) -> Any:
-        prepared = original(run, *things)
+        self._preparing = True  # prepare may try the optimizer on a small model of its own
+        try:
+            prepared = original(run, *things)
+        finally:
+            self._preparing = False
         if self._run is None:
             self.record.by_shoal = True
         self._run = ShoalValues(run)
@@ -143,7 +148,7 @@ class ScriptRecorder:
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Return False for an optimizer of another thread, such as a parameter server's."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._preparing or threading.current_thread() is not threading.main_thread():
             return False
         return self._run is None or self._run.has(optimizer)
 
