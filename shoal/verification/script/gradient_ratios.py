@@ -7,7 +7,7 @@ rest     |h - factor g| / |h|        0: h is a multiple of g; else another direc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ def in_words(factor: float, ranks: int) -> str:
     return f"{factor:.4g}"
 
 
-def is_sum_of(given: Mapping[str, Tensor], parts: list[Mapping[str, Tensor]]) -> bool:
+def is_sum_of(given: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return True if all gradients are the sums of those of several steps."""
     names = [name for name in given if all(name in part for part in parts)]
     if not names:

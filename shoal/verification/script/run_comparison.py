@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
+from shoal.verification.script.loader_batches import axes_of_batches
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import BY_DESIGN, ScriptDifference, ScriptReport
 from shoal.verification.script.step_comparison import RecordedRun, StepComparison
@@ -36,7 +37,12 @@ def compare_runs(
     reference = RecordedRun(Path(reference_dir), read_run(Path(reference_dir)))
     candidate = RecordedRun(Path(candidate_dir), read_run(Path(candidate_dir)))
     ranks = candidate.ranks
-    notes = list(dict.fromkeys(note for record in ranks for note in record.notes))
+    if not ranks[0].by_shoal:
+        for rank, axes in axes_of_batches(candidate.folder, ranks).items():
+            ranks[rank].axes = axes
+    notes = list(
+        dict.fromkeys(note for record in (*ranks, *reference.ranks) for note in record.notes)
+    )
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
         return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
@@ -111,7 +117,7 @@ def _layers(step: StepComparison) -> Iterator[tuple[str, float | None, float | N
     forward: dict[str, float | None] = {}
     for index, call in enumerate(step.calls):
         errors = [step.errors.get(f"forward/{index}/{o}") for o in range(call.outputs)]
-        known = [error for error in (forward.get(call.module), *errors) if error is not None]
+        known = [e for e in (forward.get(call.module), *errors) if e is not None]
         forward[call.module] = max(known, default=None)
-    for module, error in forward.items():
-        yield module, error, gradients.get(module)
+    for module, worst in forward.items():
+        yield module, worst, gradients.get(module)

@@ -4,7 +4,7 @@
       rank-0/
         index.json             what the rank is, and for each step its calls, losses and names
         step-1.safetensors     forward/0 ... backward/0 ... gradient/NAME weight/NAME buffer/NAME
-        batches/0-0.safetensors     what the loop took from its first loader, first batch
+        batches/0-0-0.safetensors   what the first loop took from the first loader
       rank-1/ ...
 
 A step ends with `optimizer.step()` of any optimizer, so a loop over two optimizers has two steps
@@ -84,7 +84,7 @@ class RankRecord:
         refusal: the message with which Shoal refused the script; None if it did not.
         is_synchronous: all ranks take each step together.
         notes: lines for the user.
-        loaders: for each loader, in the order of their making, the number of its batches taken.
+        loaders: "<number of the loader>-<number of the loop over it>" of each loop over a loader.
         ended: "steps" where the recorder ended the script, "script" where it came to its end.
     """
 
@@ -96,7 +96,7 @@ class RankRecord:
     refusal: str | None = None
     is_synchronous: bool = True
     notes: list[str] = field(default_factory=list)
-    loaders: list[int] = field(default_factory=list)
+    loaders: list[str] = field(default_factory=list)
     ended: str = "steps"
 
     def axis(self, name: str) -> tuple[int, int]:
@@ -119,10 +119,10 @@ class RecordWriter:
         """Write the tensors of a step."""
         _save(tensors, self.folder / f"step-{number}.safetensors")
 
-    def batch(self, loader: int, number: int, tensors: Mapping[str, Tensor]) -> None:
+    def batch(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of a batch."""
         (self.folder / "batches").mkdir(exist_ok=True)
-        _save(tensors, self.folder / "batches" / f"{loader}-{number}.safetensors")
+        _save(tensors, self.folder / "batches" / f"{key}.safetensors")
 
     def weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the weights and buffers from before the first step."""
@@ -197,11 +197,9 @@ def tensors_of_step(folder: Path, rank: int, number: int) -> RecordedTensors:
     return RecordedTensors(Path(folder, f"rank-{rank}", f"step-{number}.safetensors"))
 
 
-def tensors_of_batch(folder: Path, rank: int, loader: int, number: int) -> RecordedTensors:
+def tensors_of_batch(folder: Path, rank: int, key: str) -> RecordedTensors:
     """Return the tensors of a batch that a rank took; empty where it took none."""
-    return RecordedTensors(
-        Path(folder, f"rank-{rank}", "batches", f"{loader}-{number}.safetensors")
-    )
+    return RecordedTensors(Path(folder, f"rank-{rank}", "batches", f"{key}.safetensors"))
 
 
 def starting_weights(folder: Path) -> RecordedTensors:

@@ -27,7 +27,9 @@ from shoal.run.optimizer_groups import params_of
 from shoal.verification.script.full_values import digests, whole
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.module_calls import ModuleCalls
+from shoal.verification.script.perturbation import Perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord
+from shoal.verification.script.same_start import SameStart
 from shoal.verification.script.shoal_values import ShoalValues
 from shoal.verification.script.user_lines import user_line
 
@@ -43,8 +45,8 @@ class ScriptRecorder:
         writer: of the record.
         record: the index of this rank, to be completed.
         steps: the script ends after so many.
-        at_first_call: is called before the first call of a model, with the names.
-        before_step: is called before each optimizer steps, with the number of the step.
+        start: gives one process the weights and rates of many; None on many.
+        perturbation: moves the weights for the passes of each step; None leaves them.
     """
 
     def __init__(
@@ -52,15 +54,15 @@ class ScriptRecorder:
         writer: RecordWriter,
         record: RankRecord,
         steps: int,
-        at_first_call: Callable[[ModelNames], None] | None = None,
-        before_step: Callable[[int, Optimizer], None] | None = None,
+        start: SameStart | None = None,
+        perturbation: Perturbation | None = None,
     ) -> None:
         self.record = record
         self.names = ModelNames()
         self._writer = writer
         self._steps = steps
-        self._at_first_call = at_first_call
-        self._adjust = before_step
+        self._start = start
+        self._perturbation = perturbation
         self._calls = ModuleCalls(self.names, self._before_model)
         self._run: ShoalValues | None = None
         self._step = StepRecord(1)
@@ -132,19 +134,28 @@ class ScriptRecorder:
         self._step.losses.append(float(loss))
         return result
 
-    def _before_model(self, module: nn.Module | None, _args: Any) -> None:
-        if self._started:
-            return
+    def _before_model(self, module: nn.Module | None, args: Any) -> None:
+        if self._run is None and not any(name.startswith("input/") for name in self._step.digests):
+            inputs = {str(index): tensor for index, tensor in enumerate(tensors_in(args))}
+            self._step.digests |= digests(inputs, "input")
         if module is not None and self.names.find(module) is None:
             return  # no model: a loss function, or a layer without parameters
-        self._started = True
-        if self._at_first_call is not None:
-            self._at_first_call(self.names)
-        if self._run is None and self.record.rank >= 0:
-            weights = self._weights()
-            self._step.digests |= digests(weights, "start")
-            if self.record.rank == 0:
-                self._writer.weights(weights)
+        if not self._started:
+            self._started = True
+            self._begin()
+        if self._perturbation is not None:
+            self._perturbation.begin(self.names)
+
+    def _begin(self) -> None:
+        """Give the models the weights of many ranks, or record those that they begin with."""
+        if self._run is not None:
+            return
+        if self._start is not None:
+            self._start.load(self.names)
+        weights = self._weights()
+        self._step.digests |= digests(weights, "start")
+        if self.record.rank == 0:
+            self._writer.weights(weights)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Return False for an optimizer of another thread, such as a parameter server's."""
@@ -163,8 +174,10 @@ class ScriptRecorder:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         step.optimizer = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
-        if self._adjust is not None:
-            self._adjust(step.number, optimizer)
+        if self._perturbation is not None:
+            self._perturbation.end()
+        if self._start is not None:
+            self._start.set_rates(step.number, optimizer)
         step.settings = [_numbers(group) for group in optimizer.param_groups]
         gradients = self._gradients(optimizer)
         step.gradients = {name: g is not None for name, g in gradients.items()}
@@ -196,7 +209,11 @@ class ScriptRecorder:
         if self._run is not None:
             return self._run.gradients()
         owned = {id(parameter) for parameter in params_of(optimizer)}
-        named = [(n, p) for n, p in self.names.parameters() if id(p) in owned and p.requires_grad]
+        named: list[tuple[str, Tensor]] = [
+            (name, parameter)
+            for name, parameter in self.names.parameters()
+            if id(parameter) in owned and parameter.requires_grad
+        ]
         unnamed = owned - {id(parameter) for _, parameter in named}
         others = [p for p in params_of(optimizer) if id(p) in unnamed and p.requires_grad]
         named += [(f"parameter {index} of no model", p) for index, p in enumerate(others)]

@@ -15,12 +15,17 @@ class Tolerances:
 
     Attributes:
         default: of every tensor that has none of its own.
+        weights: of weights after a step, where it is another one than that of all others.
         measured: step -> name of a tensor, as in `StepComparison.errors` -> its own tolerance.
     """
 
     default: float = EXACT
     measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    weights: float | None = None
 
     def of(self, step: int, name: str) -> float:
         """Return the tolerance of a tensor in a step."""
-        return max(self.default, self.measured.get(step, {}).get(name, 0.0))
+        floor = self.default
+        if self.weights is not None and name.startswith("weight/"):
+            floor = self.weights
+        return max(floor, self.measured.get(step, {}).get(name, 0.0))
