@@ -53,11 +53,21 @@ def likely_cause(
         case "update":
             return _update(first, found, steps)
         case _:
-            return ScriptCause(
-                "buffer",
-                f"the buffer {first.parameter} holds what one rank has seen: it is updated from "
-                "the samples that a rank computes at once.",
-            )
+            return _buffer(first, step)
+
+
+def _buffer(first: ScriptDifference, step: StepComparison) -> ScriptCause:
+    if step.depends_on_rows(first.parameter or ""):
+        return ScriptCause(
+            "buffer",
+            f"the buffer {first.parameter} holds what one rank has seen: it is updated from the "
+            "samples that a rank computes at once.",
+        )
+    return ScriptCause(
+        "wrong buffer",
+        f"the buffer {first.parameter} differs from that of one process, and is the same on all "
+        "ranks: it was not updated, or by something else than this step's samples.",
+    )
 
 
 def _start(first: ScriptDifference) -> ScriptCause:
@@ -115,6 +125,13 @@ def _backward(
     expected, given = step.expected.below("gradient"), step.given.below("gradient")
     tolerance = max(1e-6, 10 * first.allowed)
     known = ratios(expected, given)
+    unknown = tuple(name for name in wrong if name not in step.index.gradients)
+    if unknown and step.index.gradients:
+        return ScriptCause(
+            "not updated",
+            f"the optimizer does not hold {_listed(unknown)}, as it does on one process.",
+            parameters=unknown,
+        )
     missing = tuple(
         name for name in wrong if name in expected and (name not in given or not given[name].any())
     )

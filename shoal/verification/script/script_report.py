@@ -19,13 +19,13 @@ CauseClass = Literal[
     "not zeroed",  # gradients of earlier steps are in it
     "wrong output",  # a module's forward pass
     "loss",  # outputs are right and the loss is not
-    "clipping",  # gradients have one factor, that of a norm
     "update",  # gradients are right and the new weights are not
     "not updated",  # a parameter that the optimizer does not step
     "ranks apart",  # ranks began with other weights
     "batch statistics",  # BatchNorm over what one rank sees
     "random numbers",  # other draws
     "buffer",  # a buffer that depends on a rank's samples
+    "wrong buffer",  # a buffer that is wrong and the same on all ranks
     "none",
 ]
 BY_DESIGN = ("batch statistics", "random numbers", "buffer")

@@ -201,6 +201,16 @@ class StepComparison:
             if not error <= self._tolerances.of(self.step, f"gradient/{name}")
         }
 
+    def depends_on_rows(self, buffer: str) -> bool:
+        """Return True if a buffer differs between ranks, or was updated in several passes."""
+        key = f"buffer/{buffer}"
+        values = [files[key] for files in self._files if key in files]
+        if any(not values[0].equal(value) for value in values[1:]):
+            return True
+        module = buffer.rpartition(".")[0]
+        once = sum(call.module == module for call in self.calls)
+        return any(sum(c.module == module for c in step.calls) > once for step in self.ranks)
+
     def _order(self, name: str) -> int:
         """Return when a parameter's module ended last; modules that were not called come first."""
         module = name
