@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
+from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
 
@@ -23,6 +22,9 @@ class StepTrials:
 
     Args:
         announce: prints a note, on one rank of all.
+
+    Attributes:
+        objection: returns 1 if this rank objects to the loss; None if nothing is tried.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
@@ -30,6 +32,7 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
+        self.objection = self._objection if guards.enabled else None
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
@@ -37,20 +40,24 @@ class StepTrials:
             return batch
         if self._trial is None:
             self._trial = self._make()
-        trial = self._trial
+        if not self._trial.is_due(batch):
+            return batch
         with self._guards.in_step():
-            watched: base.LocalBatch = trial.before_step(batch)
-        return watched._replace(objection=lambda: trial.objection)
+            watched: base.LocalBatch = self._trial.begin(batch)
+        return watched
 
-    def after_step(self, totals: Tensor) -> None:
-        """Raise UsageError on all ranks if one of them objects to the loss.
-
-        Args: totals: (TOTALS_LENGTH,), of the step over all ranks.
-        """
+    def after_step(self, output: StepOutput) -> None:
+        """Raise UsageError on all ranks if one of them objects to the loss."""
         trial = self._trial
-        # On a GPU a look at the totals waits for the step, so it is taken in some steps only.
-        if trial is not None and (totals.device.type == "cpu" or trial.is_scheduled):
-            trial.after_step(round(totals[base.OBJECTIONS].item()))
+        if trial is None:
+            return
+        if output.numbers is not None:
+            trial.after_step(round(output.numbers[base.OBJECTIONS]))
+        elif trial.is_scheduled:  # a look at the totals waits for the step, so it is taken in few
+            trial.after_step(round(output.totals[base.OBJECTIONS].item()))
+
+    def _objection(self) -> int:
+        return 0 if self._trial is None else self._trial.objection
 
     def _make(self) -> LossTrial:
         prepared = self._prepared
