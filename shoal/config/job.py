@@ -305,8 +305,8 @@ class Job:
     seed: int = setting(0, "from which every random number follows", SEED)
     strategy: str = setting(
         "ddp",
-        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, "
-        "server=N, local=H, "
+        "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
+        "pipeline=P, server=N, local=H, "
         "diloco=H, recompute=K; with commas between them several at once",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)

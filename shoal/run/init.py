@@ -93,11 +93,11 @@ def init(
         os.environ.get("SHOAL_STRATEGY", strategy),
         seed=seed,
         accumulate=integer_from("SHOAL_ACCUMULATE", accumulate),
-        precision=precision,
+        precision=os.environ.get("SHOAL_PRECISION", precision),  # type: ignore[arg-type]
         compile=compile,
         step_in_backward=step_in_backward,
         sync_batchnorm=sync_batchnorm,
-        draws=draws,
+        draws=os.environ.get("SHOAL_DRAWS", draws),  # type: ignore[arg-type]
         trace=os.environ.get("SHOAL_TRACE", trace),
         trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
         nonfinite=nonfinite,

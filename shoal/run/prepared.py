@@ -255,9 +255,9 @@ class Prepared:
         for optimizer in self.optimizers:
             if id(optimizer) not in self._stepping:
                 self._stepping.add(id(optimizer))
-                optimizer.register_step_post_hook(lambda *_: self._gather_params())
+                optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self) -> None:
+    def _gather_params(self, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
 

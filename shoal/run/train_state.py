@@ -88,9 +88,8 @@ class TrainState:
             loader.load_state_dict(position)
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
-        if private:
-            load_random_state(private)
-        return strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
+        notes = load_random_state(private, self.mesh.device) if private else []
+        return notes + strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
 
     def _info(self, scalars: optimizer_binding.Scalars) -> dict[str, Any]:
         """Return all state that is no tensor, as JSON values. Collective."""

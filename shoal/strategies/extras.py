@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
+from shoal.platform.tensors import tensor_on
 from shoal.strategies.base import MAX_SUMMED, NONFINITE, SUMMED, Extra
 from shoal.strategies.loss_terms import Summed
 
@@ -83,7 +84,7 @@ def _join_tensors(samples: list[int], values: list[Tensor]) -> Tensor:
     if first.dim() == 0:
         if len(values) == 1:
             return first
-        weights = torch.tensor(samples, dtype=torch.float64, device=first.device)
+        weights = tensor_on(samples, torch.float64, first.device)
         stacked = torch.stack(values).double()
         mean = (stacked * weights).sum() / weights.sum().clamp(min=1)
         return mean.to(first.dtype if first.is_floating_point() else torch.get_default_dtype())

@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 
 from shoal.config.job import Job
 from shoal.errors import CleanupFailed, ConfigError, RecordError, ShoalError, TrainingDiverged
@@ -29,7 +28,7 @@ from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, steps_of_epochs
 from shoal.train.checkpoint import Saved, newest
-from shoal.train.ema import Ema
+from shoal.train.ema import Ema, layout_with_averages
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
@@ -122,7 +121,9 @@ class Training:
         notes = list(self.weights_notes)
         saved = None
         if self.job.checkpoint.resume:
-            saved = self.checkpoints.load(notes.append, like=self._state_layout())
+            saved = self.checkpoints.load(
+                notes.append, like=layout_with_averages(self.run.layout_of())
+            )
         if saved is not None:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
@@ -130,18 +131,6 @@ class Training:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
         self.unlogged_samples, self.logged_s = 0, self.watch.seconds
-
-    def _state_layout(self) -> Callable[[str], Tensor | None]:
-        """Return a function from a name in a checkpoint to this rank's tensor like it, or None."""
-        layout = self.run.layout_of()
-
-        def layout_with_ema(name: str) -> Tensor | None:
-            # A moving average is laid out as the weight that it averages.
-            if name.startswith("ema."):
-                return layout("model." + name.removeprefix("ema."))
-            return layout(name)
-
-        return layout_with_ema
 
     def run_all(self) -> None:
         """Train all remaining epochs, and end the run. Collective."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from shoal.config.job import Job
-from shoal.launch.control_server import ControlServer
+from shoal.launch.control_channel import ControlServer
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts

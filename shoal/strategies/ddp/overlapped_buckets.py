@@ -9,15 +9,16 @@ These are gradients of shards, gradients of a pipeline's stages, and compressed 
       f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   pipeline: gradients are complete only after the
                                      totals      last of many passes; all buckets are sent then
 
-The last message has the totals and the flags. A flag says that this rank has a gradient. This
-message is never compressed. A parameter that no rank has used keeps `.grad = None`. Each rank of a
-tensor group sends its shards along a data axis of its own. Buckets depend on the model alone, so a
-resumed run sends the same messages as an uninterrupted one.
+The last message has the totals and the flags; on a GPU the flags go over the CPU. A flag says that
+this rank has a gradient. This message is never compressed. A parameter that no rank has used keeps
+`.grad = None`. Each rank of a tensor group sends its shards along a data axis of its own. Buckets
+depend on the model alone, so a resumed run sends the same messages as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,6 +60,7 @@ class OverlappedBuckets(GradientLayout):
         super().__init__(model)
         self.buckets = buckets
         self._worker = worker
+        self._axis = axis
         self._buffers = BufferSync(model.module, axis)
         self._is_last_batch = False
         self._next = 0  # index of the bucket to be sent next
@@ -90,20 +92,30 @@ class OverlappedBuckets(GradientLayout):
         flags.append(self._buffers.changed())
         while self._next < len(self.buckets):
             self._send_next()
-        flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
         check = self.model.finite_check
         if check.found:
             totals = totals.clone()
             totals[NONFINITE] = 1.0
-        message = torch.cat((totals.double(), flags_sent))
-        self._worker.start_mean(message).wait()
-        *used, changed = (message[TOTALS_LENGTH:] > 0).tolist()
+        message, (*used, changed) = self._exchange_totals(totals, flags)
         self._finish_buckets(used)
         self._buffers.record_change(changed)
         return message[:TOTALS_LENGTH].to(totals.dtype)
 
+    def _exchange_totals(self, totals: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+        """Return the mean of the totals, and for each flag if any rank has set it. Collective."""
+        if self._axis.host_device != totals.device:
+            # Nobody may wait for a GPU to read flags, so they go over the CPU.
+            message = totals.double()
+            self._worker.start_mean(message).wait()
+            return message, [count > 0 for count in self._axis.sum_of_host_numbers(flags)]
+        flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
+        message = torch.cat((totals.double(), flags_sent))
+        self._worker.start_mean(message).wait()
+        return message, (message[TOTALS_LENGTH:] > 0).tolist()
+
     def close(self) -> None:
         self._worker.close()
+        self._axis = replace(self._axis, group=None)
 
     def _on_grad_ready(self, bucket: GradientBucket, _: Tensor) -> None:
         bucket.num_missing -= 1

@@ -99,8 +99,7 @@ class TorchEngine(GradientLayout):
         if check.enabled and check.look(g for g in gradients.values() if g is not None):
             check.names += nonfinite_names(gradients)
         used, changes_buffers = self._probe.result()
-        flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self._axis.device)
-        *ranks_using, ranks_changing = self._axis.all_reduce(flags).tolist()
+        *ranks_using, ranks_changing = self._axis.sum_of_host_numbers([*used, changes_buffers])
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)

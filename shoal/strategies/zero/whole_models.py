@@ -61,7 +61,7 @@ class WholeModels:
             (table, key, parameter)
             for table in tables
             for key, parameter in table.items()
-            if isinstance(parameter, DTensor)
+            if parameter is not None and isinstance(parameter, DTensor)
         ]
         hooks: list[tuple[dict[str, Any], str, Any]] = []
         whole: dict[int, nn.Parameter] = {}
