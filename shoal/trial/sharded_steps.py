@@ -11,6 +11,7 @@ for the local part is not.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -66,10 +67,8 @@ def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -
             generators.put_back()
             found = _stepped(optimizer, layouts, in_shards=True)
     except Exception as error:  # noqa: BLE001 - of the optimizer, on all ranks alike
-        text = str(error).split("\n")[0][:200].rstrip(".")
-        return OptimizerAnswer(
-            False, f"with sharded ones it fails ({type(error).__name__}: {text})"
-        )
+        text = f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+        return OptimizerAnswer(False, f"with sharded ones it fails ({text})")
     finally:
         generators.put_back()
     start = [value for _ in optimizer.param_groups for value in _numbers(layouts, 0)]
@@ -134,4 +133,4 @@ def _stepped(optimizer: Optimizer, layouts: Sequence[ShardLayout], in_shards: bo
 
 def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     pairs = zip(ones, others, strict=True)
-    return sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+    return math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs))

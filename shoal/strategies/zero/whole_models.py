@@ -57,7 +57,7 @@ class WholeModels:
             yield False
             return
         tables = [own_parameters(module) for module in self._model.modules()]
-        shards = [
+        shards: list[tuple[Any, str, Any]] = [
             (table, key, parameter)
             for table in tables
             for key, parameter in table.items()
