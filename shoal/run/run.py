@@ -66,7 +66,7 @@ class Run:
         self._prepared = Prepared(
             mesh, strategies, settings, loss_scale, announce, tracing, self._guards
         )
-        self._gathering = RowGathering(mesh, settings.accumulate)
+        self._gathering = RowGathering(mesh, settings.accumulate, self._prepared.models)
         self._trials = StepTrials(self._prepared, self._guards, announce)
 
     def prepare(self, *things: Any) -> Any:
@@ -142,7 +142,13 @@ class Run:
         with self._gathering.step(local_batch):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
-            output = self._step_of(local_batch).forward_backward(local_batch)
+            step = self._step_of(local_batch)
+            if self._settings.accumulate > 1 and self._settings.draws == "rank":
+                with self._prepared.in_step():
+                    local_batch = self._gathering.before_passes(
+                        local_batch, compute_loss, self._prepared.local_model()
+                    )
+            output = step.forward_backward(local_batch)
             self._trials.after_step(output.totals)
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)

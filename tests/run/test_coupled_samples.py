@@ -52,6 +52,9 @@ GATHERING: list[Case] = [
     ("ddp", script.tower, script.contrastive_loss_of_own_rows, {}),
     ("zero3", script.tower, script.contrastive_loss_of_one_call, {}),
     ("server=1", script.tower, script.contrastive_loss_of_one_call, {}),
+    ("ddp", script.tower, script.whole_contrastive_loss, {"accumulate": 2}),
+    ("ddp", script.tower, script.counted_contrastive_loss, {"accumulate": 3}),
+    ("zero3", script.tower, script.contrastive_loss_behind_layers, {"accumulate": 2}),
 ]
 
 
@@ -99,7 +102,8 @@ def refusals() -> None:
             script.trained(strategy, script.batchnorm_over_space(), make_loss, **options)
 
     gathering = script.whole_contrastive_loss
-    refused("ddp", gathering, "accumulate=4 would make 4 batches", accumulate=4)
+    refused("ddp", script.gathered_twice_loss, "follow from rows", accumulate=4)
+    refused("ddp", gathering, "draws for one batch", accumulate=4, draws="global")
     refused("local=2", gathering, "different weights")
     refused("diloco=2", gathering, "different weights")
     refused("local=2", script.plain_loss, "sync_batchnorm=True needs", sync_batchnorm=True)
