@@ -77,8 +77,8 @@ class Run:
         A loader yields this rank's share of every global batch of `loader.batch_size` samples.
 
         It may be called again: with another loader; with a frozen model, such as a teacher; with a
-        new optimizer in the place of one that has the same parameters. Where every rank holds
-        whole parameters (ddp), also after layers were frozen or thawed, and with further models.
+        new optimizer in the place of one that has the same parameters. Under ddp and zero also
+        after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
 
