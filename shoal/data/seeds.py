@@ -5,7 +5,7 @@ that draws.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
@@ -40,25 +40,39 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-class CpuGeneratorStates:
-    """The state of the CPU generators of torch, Python and NumPy at one moment."""
+class GeneratorStates:
+    """The state of the generators of torch, Python and NumPy at one moment.
 
-    def __init__(self) -> None:
+    Args:
+        devices: those of them that are CUDA devices have a generator each.
+        beyond_torch: False to leave out those of Python and NumPy, which takes a tenth as long.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = (), beyond_torch: bool = True) -> None:
         self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._devices = [
+            (device, torch.cuda.get_rng_state(device))
+            for device in set(devices)
+            if device.type == "cuda"
+        ]
+        self._others = (random.getstate(), np.random.get_state()) if beyond_torch else None
 
     def restore(self) -> None:
         """Put the generators back into this state."""
         torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        for device, state in self._devices:
+            torch.cuda.set_rng_state(state, device)
+        if self._others is not None:
+            random.setstate(self._others[0])
+            np.random.set_state(self._others[1])
 
 
 @contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore the state of the CPU generators after the block."""
-    saved = CpuGeneratorStates()
+def preserve_rng_state(
+    devices: Iterable[torch.device] = (), beyond_torch: bool = True
+) -> Iterator[None]:
+    """Restore the state of the generators after the block. The arguments are as above."""
+    saved = GeneratorStates(devices, beyond_torch)
     try:
         yield
     finally:
@@ -83,7 +97,7 @@ def seeded(make: Callable[[], Iterator[T]], seed: int, ahead: int) -> Iterator[T
             else:
                 states.restore()
             items = list(islice(iterator, ahead))
-            states = CpuGeneratorStates()
+            states = GeneratorStates()
         yield from items
         if len(items) < ahead:
             return

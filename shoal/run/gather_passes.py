@@ -29,15 +29,15 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import count_rows, gather_rows
-from shoal.data.seeds import derive_seed
+from shoal.data.seeds import derive_seed, preserve_rng_state
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Counted, Term, split_result
-from shoal.strategies.saved_state import SavedState
+from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.trial.loss_verdict import CannotTry
 from shoal.trial.saved_objects import SavedObjects
-from shoal.trial.untouched import GeneratorStates, devices_of
+from shoal.trial.untouched import devices_of
 
 TOLERANCE = 1e-3
 """Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
@@ -268,8 +268,7 @@ class MicrobatchGathering:
     @contextmanager
     def _leaving_no_trace(self, function: Any) -> Iterator[bool]:
         """Put models, the script and generators back. Yields False if the script cannot be."""
-        models = [SavedState(model) for model in self._models]
-        generators = GeneratorStates(devices_of(self._models))
+        models = [ModelSnapshot(model) for model in self._models]
         objects, can_repeat = SavedObjects(), True
         objects.skip(module for model in self._models for module in model.modules())
         try:
@@ -277,11 +276,10 @@ class MicrobatchGathering:
         except CannotTry:
             can_repeat = False
         try:
-            with redirect_stdout(StringIO()):
+            with redirect_stdout(StringIO()), preserve_rng_state(devices_of(self._models)):
                 yield can_repeat
         finally:
             objects.restore()
-            generators.put_back()
             for state in reversed(models):
                 state.restore()
 
@@ -298,14 +296,11 @@ class _Seeds:
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
         """Draw the numbers of one micro-batch in this context."""
-        before = GeneratorStates(self._devices)
-        torch.manual_seed(derive_seed(self._torch, microbatch))
-        random.seed(derive_seed(self._python, microbatch))
-        np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
-        try:
+        with preserve_rng_state(self._devices):
+            torch.manual_seed(derive_seed(self._torch, microbatch))
+            random.seed(derive_seed(self._python, microbatch))
+            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
             yield
-        finally:
-            before.put_back()
 
 
 def _place_of(function: Any) -> str:

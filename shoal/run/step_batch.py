@@ -16,7 +16,7 @@ from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import BatchSizes
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
-from shoal.strategies.saved_state import SavedState
+from shoal.strategies.module_snapshot import ModelSnapshot
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
@@ -116,7 +116,7 @@ def _without_graph(value: Any) -> Any:
 @contextmanager
 def _state_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     """Put buffers, gradients and counters of the models back afterwards."""
-    saved = [SavedState(model) for model in models]
+    saved = [ModelSnapshot(model) for model in models]
     try:
         yield
     finally:

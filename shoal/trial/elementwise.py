@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.trial.untouched import GeneratorStates
+from shoal.data.seeds import GeneratorStates
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -60,7 +60,7 @@ def optimizer_is_elementwise(optimizer: Optimizer, dim: int = 0) -> OptimizerAns
             warnings.simplefilter("ignore")
             return _tried(optimizer, dim)
     finally:
-        generators.put_back()
+        generators.restore()
 
 
 def _tried(optimizer: Optimizer, dim: int) -> OptimizerAnswer:

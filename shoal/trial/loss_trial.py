@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.data.seeds import GeneratorStates
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
@@ -23,7 +24,7 @@ from shoal.trial.batch_rows import count_rows
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
-from shoal.trial.untouched import GeneratorStates, devices_of
+from shoal.trial.untouched import devices_of
 
 MOST_NEWS = 32
 """Trials beside those of steps 1, 2, 4, 8, ..., for batches of new shapes or labels."""
@@ -186,7 +187,7 @@ class LossTrial:
                 result = compute_loss(*args, **kwargs)
             after = GeneratorStates(devices)
             # What was drawn before the models were called must be drawn again in the trial.
-            before.put_back()
+            before.restore()
             try:
                 num_rows = _num_rows(args, kwargs, batch)
                 with disable_dispatch_modes():
@@ -197,7 +198,7 @@ class LossTrial:
                         )
                     )
             finally:
-                after.put_back()
+                after.restore()
             due, recorder.calls = False, []
             self._take(verdict)
             return result

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from shoal.comm.norm import full_tensor
+from shoal.data.seeds import GeneratorStates
 from shoal.trial.elementwise import (
     STEPS,
     TOLERANCE_OF_STEPS,
@@ -32,7 +33,6 @@ from shoal.trial.elementwise import (
     copy_of,
     step_once,
 )
-from shoal.trial.untouched import GeneratorStates
 
 MOST_LAYOUTS = 8
 """Kinds of shards that are tried."""
@@ -64,13 +64,13 @@ def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole = _stepped(optimizer, layouts, in_shards=False)
-            generators.put_back()
+            generators.restore()
             found = _stepped(optimizer, layouts, in_shards=True)
     except Exception as error:  # noqa: BLE001 - of the optimizer, on all ranks alike
         text = f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
         return OptimizerAnswer(False, f"with sharded ones it fails ({text})")
     finally:
-        generators.put_back()
+        generators.restore()
     start = [value for _ in optimizer.param_groups for value in _numbers(layouts, 0)]
     is_exact = _distance(whole, found) <= TOLERANCE_OF_STEPS * _distance(whole, start)
     return OptimizerAnswer(is_exact, "")

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.strategies.colocation import ColocationRequest
+from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.output_forms import OutputForms
-from shoal.strategies.pipeline.random_streams import preserved_generators
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile
 from shoal.strategies.pipeline.units import UnitCall, Units, enclosing, find_units
-from shoal.strategies.saved_state import SavedState
 
 
 class PlanRequest(NamedTuple):
@@ -107,11 +107,11 @@ def observed_run(
     units: Units, forms: OutputForms | None, function: Callable[[], Any], timed: bool = False
 ) -> UnitProfile:
     """Run the function with all units. The model and the random numbers stay as they were."""
-    saved = SavedState(units.model)
+    saved = ModelSnapshot(units.model)
     profile = UnitProfile(units, forms, timed)
     try:
         with (
-            preserved_generators(units.device),
+            preserve_rng_state([units.device]),
             units.watched(),
             units.observed_by(profile),
             profile,

@@ -114,11 +114,6 @@ class P2PLink:
         while in_flight and self._num_sent[receiver] - len(in_flight) < count:
             in_flight.popleft()[0].wait()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Return how many sent tensors are still alive for their sends."""
-        return sum(map(len, self._in_flight.values()))
-
     def post_recv(self, meta: TensorMeta, sender: int) -> PendingRecv:
         """Post a receive of one tensor and return at once."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.axis.device)
