@@ -79,6 +79,16 @@ def test_batchnorm_over_all_ranks_trains_as_on_one_device(ranks: int) -> None:
         assert not any("BatchNorm" in line for line in lines)
 
 
+def test_batchnorm_of_stages_takes_statistics_over_the_ranks_that_hold_them() -> None:
+    synced = {"sync_batchnorm": True, "batch_size": 8}
+    cases: list[Case] = [
+        ("pipeline=2,microbatches=1,ddp", script.batchnorm_model, script.plain_loss, synced),
+        ("pipeline=2,schedule=naive,zero1", script.batchnorm_model, script.plain_loss, synced),
+    ]
+    for lines in check_equal(4, cases):
+        assert not any("BatchNorm" in line for line in lines)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_global_draws_train_as_on_one_device(ranks: int) -> None:
     cases: list[Case] = [
