@@ -25,5 +25,5 @@ class StepOutput(NamedTuple):
 
 
 def numbers_at_hand(totals: Tensor) -> list[float] | None:
-    """Return the totals as Python's numbers; None on a device, where that would wait for the step."""
+    """Return the totals as numbers; None on a device, where that would wait for the step."""
     return totals.tolist() if totals.is_cpu else None
