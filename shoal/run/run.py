@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
-from shoal.errors import UsageError
+from shoal.errors import DataError, UsageError
 from shoal.run import train_state
 from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
+from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
+from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.step_batch import example_of, make_batch
 from shoal.run.step_trials import StepTrials
@@ -67,6 +69,7 @@ class Run:
             mesh, strategies, settings, loss_scale, announce, tracing, self._guards
         )
         self._gathering = RowGathering(mesh, settings.accumulate)
+        self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(self._prepared, self._guards, announce)
 
     def prepare(self, *things: Any) -> Any:
@@ -139,7 +142,7 @@ class Run:
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        with self._gathering.step(local_batch):
+        with self._gathering.step(local_batch), self._memory.explaining(local_batch):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             output = self._step_of(local_batch).forward_backward(local_batch)
@@ -240,6 +243,15 @@ class Run:
         """True if all ranks take each step together, so that a step has global gradients."""
         return self._local_model().strategy_state.is_synchronous
 
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradients of the last `forward_backward` were finite on all ranks.
+
+        Else its step is skipped: `optimizer.step()` leaves the weights as they are. Under `local`,
+        `diloco` and servers with staleness it is about this rank alone.
+        """
+        return self._prepared.nonfinite_steps.is_finite
+
     def wait(self) -> None:
         """Wait until this rank holds the weights of the last step, before you read parameters.
 
@@ -257,6 +269,23 @@ class Run:
         Returns: True if the weights differed.
         """
         return self._local_model().strategy_state.synchronize()
+
+    def check_replicas(self) -> list[str]:
+        """Compare the bits of weights and optimizer state on ranks that hold the same. Collective.
+
+        Where three ranks or more hold the same, those that differ from the majority get its bits.
+        Shards of zero have no replicas, and are not compared; nor are the ranks of strategies that
+        step by themselves.
+
+        Returns: a sentence for each rank that was wrong, the same on every rank.
+
+        Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
+        """
+        local_model = self._local_model()
+        self.wait()
+        sentences = check_replicas(local_model, self._prepared.optimizers, self.mesh)
+        self._guards.accept_weights()  # those that were healed
+        return sentences
 
     def edit(self) -> AbstractContextManager[None]:
         """Return a context in which you may write weights, the same on all ranks. Collective.
@@ -300,7 +329,8 @@ class Run:
         """
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
-        on_device = batch.to(self.device, non_blocking=True)
+        # Towards the CPU, a copy that nobody waits for would be read before it is there.
+        on_device = batch.to(self.device, non_blocking=self.device.type != "cpu")
         self._prepared.sizes.track(batch, on_device)
         return on_device
 
@@ -353,9 +383,13 @@ class Run:
         `tensors` are the same on every rank, `info` consists of JSON values, `private`
         is this rank's random state. After `load_state` the run goes on bit for bit at the same
         number of ranks.
+
+        Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
+            `nonfinite="ignore"`.
         """
         resumable = self._train_state()
         self.synchronize()
+        self._prepared.nonfinite_steps.check_weights()
         return resumable.state()
 
     def layout_of(self) -> Callable[[str], Tensor | None]:
@@ -366,21 +400,37 @@ class Run:
         return train_state.layout_of(self._local_model())
 
     def load_state(
-        self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
+        self,
+        tensors: Mapping[str, Tensor],
+        info: Mapping[str, Any],
+        private: Mapping[str, Tensor],
+        accept_data: bool = False,
     ) -> list[str]:
         """Load what `state` returned. Collective; call it after `prepare`.
 
         Args:
             private: this rank's own; empty if the number of ranks has changed.
+            accept_data: go on although the data set has shrunk, grown or changed. The position in
+                the epoch stays the same number of samples.
 
-        Returns: sentences about state that was lost with a change of the number of ranks.
+        Returns: sentences about data that has changed, and about state that was lost with a change
+            of the number of ranks.
+
+        Raises: DataError: the data set of a prepared loader is not the one of the saved run.
         """
         resumable = self._train_state()
         train_state.check_complete(info)
+        change = resumable.check_data(info)
+        if change and not accept_data:
+            raise DataError(
+                f"{change}. Some samples of the epoch would come twice, and others never. Restore "
+                "the data, begin a new run, or accept it: run.load_state(..., accept_data=True), "
+                "--train.accept_data changed."
+            )
         self.wait()
         notes = resumable.load(tensors, info, private)
         self._guards.accept_weights()
-        return notes
+        return [f"{change}; accepted", *notes] if change else notes
 
     def _train_state(self) -> train_state.TrainState:
         local_model, prepared = self._local_model(), self._prepared

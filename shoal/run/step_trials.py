@@ -9,6 +9,7 @@ after the step   all ranks raise together, before the optimizer steps
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from torch import Tensor
 
@@ -35,10 +36,10 @@ class StepTrials:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
-        if self._trial is None:
-            self._trial = self._make()
-        trial = self._trial
-        with self._guards.in_step():
+        with self._guards.in_step(), ExitStack() as stack:
+            if self._trial is None:
+                self._trial = self._make(stack.enter_context(self._whole_models()))
+            trial = self._trial
             watched: base.LocalBatch = trial.before_step(batch)
         return watched._replace(objection=lambda: trial.objection)
 
@@ -52,9 +53,19 @@ class StepTrials:
         if trial is not None and (totals.device.type == "cpu" or trial.is_scheduled):
             trial.after_step(round(totals[base.OBJECTIONS].item()))
 
-    def _make(self) -> LossTrial:
+    def _whole_models(self) -> AbstractContextManager[bool]:
+        """Return a context that yields True if this rank can run the models alone in it.
+
+        Collective.
+        """
+        model = self._prepared.local_model()
+        if model.outside_step.whole_models is not None:
+            return model.outside_step.whole_models()
+        is_divided = model.pass_traits.collective_forward or model.has_sharded_params
+        return nullcontext(not is_divided)
+
+    def _make(self, whole_models: bool) -> LossTrial:
         prepared = self._prepared
-        model = prepared.local_model()
         mesh = prepared.mesh
         stages = 2 if mesh.pipeline.size > 1 else 1  # there are several micro-batches then
         return LossTrial(
@@ -62,5 +73,5 @@ class StepTrials:
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
             runs_once=stages == 1,
-            whole_models=not (model.pass_traits.collective_forward or model.has_sharded_params),
+            whole_models=whole_models,
         )

@@ -17,6 +17,7 @@ from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
+from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.random_notes import noting_draws
 from shoal.run.tracing import Tracing
@@ -60,6 +61,7 @@ class TrainingStep:
         loss_scale_guard: None without fp16.
         tracing: None without a trace.
         guards: of the prepared models; they are told when passes begin and end.
+        nonfinite_steps: judges each step.
         notes: who is told what makes the first step differ from one device's.
     """
 
@@ -71,9 +73,11 @@ class TrainingStep:
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
         guards: Guards,
+        nonfinite_steps: NonfiniteSteps,
         notes: FirstStepNotes,
     ) -> None:
         self._guards = guards
+        self._nonfinite_steps = nonfinite_steps
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
@@ -88,6 +92,7 @@ class TrainingStep:
         if self.optimizer_in_backward is not None:
             batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
         batch = batch._replace(sum_counts=self._sum_counts())
+        batch = self._nonfinite_steps.begin(batch)
         result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
@@ -95,12 +100,13 @@ class TrainingStep:
         local_step.rescale_by_count(self._local_model, result, batch.global_batch_size)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
+        self._nonfinite_steps.judge(result.step_totals, earlier.values())
         add_gradients(earlier)
         totals = result.step_totals
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = _mean_loss(result, batch.global_batch_size)
-        # The loss scale of fp16 looks for overflows, and skips steps.
-        self._guards.after_step(None if self._loss_scale_guard is not None else loss)
+        is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
+        self._guards.after_step(None if is_judged else loss)
         return StepOutput(loss, extra, totals)
 
     def _sum_counts(self) -> Any:

@@ -55,10 +55,13 @@ def exchange_slices(
 ) -> Steps:
     """Write and read `count` slices, as in the drawing above.
 
+    All ranks compare their calls in the first phase, also those that read nothing: a rank with
+    another root would go on with other values than its peers.
+
     Args:
         write: writes a slice into a slot; None if this rank has nothing to write.
         read: reads a slice from a slot; None if this rank needs nothing.
-        root: the rank that must have published before a read; None for all ranks.
+        root: the rank that must have published before a later read; None for all ranks.
     """
     first = board.phase + 1
     for index in range(count + 1):
@@ -68,12 +71,12 @@ def exchange_slices(
                 yield board.all_at_phase, first + index - MAX_PHASES_AHEAD
                 write(index, (first + index) % SLOTS)
             board.publish()
+        written = first + index - 1
+        if index == 1 or (index and read is not None and root is None):
+            yield board.all_reached, written
+        elif index and read is not None:
+            yield board.has_reached, (written, root)
         if index and read is not None:
-            written = first + index - 1
-            if root is None:
-                yield board.all_reached, written
-            else:
-                yield board.has_reached, (written, root)
             read(index - 1, written % SLOTS)
 
 

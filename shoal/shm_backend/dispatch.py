@@ -24,7 +24,7 @@ from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import can_reduce
-from shoal.shm_backend.tensor_utils import pairs, shares_memory
+from shoal.shm_backend.tensor_utils import pairs, shares_memory, write_back
 from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
 
@@ -136,20 +136,21 @@ class CollectiveDispatch(Base):
             results: the value of the call's future.
             size_bytes: for the trace; computed from the signature if 0.
         """
+        if torch.is_inference_mode_enabled():
+            # A thread may finish the call, and it is not in that mode.
+            with torch.inference_mode(False):
+                return self._run(call, start, outputs, flats, results, opts, size_bytes)
         assert self._queue is not None
-        queue, is_sync = self._queue, not opts.asyncOp
+        queue = self._queue
         begin = start
         if not all(shares_memory(flat, out) for flat, out in zip(flats, outputs, strict=True)):
             begin = partial(_copy_back, flats, outputs, start)
         if self.recorder is None:
-            return queue.call(*call, begin, results, is_sync)
-        kind, root = call[0].kind, call[0].root
+            return queue.call(*call, begin, results, opts)
         size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
-        flight = self.recorder.start(
-            kind, size_bytes, self._label, self._ranks_waited_for(kind, root)
-        )
+        flight = self.recorder.start(call[0].kind, size_bytes, self._label, self._peer_ranks())
         return trace_steps(
-            self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, is_sync)
+            self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, opts)
         )
 
     def _run_each(
@@ -234,7 +235,7 @@ class CollectiveDispatch(Base):
         return tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
 
     def _ranks_waited_for(self, kind: str, root: int) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for in a call of this kind."""
+        """Return the global ranks that this rank waits for in a call of Gloo of this kind."""
         if kind in ("broadcast", "scatter"):
             return () if root == self.rank() else (self._ranks[root],)
         if kind in ("reduce", "gather"):
@@ -249,7 +250,7 @@ def _copy_back(
     yield from start()
     for flat, tensor in pairs(flats, tensors):
         if not shares_memory(flat, tensor):
-            tensor.data.copy_(flat.view(tensor.shape))
+            write_back(flat, tensor)
 
 
 def _in_sequence(

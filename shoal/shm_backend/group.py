@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from shoal.platform.torch_private.c10d import Options, add_backend
+from shoal.platform.torch_private.c10d import Options, add_backend, timeout_of
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
@@ -65,6 +65,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._label = label
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
+        self._gloo = gloo
         self._ranks = list(ranks) or list(range(size))
         self._signatures = {}
         self._fast_paths = {}
@@ -72,7 +73,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
         self._native_calls: NativeCalls | None = None
-        self._timeout_s = timeout.total_seconds()
         self._host_ranks: Sequence[int] = ()
         if shared_memory:
             topology = rendezvous(PrefixStore("meeting", store), rank, size)
@@ -100,7 +100,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
             self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:
             self._inter_host = InterHost(store, topology.hosts, self.rank(), timeout)
-        waiter = Waiter(self._board, self._peers, timeout.total_seconds(), spin_s)
+        waiter = Waiter(self._board, self._peers, self._timeout_s, spin_s)
         self._queue = CallQueue(waiter, f"{self._ranks}")
 
     def _join_board(
@@ -113,6 +113,10 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         peers = {host_ranks.index(rank): segment for rank, segment in attached.items()}
         names = [self._ranks[rank] for rank in host_ranks]
         return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names)
+
+    def _timeout_s(self) -> float:
+        """Return the present timeout. torch changes that of the Gloo backend, which it knows."""
+        return timeout_of(self._gloo).total_seconds()
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"

@@ -67,10 +67,11 @@ class SlotViews:
         self.length = length
         starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
         nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
-        self.full = [
-            [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
-            for start in starts
-        ]
+        with torch.inference_mode(False):  # later calls outside that mode write into them too
+            self.full = [
+                [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
+                for start in starts
+            ]
         step = -(-length // (self.size * 64)) * 64
         self.bounds = [
             (min(step * piece, length), min(step * (piece + 1), length))

@@ -14,7 +14,13 @@ from shoal.shm_backend import collectives, inter_host
 from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
 from shoal.shm_backend.native import CODES
 from shoal.shm_backend.phase_board import Steps
-from shoal.shm_backend.tensor_utils import flattened, is_flat_contiguous, pairs, rows_of
+from shoal.shm_backend.tensor_utils import (
+    flattened,
+    flattened_apart,
+    is_flat_contiguous,
+    pairs,
+    rows_of,
+)
 
 
 class Reductions(CollectiveDispatch):
@@ -33,9 +39,7 @@ class Reductions(CollectiveDispatch):
             and is_flat_contiguous(tensor)
         ):
             assert self._queue is not None
-            return self._queue.call(
-                *fast.call, lambda: fast.steps(tensor), tensors, not opts.asyncOp
-            )
+            return self._queue.call(*fast.call, lambda: fast.steps(tensor), tensors, opts)
         operation = OPERATIONS.get(op_code, "")
         if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
@@ -54,7 +58,7 @@ class Reductions(CollectiveDispatch):
         operation = OPERATIONS.get(opts.reduceOp.op.value, "")
         if not all(self._supports(tensor, operation, over_hosts=True) for tensor in tensors):
             return self._fall_back_to_gloo("allreduce_coalesced", tensors, tensors, opts)
-        flats = [flattened(tensor) for tensor in tensors]
+        flats = flattened_apart(tensors)
         return self._run_each(
             "all_reduce",
             [(flat, partial(self._all_reduce, flat, operation)) for flat in flats],

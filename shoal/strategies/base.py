@@ -29,9 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
 from shoal.strategies.colocation import Colocation, ColocationRequest
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import StrategyOptions
+from shoal.strategies.outside_step import NEEDS_NOTHING, OutsideStep, no_op
 from shoal.strategies.remote_optimizer import RemoteOptimizer
 from shoal.strategies.state import STATELESS, StrategyState
 
@@ -45,10 +47,13 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 12 summed values, objections."""
+"""Length of the totals: loss sum, count, stop requests, up to 11 summed values, gradients that are
+not finite, objections."""
 OBJECTIONS = TOTALS_LENGTH - 1
 """Index of the number of ranks whose trial has found that the loss is no mean over samples."""
-MAX_SUMMED = OBJECTIONS - SUMMED
+NONFINITE = TOTALS_LENGTH - 2
+"""Index of a number above 0 if a rank has found a gradient that is not finite before it sent it."""
+MAX_SUMMED = NONFINITE - SUMMED
 """Numbers that `loss_terms.summed` can mark in a step."""
 
 
@@ -93,6 +98,8 @@ class LocalBatch(NamedTuple):
     """Index of the first sample within the global batch, if the sizes are known."""
     objection: Callable[[], int] | None = None
     """Returns 1 if this rank objects to the loss, once `compute_loss` has returned. None: no."""
+    note_loss: Callable[[Tensor], None] | None = None
+    """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
 
@@ -178,29 +185,6 @@ class Planning:
     """Requests of later strategies for modules that must lie in one pipeline stage."""
 
 
-def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the models: nothing is to be done around it."""
-    return function(*args, **kwargs)
-
-
-def no_op() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class OutsideStep:
-    """Needs of the models outside of training steps. The default needs nothing."""
-
-    call: Callable[..., Any] = plain_call
-    """Call (function, *args, **kwargs): the function may call the models, for example to evaluate
-    them. Every rank of a collective forward pass must make the call.
-    """
-    reshard: Callable[[], None] = no_op
-    """Free the parameters that a forward pass without a backward pass has gathered."""
-    close: Callable[[], None] = no_op
-    """Release what the strategies have put around the models, before they are applied again."""
-
-
 @dataclass(frozen=True)
 class LocalModel:
     """The model that one rank holds, and how it takes a step.
@@ -224,7 +208,7 @@ class LocalModel:
     """Bring new values to all ranks that read them, or wait until they are there."""
     strategy_state: StrategyState = STATELESS
     """State that the strategy itself keeps from step to step, for checkpoints."""
-    outside_step: OutsideStep = OutsideStep()
+    outside_step: OutsideStep = NEEDS_NOTHING
     """Needs of the models when they are called outside of steps."""
     pass_traits: PassTraits = field(default_factory=PassTraits)
     """Facts about the passes that `forward` and `run` make through `module`."""
@@ -232,6 +216,8 @@ class LocalModel:
     """How `module` lies in a pipeline."""
     planning: Planning = Planning()
     """Facts that strategies may look at before they divide the model."""
+    finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    """Looks for values that are not finite. All local models of a run share one."""
     summary_lines: tuple[str, ...] = ()
     """Lines for the beginning of a run: which layers are divided, and how."""
 

@@ -54,7 +54,7 @@ class Zero1(ZeroOptions, Strategy):
             )
         if mesh.data.size == 1 and not self.offload:
             return model
-        ensure_group()
+        ensure_group(mesh.device)
         mesh.data.broadcast_module(model.module)
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
@@ -66,7 +66,12 @@ class Zero1(ZeroOptions, Strategy):
             run=engine.run,
             trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
-            outside_step=replace(model.outside_step, call=engine.call, reshard=engine.release),
+            outside_step=replace(
+                model.outside_step,
+                call=engine.call,
+                reshard=engine.release,
+                whole_models=engine.whole_models,
+            ),
             pass_traits=replace(
                 model.pass_traits,
                 collective_forward=True,

@@ -1,0 +1,58 @@
+"""Dropout is off in scripts without Shoal, whose ranks draw masks that one process cannot draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional
+
+from shoal.verification.script.run_record import RankRecord
+
+_FUNCTIONS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+)
+_NOTE = "dropout is off in both runs: without Shoal nobody can draw the masks of one device."
+
+
+def turn_off(record: RankRecord) -> list[Callable[[], None]]:
+    """Let functions of dropout return their input; return functions that put them back.
+
+    Args: record: of this rank; it gets a note, and says if Shoal draws for the script.
+    """
+    undo: list[Callable[[], None]] = []
+    for name in (*_FUNCTIONS, "scaled_dot_product_attention"):
+        original = getattr(torch.nn.functional, name)
+        replacement = _without_p if name in _FUNCTIONS else _without_dropout_p
+        setattr(torch.nn.functional, name, replacement(original, record))
+        undo.append(partial(setattr, torch.nn.functional, name, original))
+    return undo
+
+
+def _without_p(original: Any, record: RankRecord) -> Any:
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if training and p > 0 and not record.by_shoal:
+            _tell(record)
+            p = 0.0
+        return original(input, p, training, inplace)
+
+    return dropout
+
+
+def _without_dropout_p(original: Any, record: RankRecord) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any
+    ) -> Any:
+        if dropout_p > 0 and not record.by_shoal:
+            _tell(record)
+            dropout_p = 0.0
+        return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)
+
+    return attention
+
+
+def _tell(record: RankRecord) -> None:
+    if _NOTE not in record.notes:
+        record.notes.append(_NOTE)
