@@ -65,7 +65,7 @@ class Run(StatefulRun):
         self._settings = settings
         self._tracing = tracing
         self._stop_requested = False
-        self._gathering = RowGathering(mesh, settings.accumulate)
+        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
 
@@ -77,8 +77,8 @@ class Run(StatefulRun):
         A loader yields this rank's share of every global batch of `loader.batch_size` samples.
 
         It may be called again: with another loader; with a frozen model, such as a teacher; with a
-        new optimizer in the place of one that has the same parameters. Where every rank holds
-        whole parameters (ddp), also after layers were frozen or thawed, and with further models.
+        new optimizer in the place of one that has the same parameters. Under ddp and zero also
+        after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
 
@@ -146,7 +146,13 @@ class Run(StatefulRun):
         try:
             if is_mean_of_rows:
                 local_batch = self._trials.before_step(local_batch)
-            output = self._step_of(local_batch).forward_backward(local_batch)
+            step = self._step_of(local_batch)
+            if self._settings.accumulate > 1 and self._settings.draws == "rank":
+                with self._prepared.in_step():
+                    local_batch = self._gathering.before_passes(
+                        local_batch, compute_loss, self._prepared.local_model()
+                    )
+            output = step.forward_backward(local_batch)
             self._trials.after_step(output)
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)

@@ -20,7 +20,7 @@ from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.random_notes import noting_draws
-from shoal.run.step_output import StepOutput
+from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 
@@ -89,7 +89,7 @@ class TrainingStep:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
-        numbers = totals.tolist() if totals.is_cpu else None
+        numbers = numbers_at_hand(totals)
         divisor = local_step.loss_divisor(result, batch.global_batch_size, numbers)
         if result.is_sum_and_count:
             local_step.rescale_by_count(self._local_model, batch.global_batch_size, divisor)

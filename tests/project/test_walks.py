@@ -74,3 +74,9 @@ def test_a_step_enters_the_files_of_the_walk_in_their_order(title: str, strategy
         assert [file for file in entered if file in walk] == walk
         deciding = {file for file in entered if file.startswith(DECIDING)}
         assert deciding - set(walk) <= HELPERS
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", PAGE)) - {"utils.py"}
+    paths = [path.as_posix() for path in PACKAGE.parent.rglob("*.py") if ".venv" not in path.parts]
+    assert [name for name in sorted(named) if not any(p.endswith(f"/{name}") for p in paths)] == []
