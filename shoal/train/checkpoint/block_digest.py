@@ -13,6 +13,7 @@ can write its manifest too. Files that are parsed keep their SHA-256.
 
 from __future__ import annotations
 
+import io
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +50,14 @@ class BlockDigest:
             position += count
             self._filled = end
             if end == BLOCK_BYTES:
+                self._absorb()
+
+    def read(self, file: io.RawIOBase) -> None:
+        """Add all that is left of an unbuffered file, without a copy."""
+        while count := file.readinto(memoryview(self._bytes)[self._filled :]):
+            self._length += count
+            self._filled += count
+            if self._filled == BLOCK_BYTES:
                 self._absorb()
 
     def hexdigest(self) -> str:
