@@ -119,11 +119,11 @@ def replicated_tensors(
 
 def _plain_parts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors that a tensor consists of, such as codes and scales of 8 bits."""
-    local = to_local(value)
+    local: Any = to_local(value)
     if not is_made_of_tensors(local):
         yield "", local
         return
-    for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for name in local.__tensor_flatten__()[0]:
         for at, part in _plain_parts(getattr(local, name)):
             yield f" {name}{at}", part
 

@@ -54,7 +54,8 @@ class BlockDigest:
 
     def read(self, file: io.RawIOBase) -> None:
         """Add all that is left of an unbuffered file, without a copy."""
-        while count := file.readinto(memoryview(self._bytes)[self._filled :]):
+        buffer: Any = self._bytes
+        while count := file.readinto(buffer[self._filled :]):
             self._length += count
             self._filled += count
             if self._filled == BLOCK_BYTES:
