@@ -18,7 +18,8 @@ PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py", "run/prepared.py"),
-    *("run/nonfinite_steps.py", "strategies/finite_check.py", "strategies/outside_step.py"),
+    *("run/step_output.py", "run/guards/process_wide.py", "strategies/outside_step.py"),
+    *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/loss_watch.py", "run/guards/foreign_optimizer.py"),
     *("run/guards/group_numbers.py", "run/guards/mixed_shards.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),

@@ -89,7 +89,7 @@ STRATEGIES = [
 def reads_of(strategies: list[str]) -> dict[str, dict[str, int]]:
     """Return for each strategy the reads of its fourth to sixth step."""
     # Not the device of the tensors, as on a mesh of GPUs.
-    Axis.host_device = property(lambda self: torch.device("cpu", 0))  # type: ignore[method-assign,assignment]
+    setattr(Axis, "host_device", property(lambda self: torch.device("cpu", 0)))  # noqa: B010
     found = {}
     for strategy in strategies:
         run, model = (
