@@ -6,9 +6,8 @@ It runs on any number of processes, whatever number has trained, and the result 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from shoal.cli import execution
+from shoal.cli import argument_types, execution
 
 HELP = "evaluate a run on every validation sample"
 EXAMPLES = """\
@@ -18,9 +17,12 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=argument_types.path, help="run directory")
     parser.add_argument(
-        "-n", "--processes", type=int, help="processes on this machine (default: 1)"
+        "-n",
+        "--processes",
+        type=argument_types.processes,
+        help="processes on this machine (default: 1)",
     )
     parser.add_argument(
         "--checkpoint",

@@ -7,8 +7,8 @@ import json
 import sys
 import traceback
 
-from shoal.cli import job_options
-from shoal.errors import ShoalError
+from shoal.cli import argument_types, job_options
+from shoal.errors import ConfigError, ShoalError, printable
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
 EXAMPLES = """\
@@ -23,9 +23,17 @@ process
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, "processes to compare with one (default: 2)")
     parser.add_argument(
-        "--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)"
+        "--steps",
+        type=argument_types.integer(1, 1_000_000),
+        default=5,
+        help="optimizer steps, SGD with momentum (default: 5)",
     )
-    parser.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
+    parser.add_argument(
+        "--tolerance",
+        type=argument_types.tolerance,
+        default=1e-10,
+        help="relative (default: 1e-10)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -38,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _verdict(options)
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        print(f"shoal: {printable(str(error))}", file=sys.stderr)
     except Exception:  # noqa: BLE001 - see above
         traceback.print_exc()
     return 2
@@ -50,7 +58,11 @@ def _verdict(options: argparse.Namespace) -> int:
     settings, line, notes = job_options.settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    from shoal.train import job_precheck
     from shoal.train.job_verification import verify_config
+
+    if problems := job_precheck.problems(settings.job):
+        raise ConfigError(problems)
 
     verdict = verify_config(settings.job, line, ranks, options.steps, options.tolerance)
     print(json.dumps(verdict.to_json()) if options.json else verdict)
