@@ -25,6 +25,10 @@ from shoal.launch.helper_spawner import HelperSpawner
 from shoal.trace.recorder import Recorder
 
 TIMEOUT = timedelta(minutes=30)
+GPU_BACKENDS = "cpu:gloo,cuda:nccl"
+"""The backends of a world with GPUs. torch makes no second backend beside one that is written in
+Python, such as `shoal`, so it has Gloo for the CPU.
+"""
 
 
 class Closeable(Protocol):
@@ -145,12 +149,16 @@ def register_cleanup(holder: Closeable) -> None:
     _cleanups.add(holder)
 
 
-def ensure_group() -> None:
-    """Make a process group for a world of one, because torch's engines need one in any world."""
+def ensure_group(device: torch.device) -> None:
+    """Make a process group for a world of one, because torch's engines need one in any world.
+
+    Args: device: of this rank.
+    """
     if not dist.is_initialized():
         # torch documents HashStore, but its stubs leave it out.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        backend = GPU_BACKENDS if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         atexit.register(shutdown)
 
 
@@ -201,10 +209,7 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
 
 def _init_default_group(place: RankInfo, device: torch.device) -> None:
     """Make the default process group, and close it at exit. Collective."""
-    # torch makes no second backend beside one that is written in Python, so a mesh with GPUs has
-    # Gloo for the CPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
-    join_world(place, backend, TIMEOUT)
+    join_world(place, GPU_BACKENDS if device.type == "cuda" else "cpu:shoal", TIMEOUT)
     # A group that is open while the interpreter shuts down can end a good run with an error.
     atexit.register(shutdown)
 

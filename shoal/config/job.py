@@ -149,6 +149,22 @@ class TrainConfig:
         "random numbers of a step, such as dropout masks: rank, a stream of each rank's own; "
         "global, those of one device, which takes time",
     )
+    nonfinite: Literal["skip", "stop", "ignore"] = setting(
+        "skip",
+        "step whose loss or gradients are NaN or infinite on any rank: skip, all ranks leave it "
+        "out; stop, the run ends; ignore, it is taken",
+    )
+    max_nonfinite: int = setting(10, "skipped steps in a row that end the run", POSITIVE)
+    check_replicas: int | None = setting(
+        100,
+        "steps between comparisons of the weights' bits on ranks that hold the same; also before "
+        "each save",
+        POSITIVE,
+    )
+    accept_data: Literal["same", "changed"] = setting(
+        "same",
+        "data that a resumed run goes on with: same, else it is refused; changed, whatever it is",
+    )
     clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
     label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
     mixup: float = setting(0.0, "alpha of mixup; 0 is off", NOT_NEGATIVE)
@@ -256,6 +272,12 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
     keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
     asynchronous: bool = setting(False, "save beside training; the last save is waited for")
+    last_save_wait_s: int = setting(
+        300, "seconds in which a last save that failed is tried again", NOT_NEGATIVE
+    )
+    second_place: str | None = setting(
+        None, "directory for the last save, if the run directory has no room after that wait"
+    )
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 
@@ -283,8 +305,8 @@ class Job:
     seed: int = setting(0, "from which every random number follows", SEED)
     strategy: str = setting(
         "ddp",
-        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, "
-        "server=N, local=H, "
+        "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
+        "pipeline=P, server=N, local=H, "
         "diloco=H, recompute=K; with commas between them several at once",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)

@@ -8,11 +8,12 @@ import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
+from shoal.launch.output import Output
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision, arrived, caught
 
@@ -24,7 +25,7 @@ def run(
     args: tuple[Any, ...],
     processes: int,
     environment: Mapping[str, str] = NO_VARIABLES,
-    output: Literal["first", "all"] = "first",
+    output: Output = "first",
     grace_s: float = 60.0,
     preload: Sequence[str] = preloads.TRAINING,
     torch_store: bool = True,
@@ -87,7 +88,7 @@ def run_script(
     argv: list[str],
     processes: int,
     environment: Mapping[str, str] = NO_VARIABLES,
-    output: Literal["first", "all"] = "first",
+    output: Output = "first",
     grace_s: float = 60.0,
 ) -> int:
     """Run the Python file `path` with the arguments `argv` in each of `processes` ranks.

@@ -48,7 +48,13 @@ TOOLS = (
 )
 
 
-def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+def run(
+    processes: int,
+    target: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60.0,
+    gpus: bool = False,
+) -> list[T]:
     """Call `target(*args)` in `processes` ranks, with the default process group (backend "shoal")
     initialised.
 
@@ -57,6 +63,8 @@ def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float =
         target: a function at the top of a module that can be imported.
         args: picklable values, tensors included; every rank gets its own copies.
         timeout_s: limit for all ranks together, and for each collective.
+        gpus: the ranks see this machine's GPUs, and the group has the backends of a world with
+            GPUs. Without it they are on the CPU, whatever the machine has.
 
     Returns:
         The result of each rank, by rank.
@@ -65,16 +73,22 @@ def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float =
         LaunchError: with the full traceback of the rank that failed first, or with the stacks of
             the ranks that had not finished in time. All ranks have ended by then.
     """
-    with start(processes, target, *args, timeout_s=timeout_s) as world:
+    with start(processes, target, *args, timeout_s=timeout_s, gpus=gpus) as world:
         return world.results()
 
 
-def start(processes: int, target: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> World:
+def start(
+    processes: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    gpus: bool = False,
+) -> World:
     """Start ranks as `run` does, and return at once. Use the result as a context manager, so that
     no rank remains when a test fails.
     """
     tools = [*preload.TRAINING, *(name for name in TOOLS if name in sys.modules)]
-    arguments = (target, args, timeout_s)
+    arguments = (target, args, timeout_s, gpus)
     ranks = start_ranks(
         _in_group,
         arguments,
@@ -176,10 +190,13 @@ class World:
         return "\n\n".join([head, *failed, *(text.getvalue() for text in hanging.values())])
 
 
-def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
+def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float, gpus: bool) -> T:
+    if not gpus:  # a rank would take one, and the group of the CPU could not send from it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from shoal.comm import mesh
 
-    mesh.join_world(read(os.environ), "cpu:shoal", timedelta(seconds=timeout_s))
+    backend = mesh.GPU_BACKENDS if gpus else "cpu:shoal"
+    mesh.join_world(read(os.environ), backend, timedelta(seconds=timeout_s))
     value = target(*args)
     mesh.shutdown()
     return value

@@ -82,6 +82,18 @@ def lock(job: Job) -> IO[str]:
     return lock
 
 
+def make_again(job: Job) -> IO[str] | None:
+    """Make the run directory again if it was removed while the run trains. For one process.
+
+    Returns: the new lock; None if the directory is there.
+
+    Raises: ConfigError: it cannot be made.
+    """
+    if (Path(job.directory) / CONFIG).exists():
+        return None
+    return lock(job)
+
+
 def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
     """Call `lock` on rank 0, and return the lock there. Collective.
 

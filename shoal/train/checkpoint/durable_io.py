@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.platform.files import atomic_write
 
@@ -27,28 +27,40 @@ class DurableFile(io.FileIO):
             super().close()
 
 
-class HashedFile(DurableFile):
-    """A durable file with the SHA-256 of its contents, which must be written in order."""
+class Digest(Protocol):
+    """A digest of bytes that come in pieces."""
 
-    def __init__(self, path: Path) -> None:
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class HashedFile(DurableFile):
+    """A durable file with a digest of its contents, which must be written in order."""
+
+    def __init__(self, path: Path, digest: Digest) -> None:
         super().__init__(path)
-        self.sha256 = hashlib.sha256()
+        self.digest = digest
         self.size_bytes = 0
 
     def write(self, data: Any) -> int:
         written = super().write(data)
-        self.sha256.update(memoryview(data).cast("B")[:written])
+        self.digest.update(memoryview(data).cast("B")[:written])
         self.size_bytes += written
         return written
 
 
 @contextmanager
-def durable_stream(path: Path) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
+def durable_stream(
+    path: Path, digest: Digest | None = None
+) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
     """Open `path` for writing. Yield the file, which has the digest, and a buffered stream.
 
     At the end the stream is flushed, fsynced and closed.
+
+    Args: digest: SHA-256 by default.
     """
-    file = HashedFile(path)
+    file = HashedFile(path, hashlib.sha256() if digest is None else digest)
     with io.BufferedWriter(file, buffer_size=1 << 20) as stream:
         yield file, stream
 
