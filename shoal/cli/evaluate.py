@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--processes",
-        type=argument_types.processes,
+        type=argument_types.processes_or_fewer,
         help="processes on this machine (default: 1)",
     )
     parser.add_argument(

@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=argument_types.integer(0, 1_000_000),
+        type=argument_types.integer(-(2**63), 1_000_000),
         help="with -n: how often a run goes on by itself when a process was killed (default: 3)",
     )
 
@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
 def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:
     """Return how often this command may start its ranks again; None if it starts none."""
     given = options.restarts
+    if given is not None and given < 0:
+        raise UsageError(f"--restarts {given}: must not be negative")
     if info.world == 1 and options.processes is not None:
         from shoal.train.supervised_run import RESTARTS
 

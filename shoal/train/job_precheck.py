@@ -69,7 +69,8 @@ def _data(job: Job) -> Iterator[str]:
             needed = [root / job.data.train_split, root / job.data.validation_split]
         for directory in needed:
             if not directory.is_dir():
-                yield f"data.path: {name} needs the directory {directory}, which is not there"
+                files = name.replace("cifar", "cifar-")
+                yield f"data.path: there is no directory {directory} with the files of {files}"
 
 
 def _optimizer(job: Job) -> Iterator[str]:
