@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
@@ -160,7 +159,7 @@ def _problem_of_class_path(text: str) -> str:
     """Return why MODULE:CLASS cannot be; empty if only importing it can tell."""
     module, _, name = text.partition(":")
     is_path = all(part.isidentifier() for part in [*module.split("."), name])
-    if is_path and find_spec(module.partition(".")[0]) is not None:
+    if is_path:
         return ""
     return (
         f"there is no '{text}'; a strategy of one's own is MODULE:CLASS, with the module on the "

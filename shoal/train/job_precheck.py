@@ -23,7 +23,7 @@ NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_pa
 
 def problems(job: Job) -> list[str]:
     """Return a line for each thing that a job names and that is not there."""
-    found = [*_imports(job), *_weights(job), *_optimizer(job)]
+    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job)]
     if not job.imports:  # otherwise its files may register the names
         found += [*_data(job), *_model(job)]
     return found
@@ -51,6 +51,13 @@ def _imports(job: Job) -> Iterator[str]:
 
 def _aliases(node: ast.AST) -> list[ast.alias]:
     return node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+
+
+def _strategy(job: Job) -> Iterator[str]:
+    for word in job.strategy.split(","):
+        module, colon, _ = word.strip().partition("=")[0].partition(":")
+        if colon and find_spec(module.partition(".")[0]) is None:
+            yield f"strategy: there is no module {module} on the Python path"
 
 
 def _weights(job: Job) -> Iterator[str]:
