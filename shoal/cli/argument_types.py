@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.config.job import PATH
 
 MAX_PROCESSES = 1024
-"""Limit of one machine. More are a slip of the finger, and would end the machine before they are seen."""
+"""Limit of one machine. More are a slip of the finger, and end the machine before they are seen."""
 
 
 def path(text: str) -> Path:
