@@ -27,6 +27,7 @@ from shoal.shm_backend.phase_board import PhaseBoard
 from shoal.shm_backend.reduction_ops import Reductions
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment
+from shoal.shm_backend.visible_calls import visible
 from shoal.shm_backend.waiter import SPIN_S, Waiter
 from shoal.trace.recorder import Recorder
 
@@ -136,6 +137,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         return self._queue is not None and self._inter_host is None
 
     @with_direct_forms(Options.BarrierOptions, {})
+    @visible("barrier")
     def barrier(self, opts: Any) -> Work:
         if not self.on_one_host:
             return self._fall_back_to_gloo("barrier", (), opts)
