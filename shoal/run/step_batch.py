@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import BatchSizes
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
-from shoal.strategies.saved_state import SavedState
+from shoal.strategies.module_snapshot import ModelSnapshot
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
@@ -32,15 +32,18 @@ def make_batch(
     rows: int | None,
     reduction: str,
     stop_requested: bool,
+    objection: Callable[[], int] | None,
 ) -> base.LocalBatch:
     """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
     # A dict: the arguments are no list of samples, though there may be as many.
-    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    found = sizes.resolve(arguments, rows, mesh.data.size)
+    arguments: dict[Any, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
+    data = mesh.data
+    found = sizes.resolve(arguments, rows, data.size)
     weight = None
     if reduction == "ranks":
         # Each rank with samples counts alike, however many it has.
-        ranks = min(mesh.data.size, found.global_rows)
+        ranks = min(data.size, found.global_rows)
         weight = found.global_rows / (ranks * max(found.rows, 1))
     return base.LocalBatch(
         compute_loss,
@@ -51,7 +54,8 @@ def make_batch(
         stop_requested=stop_requested,
         loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
-        first_row=row_window(found.global_rows, mesh.data.rank, mesh.data.size).start,
+        objection=objection,
+        first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
 
 
@@ -67,7 +71,7 @@ def example_of(
     kwargs = chunk(dict(batch.kwargs), window, batch.num_samples)
     calls: list[base.ModuleCall] = []
     with (
-        preserve_rng_state(),
+        preserve_rng_state([mesh.device]),
         _state_kept(models),
         _recorded_calls(models, calls),
         torch.enable_grad(),  # compute_loss may take gradients itself
@@ -116,7 +120,7 @@ def _without_graph(value: Any) -> Any:
 @contextmanager
 def _state_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     """Put buffers, gradients and counters of the models back afterwards."""
-    saved = [SavedState(model) for model in models]
+    saved = [ModelSnapshot(model) for model in models]
     try:
         yield
     finally:

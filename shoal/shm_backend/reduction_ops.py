@@ -37,8 +37,8 @@ class Reductions(CollectiveDispatch):
     ) -> Work:
         if type(opts) is not ALLREDUCE_OPTIONS or type(tensors) is not list or not tensors:
             args = [value for value in (tensors, opts) if value is not None]
-            more = {} if timeout is None else {"timeout": timeout}
-            return self._allreduce_in_any_form(*args, **more, **named)
+            more = named if timeout is None else {**named, "timeout": timeout}
+            return self._allreduce_in_any_form(*args, **more)
         if (number_of_modes() or is_profiling()) and not c10d_ops.is_running():
             return call_visibly(
                 Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.tree_map import tensors_in
+from shoal.data.tree_map import is_per_sample, items_of, tensors_in, tree_map
 from shoal.trial.loss_verdict import CannotTry
 
 _WITHOUT_ROWS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -23,6 +21,9 @@ def take_rows(value: Any, rows: Tensor, num_samples: int) -> Any:
 
     0-dimensional tensors, numbers and texts belong to all samples and stay as they are. A list with
     one entry per sample gives some of its entries, and nothing inside of them is looked at.
+
+    The step takes neighbouring rows, as views (`take_rows` in shoal/data/tree_map.py). Here, they
+    are any rows, and what the step would pass on whole, such as an unknown object, ends the trial.
 
     Args: rows: (m,) int64, on the CPU.
 
@@ -83,25 +84,9 @@ def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:
 
     Raises: CannotTry: it is no container that is known.
     """
-    if isinstance(value, dict) and type(value) is not dict:
-        # A copy keeps what the class holds beside its items, such as attributes of a ModelOutput.
-        changed = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = function(item)
-        return changed
-    if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [function(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: function(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **changes)
-    raise CannotTry(f"a {type(value).__name__}, which cannot be cut into parts")
+    if items_of(value) is None:
+        raise CannotTry(f"a {type(value).__name__}, which cannot be cut into parts")
+    return tree_map(value, function)
 
 
 def _rows_of_array(value: Any, rows: Tensor, num_samples: int) -> Any:
@@ -119,12 +104,9 @@ def _rows_of_array(value: Any, rows: Tensor, num_samples: int) -> Any:
 def _has_entry_per_sample(value: Any, num_samples: int) -> bool:
     """Return True for a list of samples, False for a list of columns.
 
-    A tuple is a list of samples only if it holds texts or numbers, as collated texts do.
+    A tuple is a list of samples only if it holds texts or numbers, as collated texts do. Other
+    tuples may be the state of a recurrent layer, whose tensors have their samples in dimension 1.
     """
-    if type(value) not in (list, tuple) or len(value) != num_samples:
+    if type(value) is tuple and not all(isinstance(v, (str, bytes, int, float)) for v in value):
         return False
-    if type(value) is tuple:
-        return all(isinstance(item, (str, bytes, int, float)) for item in value)
-    return not all(
-        isinstance(item, Tensor) and item.dim() and item.shape[0] == num_samples for item in value
-    )
+    return type(value) in (list, tuple) and is_per_sample(value, num_samples)

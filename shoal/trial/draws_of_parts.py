@@ -5,6 +5,9 @@
 
 So a difference between parts and whole is no matter of luck. A permutation of the rows is no draw
 of rows: it is drawn anew, and what it mixes shows.
+
+`shoal/data/draws.py` cuts draws of the whole too, but draws the whole again on each rank and keeps
+neighbouring rows of it. A part has any rows, in any order, and the whole was computed before it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal.data.draws import is_random
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.trial.loss_verdict import CannotTry
 
-_RANDOM = torch.Tag.nondeterministic_seeded
 _HALF = (torch.float16, torch.bfloat16)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
@@ -105,7 +108,7 @@ class DrawnInParts(DispatchMode):
     ) -> Any:
         if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
             raise CannotTry("it takes part in communication between ranks")
-        if _RANDOM not in func.tags:
+        if not is_random(func):
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and result.dtype in _HALF:
                 self._draws.half = True

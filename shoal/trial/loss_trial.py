@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.data.seeds import GeneratorStates
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
@@ -23,7 +24,7 @@ from shoal.trial.batch_rows import count_rows
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
-from shoal.trial.untouched import GeneratorStates, devices_of
+from shoal.trial.untouched import devices_of
 
 MOST_NEWS = 32
 """Trials beside those of steps 1, 2, 4, 8, ..., for batches of new shapes or labels."""
@@ -101,16 +102,22 @@ class LossTrial:
 
         Args: batch: a LocalBatch of all samples of this rank.
         """
+        return self.begin(batch) if self.is_due(batch) else batch
+
+    def is_due(self, batch: Any) -> bool:
+        """Return True if the loss is to be tried in this step. To be called once in each step."""
         self._steps += 1
         self._is_scheduled = self._steps >= self._due_step
-        if not self.objection:
+        if self._is_scheduled:
+            self._due_step = 2 * self._steps
+        if self._verdict is not None and not self._verdict.objects:
             self._verdict = None
         looks = self._steps <= LOOKS_ALWAYS or self._steps % LOOKS_EVERY == 0
         is_new = looks and self._news.has(batch.args, batch.kwargs)
-        if self._is_scheduled:
-            self._due_step = 2 * self._steps
-        if not (self._is_scheduled or is_new) or batch.num_samples < 2:
-            return batch
+        return (self._is_scheduled or is_new) and batch.num_samples >= 2
+
+    def begin(self, batch: Any) -> Any:
+        """Do what `before_step` does in a step whose trial is due."""
         # Later the models may be divided among ranks.
         is_first = self._steps == 1
         if is_first and self._whole_models:
@@ -186,7 +193,7 @@ class LossTrial:
                 result = compute_loss(*args, **kwargs)
             after = GeneratorStates(devices)
             # What was drawn before the models were called must be drawn again in the trial.
-            before.put_back()
+            before.restore()
             try:
                 num_rows = _num_rows(args, kwargs, batch)
                 with disable_dispatch_modes():
@@ -197,7 +204,7 @@ class LossTrial:
                         )
                     )
             finally:
-                after.put_back()
+                after.restore()
             due, recorder.calls = False, []
             self._take(verdict)
             return result

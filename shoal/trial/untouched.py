@@ -19,38 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.data.seeds import GeneratorStates
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.strategies.trial_passes import running
 from shoal.trial.saved_objects import SavedObjects
-
-
-class GeneratorStates:
-    """The states of the generators of torch, its devices, Python and NumPy at one moment.
-
-    Args: devices: where the models are.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._torch = torch.get_rng_state()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._devices = [
-            (device, torch.cuda.get_rng_state(device))
-            for device in devices
-            if device.type == "cuda"
-        ]
-
-    def put_back(self, seed: int | None = None) -> None:
-        """Set all generators; those of Python and NumPy to a seed, if there is one."""
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices:
-            torch.cuda.set_rng_state(state, device)
-        if seed is None:
-            random.setstate(self._python)
-            np.random.set_state(self._numpy)
-        else:
-            random.seed(seed)
-            np.random.seed(seed)
 
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
@@ -136,7 +109,10 @@ class Untouched:
 
     def _put_back(self) -> None:
         self._objects.restore()
-        self._generators.put_back(self._seed)
+        self._generators.restore()
+        if self._seed is not None:
+            random.seed(self._seed)
+            np.random.seed(self._seed)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             if parameter.grad is not grad:
                 parameter.grad = grad

@@ -15,7 +15,7 @@ from tests.scripts.script import catalog, pretrained
 
 
 def main(strategy: str, ranks: str, accumulate: str = "1", *wanted: str) -> None:
-    asks_for_transformers = any(word == "pretrained" or word.startswith("Hf") for word in wanted)
+    asks_for_transformers = any(word.startswith(("pretrained", "Hf")) for word in wanted)
     scripts = catalog() | (pretrained() if asks_for_transformers else {})
     names = [
         name

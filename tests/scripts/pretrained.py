@@ -1,6 +1,6 @@
-"""Models of transformers itself, from small configurations: dict batches, padding, `.loss`.
+"""Causal models of transformers itself, from small configurations: dict batches, padding, `.loss`.
 
-Causal models compute their loss in float32, and T5 its softmax, whatever the type of the model.
+They compute their loss in float32, whatever the type of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shoal
 import shoal.platform.torchvision_import
 
 import transformers as hf  # isort: skip
-from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers, normal, sgd
+from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers, sgd
 from tests.scripts.script import Script, weights
 
 FLOAT32 = 1e-5
@@ -55,35 +55,6 @@ def llama() -> nn.Module:
 def qwen2() -> nn.Module:
     torch.manual_seed(0)
     return hf.Qwen2ForCausalLM(hf.Qwen2Config(**WIDTHS, num_key_value_heads=2)).train()
-
-
-def bert(head: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return head(hf.BertConfig(**WIDTHS, **NO_DROPOUT, num_labels=3)).train()
-
-
-def t5() -> nn.Module:
-    torch.manual_seed(0)
-    config = hf.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config).train()
-
-
-def vit() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {key: value for key, value in WIDTHS.items() if "vocab" not in key and "pos" not in key}
-    config = hf.ViTConfig(
-        **sizes, **NO_DROPOUT, image_size=8, patch_size=4, num_channels=1, num_labels=3
-    )
-    return hf.ViTForImageClassification(config).train()
 
 
 def padded(length: int = 7) -> DataLoader:
@@ -280,175 +251,5 @@ class HfGpt2Forgotten(Script):
             optimizer.zero_grad()
             loss = run.forward_backward(compute_loss, **batch)
             optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
-
-
-class HfBertClassifier(Script):
-    """BERT classifies padded sequences; the accuracy is counted."""
-
-    follows = "transformers run_glue_no_trainer.py"
-    needs = "KE"
-
-    @staticmethod
-    def plain():
-        model = bert(hf.BertForSequenceClassification)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        data = _labelled()
-        losses = []
-        for batch in data:
-            outputs = model(**batch)
-            outputs.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += [outputs.loss, (outputs.logits.argmax(1) == batch["labels"]).sum()]
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = bert(hf.BertForSequenceClassification)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        data = _labelled()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(batch):
-            outputs = model(**batch)
-            hits = (outputs.logits.argmax(1) == batch["labels"]).sum()
-            return outputs.loss, shoal.summed(hits)
-
-        losses = []
-        for batch in data:
-            loss, hits = run.forward_backward(compute_loss, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += [loss, hits]
-        return losses, run.weights()
-
-
-def _labelled() -> DataLoader:
-    tokens = integers(VOCABULARY, SAMPLES, 7)
-    mask = (torch.arange(7) < integers(5, SAMPLES, 1, seed=2) + 3).long()
-    labels = integers(3, SAMPLES, seed=4)
-    return dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
-
-
-class HfBertMasked(Script):
-    """BERT predicts masked tokens: its own mean, as a sum of so many tokens."""
-
-    follows = "transformers run_mlm_no_trainer.py"
-    needs = "KC"
-
-    @staticmethod
-    def plain():
-        model = bert(hf.BertForMaskedLM)
-        optimizer = sgd(model.parameters())
-        data = padded()
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = bert(hf.BertForMaskedLM)
-        optimizer = sgd(model.parameters())
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            count = (batch["labels"] != PADDED).sum()
-            return shoal.counted(model(**batch).loss * count, count)
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
-
-
-class HfT5(Script):
-    """T5 from padded sources to padded targets."""
-
-    follows = "transformers run_translation_no_trainer.py"
-    needs = "KC"
-    tolerance = FLOAT32
-
-    @staticmethod
-    def plain():
-        model = t5()
-        optimizer = sgd(model.parameters(), 0.02)
-        data = padded()
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = t5()
-        optimizer = sgd(model.parameters(), 0.02)
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            count = (batch["labels"] != PADDED).sum()
-            return shoal.counted(model(**batch).loss * count, count)
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
-
-
-class HfVit(Script):
-    """ViT classifies images given by keyword."""
-
-    follows = "transformers run_image_classification_no_trainer.py"
-    needs = "K"
-
-    @staticmethod
-    def plain():
-        model = vit()
-        optimizer = sgd(model.parameters())
-        images, labels = normal(SAMPLES, 1, 8, 8), integers(3, SAMPLES, seed=4)
-        data = dict_loader({"pixel_values": images, "labels": labels})
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = vit()
-        optimizer = sgd(model.parameters())
-        images, labels = normal(SAMPLES, 1, 8, 8), integers(3, SAMPLES, seed=4)
-        data = dict_loader({"pixel_values": images, "labels": labels})
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            return model(**batch).loss
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss)
         return losses, run.weights()

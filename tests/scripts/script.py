@@ -75,7 +75,8 @@ def catalog() -> dict[str, type[Script]]:
 
 def pretrained() -> dict[str, type[Script]]:
     """Return the scripts with models of transformers, which is an extra of the tests."""
-    return _scripts_of("tests.scripts.pretrained")
+    names = ("pretrained", "pretrained_encoders")
+    return {k: v for name in names for k, v in _scripts_of(f"tests.scripts.{name}").items()}
 
 
 def script_named(name: str) -> type[Script]:

@@ -176,10 +176,6 @@ class ServerPool:
         if self.coordinator is not None:
             self.coordinator.listener.close()
 
-    def pid_of(self, server: int) -> int:
-        """Return the process of a server that is alive."""
-        return next(pid for pid, config in self.servers.items() if config.server == server)
-
     # Threads
 
     def _run(self) -> None:

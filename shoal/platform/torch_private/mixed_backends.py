@@ -69,7 +69,7 @@ def _make(name: str, store: Any, options: Any, backend_options: Any, timeout: ti
     plugin = distributed_c10d.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    inner = distributed_c10d._DistributedBackendOptions()
+    inner = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
     inner.store, inner.group_rank, inner.group_size = store, rank, size
     inner.timeout, inner.group_id = timeout, options.group_id
     inner.global_ranks_in_group = options.global_ranks_in_group

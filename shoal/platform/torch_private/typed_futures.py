@@ -27,7 +27,7 @@ def completed(tensors: Sequence[Tensor]) -> torch.futures.Future[Any]:
     Checked: 2.13.
     """
     values = list(tensors)
-    future: torch.futures.Future[Any] = torch._C.fork(lambda: values)
+    future: torch.futures.Future[Any] = torch._C.fork(lambda: values)  # type: ignore[assignment]
     return future
 
 

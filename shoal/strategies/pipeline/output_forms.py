@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import HOOKS
 from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
 from shoal.strategies.pipeline.absent import (
@@ -30,7 +31,6 @@ from shoal.strategies.pipeline.absent import (
     tensors_in,
 )
 from shoal.strategies.pipeline.meta_call import call_on_meta
-from shoal.strategies.pipeline.random_streams import preserved_generators
 
 SHAPES_UNTIL_LIKENESS = 2
 _DEVICE_OF = Tensor.device.__get__
@@ -120,7 +120,7 @@ class OutputForms:
             inner.training = own.training
         args, kwargs = tree_unflatten(leaves, spec)
         try:
-            with preserved_generators(device), _OnMeta(device):
+            with preserve_rng_state([device]), _OnMeta(device):
                 return _form_of_results(leaves, twin.forward(*args, **kwargs))
         except (WalkRefusal, Exception) as error:  # the unit's own code raises what it likes
             if name in self._likeness:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from shoal.comm.axis import Axis
+from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
 from shoal.strategies.colocation import Colocation
 from shoal.strategies.full_model import FullModel
@@ -28,7 +29,6 @@ from shoal.strategies.pipeline.observed_units import (
     open_places,
     side_way,
 )
-from shoal.strategies.pipeline.random_streams import preserved_generators
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile
 from shoal.strategies.pipeline.units import UnitCall
@@ -84,7 +84,7 @@ def parameter_users(
 ) -> dict[str, set[int]]:
     """Return the parameters that code around units uses, with the stages in which it does."""
     dry = DryRun(observed.units, observed.forms, stage_map)
-    with preserved_generators(observed.units.device), observed.units.watched():
+    with preserve_rng_state([observed.units.device]), observed.units.watched():
         dry.run(function)
     return dry.parameter_users
 
@@ -159,7 +159,7 @@ def _crossing_bytes(observed: ObservedUnits, function: Callable[[], Any]) -> lis
     """
     every_place = observed.stage_map(range(1, len(observed.profile.calls)))
     dry = DryRun(observed.units, observed.forms, every_place)
-    with preserved_generators(observed.units.device), observed.units.watched():
+    with preserve_rng_state([observed.units.device]), observed.units.watched():
         dry.run(function)
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 
 _LARGEST_SEED = 2**31 - 1
@@ -30,32 +31,12 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def preserved_generators(device: torch.device, beyond_torch: bool = True) -> Iterator[None]:
-    """Restore the generators of torch, Python and NumPy after the block.
-
-    Args: beyond_torch: False to leave out those of Python and NumPy, which takes a tenth as long.
-    """
-    cpu = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    others = (random.getstate(), np.random.get_state()) if beyond_torch else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-        if others is not None:
-            random.setstate(others[0])
-            np.random.set_state(others[1])
-
-
-@contextmanager
 def seeded(seed: int, device: torch.device, beyond_torch: bool = True) -> Iterator[None]:
     """Seed the generators for the block, and restore them after it.
 
-    Args: beyond_torch: as in `preserved_generators`.
+    Args: beyond_torch: False to leave out those of Python and NumPy, which takes a tenth as long.
     """
-    with preserved_generators(device, beyond_torch):
+    with preserve_rng_state([device], beyond_torch):
         # torch.manual_seed asks for every kind of device, which takes as long as a small layer.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.data.seeds import preserve_rng_state
 from shoal.platform.tensors import accumulation_dtype, dense
+from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
-from shoal.strategies.pipeline.random_streams import preserved_generators
 from shoal.strategies.pipeline.stage_map import StageMap
-from shoal.strategies.saved_state import SavedState
 
 SEED = 0
 PERIOD = 1024
@@ -64,7 +64,7 @@ def try_stages(
     one_stage = StageMap(names.names, dict.fromkeys(names.stages, 0), 0)
     whole = DividedModel(divided.units, divided.forms, one_stage, {})
     key = shape_key(divided.units.model, sample)
-    with torch.enable_grad(), preserved_generators(divided.units.device):
+    with torch.enable_grad(), preserve_rng_state([divided.units.device]):
         expected = _forward_backward(whole, function, loss_of, key)
         found = _forward_backward(divided, function, loss_of, key)
     _compare(expected, found)
@@ -75,7 +75,7 @@ def _forward_backward(
     divided: DividedModel, function: Callable[[], Any], loss_of: Callable[[Any], Tensor], key: Any
 ) -> _TrialRun:
     model = divided.units.model
-    saved = SavedState(model)
+    saved = ModelSnapshot(model)
     try:
         with divided.units.watched():
             crossing = divided.crossing(function, key, SEED)

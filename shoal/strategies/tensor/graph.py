@@ -23,8 +23,8 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.container import ModuleDict, ModuleList
 
+from shoal.strategies.module_snapshot import restored_modules
 from shoal.strategies.tensor.candidates import is_gpt2_conv1d
-from shoal.strategies.tensor.module_snapshot import restored_modules
 
 ESCAPES = "kept"
 """Key in the `meta` of a node: its value is still referenced after the trace."""

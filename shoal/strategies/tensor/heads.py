@@ -36,12 +36,12 @@ from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.strategies.module_snapshot import restored_modules
 from shoal.strategies.tensor.candidates import width_in
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.gathered_parameters import gathered_parameter
 from shoal.strategies.tensor.head_layouts import HeadLayout
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
-from shoal.strategies.tensor.module_snapshot import restored_modules
 from shoal.strategies.tensor.narrowed_input import full_inputs, narrowed_inputs
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.sequence import gather_all

@@ -1,4 +1,4 @@
-"""Losses in which samples meet one another."""
+"""Losses in which every sample meets every other one."""
 
 from __future__ import annotations
 
@@ -248,109 +248,6 @@ class BarlowTwins(Script):
         for a, b in data:
             optimizer.zero_grad()
             loss = run.forward_backward(compute_loss, a, b)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
-
-
-class HardTriplets(Script):
-    """The farthest positive and the nearest negative of each sample in the global batch."""
-
-    follows = "KevinMusgrave/pytorch-metric-learning"
-    needs = "GU"
-
-    @staticmethod
-    def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6), integers(3, SAMPLES))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            z = model(x)
-            apart = torch.cdist(z, z)
-            same = y[:, None] == y
-            positive = apart.masked_fill(~same, 0).amax(1)
-            negative = apart.masked_fill(same, 1e9).amin(1)
-            loss = F.relu(positive - negative + 1).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6), integers(3, SAMPLES))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            z, y = run.gather(model(x)), run.gather(y)
-            apart = torch.cdist(z, z)
-            same = y[:, None] == y
-            positive = apart.masked_fill(~same, 0).amax(1)
-            negative = apart.masked_fill(same, 1e9).amin(1)
-            return F.relu(positive - negative + 1).mean()
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
-
-
-class MarginSoftmax(nn.Module):
-    """Cosines to the centres of many classes, with a margin for the own class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 4)
-        self.centres = nn.Parameter(torch.randn(30, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        cosines = F.linear(F.normalize(self.body(x), dim=1), F.normalize(self.centres, dim=1))
-        return 8 * (cosines - 0.2 * F.one_hot(y, 30))
-
-
-class ManyClasses(Script):
-    """Faces of many people: an additive margin."""
-
-    follows = "deepinsight/insightface"
-    needs = "Z"
-
-    @staticmethod
-    def plain():
-        torch.manual_seed(0)
-        model = MarginSoftmax()
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6), integers(30, SAMPLES))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x, y), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        torch.manual_seed(0)
-        model = MarginSoftmax()
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6), integers(30, SAMPLES))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x, y), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
             optimizer.step()
             losses.append(loss)
         return losses, run.weights()

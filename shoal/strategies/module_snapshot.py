@@ -1,0 +1,142 @@
+"""Passes that leave no trace in the modules: the state of a model, saved before and put back after.
+
+A module may count its forward passes, keep activations in a list, or write into its buffers. A
+pass that the user did not ask for, to observe, to measure or to try, must not be seen in any of
+these. Parameters keep their values: no such pass may change them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.seeds import preserve_rng_state
+from shoal.platform.torch_private.module_state import own_buffers
+from shoal.platform.torch_private.tensor_state import version
+
+CONTAINERS = (list, dict, set, deque)
+"""Mutable containers whose contents are restored; only these types themselves and subclasses."""
+
+
+@contextmanager
+def restored_modules(module: nn.Module) -> Iterator[None]:
+    """Restore all that a forward pass inside the block changes, and the random generators."""
+    snapshots = [_ModuleSnapshot(each) for each in module.modules()]
+    with preserve_rng_state(p.device for p in module.parameters()):
+        try:
+            yield
+        finally:
+            for snapshot in snapshots:
+                snapshot.restore()
+
+
+class ModelSnapshot:
+    """Gradients, buffers and attributes of a model at the time of this call.
+
+    The gradients are None from then on, until `restore`, so that those of the pass can be read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._snapshots = [_ModuleSnapshot(module, by_value=True) for module in model.modules()]
+        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def mutated(self) -> set[int]:
+        """Return the ids of the buffers whose values or tensors have changed."""
+        return {id(buffer) for each in self._snapshots for buffer in each.mutated_buffers()}
+
+    def restore(self) -> None:
+        """Put all tensors, values and attributes back."""
+        for snapshot in self._snapshots:
+            snapshot.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+class _ModuleSnapshot:
+    """The attributes of one module, its containers' contents, and the values of its tensors.
+
+    Args: by_value: compare values, which also finds writes past autograd, by `tensor.data`. Tensors
+        on meta and in a FakeTensorMode have none to compare.
+    """
+
+    def __init__(self, module: nn.Module, by_value: bool = False) -> None:
+        self.module = module
+        self.by_value = by_value
+        self.buffers = dict(own_buffers(module))
+        self.attributes = dict(vars(module))
+        self.containers = [
+            (value, value.copy())
+            for value in self.attributes.values()
+            if isinstance(value, CONTAINERS)
+        ]
+        nested = [leaf for _, contents in self.containers for leaf in _values(contents)]
+        tensors = [
+            value
+            for value in (*self.attributes.values(), *nested)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        ]
+        self.tensors = [
+            (tensor, tensor.detach().clone(), version(tensor))
+            for tensor in tensors
+            if not tensor.is_inference() and tensor.layout is torch.strided
+        ]
+
+    def restore(self) -> None:
+        current = vars(self.module)
+        if any(current.get(key, current) is not value for key, value in self.attributes.items()):
+            current.update(self.attributes)
+        for key in [key for key in current if key not in self.attributes]:
+            del current[key]
+        for container, contents in self.containers:
+            _refill(container, contents)
+        for tensor, values in self._changed_tensors():
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    def mutated_buffers(self) -> list[Tensor]:
+        """Return the buffers whose values have changed, or in whose place another tensor stands."""
+        changed = {id(tensor) for tensor, _ in self._changed_tensors()}
+        current = own_buffers(self.module)
+        return [
+            buffer
+            for name, buffer in self.buffers.items()
+            if buffer is not None and (current.get(name) is not buffer or id(buffer) in changed)
+        ]
+
+    def _changed_tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that have changed, and their values before."""
+        return [
+            (tensor, values)
+            for tensor, values, version_before in self.tensors
+            if (
+                not torch.equal(tensor, values)
+                if self.by_value
+                else version(tensor) != version_before
+            )
+        ]
+
+
+def _values(contents: Any) -> list[Any]:
+    return list(contents.values()) if isinstance(contents, dict) else list(contents)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Give a container its former contents, if they are not the same objects still."""
+    before, now = _values(contents), _values(container)
+    is_unchanged = len(before) == len(now) and all(
+        one is other for one, other in zip(before, now, strict=True)
+    )
+    if is_unchanged and (not isinstance(contents, dict) or list(contents) == list(container)):
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(contents)
+    else:
+        container.extend(contents)

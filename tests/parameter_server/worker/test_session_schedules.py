@@ -1,0 +1,35 @@
+"""A worker's session under thousands of schedules, with real shards and a real arbiter around it.
+
+Messages wait on connections that are cut, answers come twice, servers die or stand still, and
+partitions move: every push is applied once, every answer arrives, every value is of its step.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from session_parts import STEPS, WORKERS, expected
+from session_world import World
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), staleness=st.sampled_from([0, 0, 1, None]))
+@example(seed=255, staleness=0)  # a move that began and was called off while nobody looked
+def test_every_schedule_applies_each_push_once_and_loses_no_answer(
+    seed: int, staleness: int | None
+) -> None:
+    world = World(Random(seed), staleness)
+    for _ in range(60_000):
+        if all(worker.is_done for worker in world.workers):
+            break
+        world.act()
+    assert all(worker.is_done for worker in world.workers), "it has come to a stand"
+    for part, owner in enumerate(world.arbiter.placement.owners):
+        held = world.primary(owner).shard
+        assert held.done[part] == dict.fromkeys(range(WORKERS), STEPS)
+        assert torch.equal(held.held[part].values, expected(STEPS, part))
+        for worker in world.workers:
+            world.check_values(worker, part)

@@ -1,0 +1,186 @@
+"""Checks of private names about modules and their passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _replace_call(replace_call: Any) -> bool:
+    layer, seen = nn.Linear(1, 1), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    before = replace_call(layer, lambda text: text * 2)
+    replaced = layer("ab") == "abab" and not seen
+    replace_call(layer, before)
+    return replaced and layer(torch.ones(1)).shape == (1,) and seen == [1]
+
+
+def _own_parameters(own_parameters: Any) -> bool:
+    layer = nn.Linear(2, 2, bias=False)
+    found = own_parameters(layer)
+    weight = found["weight"]
+    found["weight"] = None
+    return list(found) == ["weight", "bias"] and layer.weight is None and weight is not None
+
+
+def _own_buffers(own_buffers: Any) -> bool:
+    layer, other = nn.BatchNorm1d(2), torch.ones(2)
+    own_buffers(layer)["running_mean"] = other
+    return layer.running_mean is other
+
+
+def _own_modules(own_modules: Any) -> bool:
+    model, other = nn.Sequential(nn.ReLU()), nn.Tanh()
+    own_modules(model)["0"] = other
+    return model[0] is other
+
+
+def _non_persistent_buffers(non_persistent_buffers: Any) -> bool:
+    module = nn.Module()
+    module.register_buffer("saved", torch.zeros(1))
+    module.register_buffer("dropped", torch.zeros(1), persistent=False)
+    found = non_persistent_buffers(module) == {"dropped"}
+    non_persistent_buffers(module).add("saved")
+    return found and not module.state_dict()
+
+
+def _hooked() -> dict[str, nn.Module]:
+    kinds = ("none", "output", "input", "keywords", "backward", "before")
+    found = {kind: nn.Linear(1, 1) for kind in kinds}
+    found["output"].register_forward_hook(_hook)
+    found["input"].register_forward_pre_hook(_hook)
+    found["keywords"].register_forward_pre_hook(_hook, with_kwargs=True)
+    found["backward"].register_full_backward_hook(_hook)
+    found["before"].register_full_backward_pre_hook(_hook)
+    return dict(found)
+
+
+def _hook(*_: Any) -> None:
+    """A hook that changes nothing."""
+
+
+def _says_of(*expected: str) -> Callable[[Any], bool]:
+    """A check that a function is true of modules with these hooks, and of no other."""
+    return lambda asks: {kind for kind, layer in _hooked().items() if asks(layer)} == set(expected)
+
+
+def _hooks(names: Any) -> bool:
+    any_hooks = _says_of("output", "input", "keywords", "backward", "before")
+    return any_hooks(lambda layer: any(getattr(layer, name) for name in names))
+
+
+def _is_compiled(is_compiled: Any) -> bool:
+    layer, compiled = nn.Linear(1, 1), nn.Linear(1, 1)
+    with warnings.catch_warnings():  # torch's compiler imports what torch deprecates
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled.compile()
+    return is_compiled(compiled) and not is_compiled(layer)
+
+
+def _has_one_width(has_one_width: Any) -> bool:
+    attentions = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, kdim=3)
+    return [has_one_width(attention) for attention in attentions] == [True, False]
+
+
+def _clipping_calls(name: str) -> int:
+    """How often clipping the gradients of one parameter by norm calls a function of this name."""
+    from shoal.platform.torch_private.replaced_functions import replace_clipping
+
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return original(*args, **options)
+
+        return noted
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    put_back = replace_clipping(name, noting)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    put_back()
+    seen = len(calls)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    return seen if len(calls) == seen else -1
+
+
+def _replaces_functional_call(replace: Any) -> bool:
+    from torch.func import functional_call
+
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(args[0])
+            return original(*args, **options)
+
+        return noted
+
+    model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    put_back = replace(noting)
+    found = functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
+    put_back()
+    functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
+    return found.item() == 0.0 and calls == [model]
+
+
+def _replaces_backward_call(replace: Any) -> bool:
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return original(*args, **options)
+
+        return noted
+
+    x = torch.ones(1, requires_grad=True)
+    put_back = replace(noting)
+    try:
+        x.sum().backward()
+        torch.autograd.grad(x.sum(), x)
+    finally:
+        put_back()
+    x.sum().backward()
+    return len(calls) == 2
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "module_state.BatchNormBase": lambda kind: (
+        all(issubclass(layer, kind) for layer in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
+        and not issubclass(nn.InstanceNorm1d, kind)
+    ),
+    "module_state.NormBase": lambda kind: (
+        all(issubclass(layer, kind) for layer in (nn.BatchNorm1d, nn.InstanceNorm3d))
+        and not issubclass(nn.LayerNorm, kind)
+    ),
+    "module_state.DropoutBase": lambda kind: all(
+        issubclass(layer, kind) for layer in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout)
+    ),
+    "module_state.STORES": lambda names: set(names) <= vars(nn.Module()).keys(),
+    "module_state.HOOKS": _hooks,
+    "module_state.own_parameters": _own_parameters,
+    "module_state.own_buffers": _own_buffers,
+    "module_state.own_modules": _own_modules,
+    "module_state.non_persistent_buffers": _non_persistent_buffers,
+    "module_state.forward_pre_hooks": _says_of("input", "keywords"),
+    "module_state.has_forward_hooks": _says_of("output"),
+    "module_state.has_backward_hooks": _says_of("backward", "before"),
+    "module_state.is_compiled": _is_compiled,
+    "module_state.replace_call": _replace_call,
+    "module_state.has_one_width": _has_one_width,
+    "replaced_functions.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
+    "replaced_functions.USES_LISTS": lambda name: _clipping_calls(name) > 0,
+    "replaced_functions.replace_clipping": lambda _: _clipping_calls("_get_total_norm") == 1,
+    "replaced_functions.replace_functional_call": _replaces_functional_call,
+    "replaced_functions._PLACES": lambda found: all(
+        hasattr(place, "_engine_run_backward") for place in found
+    ),
+    "replaced_functions._NAME": lambda found: found == "_engine_run_backward",
+    "replaced_functions.replace_backward_call": _replaces_backward_call,
+}

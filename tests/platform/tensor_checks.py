@@ -1,0 +1,278 @@
+"""Checks of private names about tensors, their subclasses, kernels and nests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+
+from shoal.testing import world
+
+
+def _dispatch_mode(mode: Any) -> bool:
+    class Random(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    with Random():
+        torch.zeros(2).bernoulli_(0.5)
+    return seen[-1] and not seen[0]
+
+
+def _asked(reading: Callable[[Tensor], Any]) -> Any:
+    """What __torch_function__ of a subclass is given when something is read from it."""
+    asked = []
+
+    class Asked(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *_: Any) -> Any:
+            asked.append(func)
+            return None
+
+    reading(torch.empty(1).as_subclass(Asked))
+    return asked[0]
+
+
+def _version(version: Any) -> bool:
+    tensor = torch.zeros(2)
+    before = version(tensor)
+    tensor.add_(1)
+    return bool(version(tensor) == before + 1)
+
+
+def _base(base: Any) -> bool:
+    tensor = torch.zeros(2, 2)
+    return base(tensor[0]) is tensor and base(tensor) is None
+
+
+def _is_zerotensor(is_zerotensor: Any) -> bool:
+    tensors = torch._efficientzerotensor((2,)), torch.zeros(2)
+    return [is_zerotensor(tensor) for tensor in tensors] == [True, False]
+
+
+def _is_view(is_view: Any) -> bool:
+    tensor = torch.zeros(2, 2)
+    return is_view(tensor[0]) and not is_view(tensor)
+
+
+def _has_hooks(has_hooks: Any) -> bool:
+    plain, before, after = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    before.register_hook(lambda gradient: None)
+    after.register_post_accumulate_grad_hook(lambda parameter: None)
+    return [has_hooks(p) for p in (plain, before, after)] == [False, True, True]
+
+
+def _gradient_hooks(gradient_hooks: Any) -> bool:
+    leaf, seen = torch.zeros(1, requires_grad=True), []
+    empty = gradient_hooks(leaf) == {}
+    leaf.register_hook(seen.append)
+    hooks = dict(gradient_hooks(leaf))
+    gradient_hooks(leaf).clear()
+    (2 * leaf).sum().backward()
+    silent = not seen
+    gradient_hooks(leaf).update(hooks)
+    (2 * leaf).sum().backward()
+    return empty and silent and len(seen) == 1
+
+
+def _disables_modes(disable: Any) -> bool:
+    class Counting(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Counting():
+        with disable():
+            torch.zeros(2)
+        hidden = not seen
+        torch.zeros(2)
+    return hidden and bool(seen)
+
+
+def _in_backward_pass(in_backward_pass: Any) -> bool:
+    seen = [in_backward_pass()]
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: seen.append(in_backward_pass()))
+    (leaf * 2).backward()
+    seen.append(in_backward_pass())
+    return seen == [False, True, False]
+
+
+def _schema_of(schema_of: Any) -> bool:
+    aten = torch.ops.aten
+    first, second = (argument.alias_info for argument in schema_of(aten.add_.Tensor).arguments[:2])
+    writes = first.is_write and second is None and schema_of(aten.add_.Tensor).is_mutable
+    return writes and not schema_of(aten.add.Tensor).is_mutable
+
+
+def _hides_from_modes(disable: Any) -> bool:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Watching(), disable():
+        tensor.clone()
+    return seen == []
+
+
+def _disables(disable: Any) -> bool:
+    with disable():
+        try:
+            _asked(lambda tensor: tensor.shape)
+        except IndexError:  # nobody was asked
+            return True
+    return False
+
+
+def _made(make_wrapper_subclass: Any) -> bool:
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise AssertionError
+
+    made = make_wrapper_subclass(Wrapper, (3, 10**12), dtype=torch.float64)
+    return type(made) is Wrapper and made.shape == (3, 10**12) and made.dtype == torch.float64
+
+
+def _function_modes(function_modes: Any) -> bool:
+    with (mode := TorchFunctionMode()):
+        return any(found is mode for found in function_modes())
+
+
+def _device_mode(kind: Any) -> bool:
+    from shoal.platform.torch_private.subclasses import function_modes
+
+    with torch.device("cpu"):
+        return any(isinstance(mode, kind) for mode in function_modes())
+
+
+def _is_made_of_tensors(is_made_of_tensors: Any) -> bool:
+    plain = nn.Parameter(torch.zeros(1))
+    return not is_made_of_tensors(plain) and world.run(1, _asks_of_a_dtensor) == [True]
+
+
+def _asks_of_a_dtensor() -> bool:
+    from shoal.platform.torch_private.subclasses import is_made_of_tensors
+
+    return is_made_of_tensors(distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,))))
+
+
+def _rebuilds(flatten: Any) -> bool:
+    from shoal.platform.torch_private.pytree import tree_unflatten, treespec_dumps, treespec_loads
+
+    leaves, spec = flatten({"a": (1, [2]), "b": None})
+    again = treespec_loads(treespec_dumps(spec))
+    return tree_unflatten([5, 6, 7], again) == {"a": (5, [6]), "b": 7} and leaves == [1, 2, None]
+
+
+def _lerps(foreach_lerp_: Any) -> bool:
+    tensor = torch.zeros(1)
+    foreach_lerp_([tensor], [torch.ones(1)], 0.25)
+    return tensor.item() == 0.25
+
+
+def _multiplies(foreach_mul_: Any) -> bool:
+    tensor = torch.ones(1)
+    foreach_mul_([tensor], 3.0)
+    return tensor.item() == 3.0
+
+
+def _copies(foreach_copy_: Any) -> bool:
+    tensor = torch.zeros(1)
+    foreach_copy_([tensor], [torch.ones(1)])
+    return tensor.item() == 1.0
+
+
+def _asserts(assert_async: Any) -> bool:
+    assert_async(torch.tensor(True), "said")
+    with pytest.raises(RuntimeError, match="said"):
+        assert_async(torch.tensor(False), "said")
+    return True
+
+
+def _softmax(safe_softmax: Any) -> bool:
+    return safe_softmax(torch.full((1, 2), -torch.inf), -1).tolist() == [[0.0, 0.0]]
+
+
+def _zeroes(foreach_zero_: Any) -> bool:
+    tensors = [torch.ones(2), torch.ones(1)]
+    foreach_zero_(tensors)
+    return not any(tensor.any() for tensor in tensors)
+
+
+def _lets_functions_alone(disabled: Any) -> bool:
+    class Named(Tensor):
+        __torch_function__ = disabled
+
+    named = torch.ones(2).as_subclass(Named)
+    return type(named) is Named and type(named + named) is Tensor
+
+
+def _pops_a_mode(pop_mode_temporarily: Any) -> bool:
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Seeing():
+        with pop_mode_temporarily():
+            torch.ones(2).exp()
+        inside = len(seen)
+        torch.ones(2).exp()
+    return inside == 0 and len(seen) > 0
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "tensor_state.READ_VERSION": lambda found: found == _asked(lambda x: x._version),
+    "tensor_state.READ_BASE": lambda found: found == _asked(lambda x: x._base),
+    "tensor_state.IS_VIEW": lambda found: found == _asked(lambda x: x._is_view()),
+    "tensor_state.is_zerotensor": _is_zerotensor,
+    "tensor_state.version": _version,
+    "tensor_state.base": _base,
+    "tensor_state.is_view": _is_view,
+    "tensor_state.has_hooks": _has_hooks,
+    "tensor_state.gradient_hooks": _gradient_hooks,
+    "tensor_state.in_backward_pass": _in_backward_pass,
+    "tensor_state.schema_of": _schema_of,
+    "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
+    "tensor_state.ATEN_UNSAFE_VIEW": lambda found: str(found) == "aten._unsafe_view.default",
+    "subclasses.DispatchMode": _dispatch_mode,
+    "subclasses.disable_dispatch_modes": _disables_modes,
+    "subclasses.make_wrapper_subclass": _made,
+    "subclasses.DisableTorchFunctionSubclass": _disables,
+    "subclasses.DisableTorchFunction": _hides_from_modes,
+    "subclasses.DISABLED_TORCH_FUNCTION": _lets_functions_alone,
+    "subclasses.pop_mode_temporarily": _pops_a_mode,
+    "subclasses.function_modes": _function_modes,
+    "subclasses.DeviceMode": _device_mode,
+    "subclasses.is_made_of_tensors": _is_made_of_tensors,
+    "pytree.tree_flatten": _rebuilds,
+    "pytree.tree_unflatten": lambda found: callable(found),
+    "pytree.treespec_dumps": lambda found: callable(found),
+    "pytree.treespec_loads": lambda found: callable(found),
+    "pytree.tree_leaves": lambda leaves: leaves({"a": (1, [2])}) == [1, 2],
+    "pytree.tree_map": lambda map: map(lambda x: x + 1, {"a": (1, [2])}) == {"a": (2, [3])},
+    "pytree.tree_map_only": lambda map: map(int, lambda x: x + 1, (1, ["b"])) == (2, ["b"]),
+    "kernels.foreach_copy_": _copies,
+    "kernels.foreach_lerp_": _lerps,
+    "kernels.foreach_mul_": _multiplies,
+    "kernels.foreach_zero_": _zeroes,
+    "kernels.FUNCTIONS_OF_LISTS": lambda names: all(callable(getattr(torch, n)) for n in names),
+    "kernels.foreach_norm": lambda norm: norm([torch.tensor([3.0, 4.0])])[0].item() == 5.0,
+    "kernels.assert_async": _asserts,
+    "kernels.safe_softmax": _softmax,
+}
