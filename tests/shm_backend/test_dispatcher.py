@@ -45,9 +45,9 @@ def _watch() -> bool:
         profiled = {event.key for event in profile.key_averages() if "c10d::" in event.key}
         seen.append((mode.names, counts.get_total_counts(), profiled, results))
     ours, gloos = seen
-    assert ours[0] == gloos[0]
-    assert ours[1] == gloos[1]
-    assert ours[2] >= gloos[2]
+    assert ours[0] == gloos[0], (ours[0], gloos[0])
+    assert ours[1] == gloos[1], (ours[1], gloos[1])
+    assert ours[2] >= gloos[2], gloos[2] - ours[2]
     assert ours[3] == gloos[3]
     return True
 

@@ -83,7 +83,14 @@ def run_below(
             library.impl(op, kernel, "CPU", allow_override=True)
         _current.group, _current.run, _current.work = group, run, None
         try:
-            work = _base_method(method)(group, *args)
+            if op == "alltoall_base_":  # both of its methods call the override again
+                output, tensor, out_sizes, sizes, opts = args
+                boxed = torch.ops.c10d.alltoall_base_(
+                    output, tensor, group.boxed(), out_sizes, sizes, opts.asyncOp, -1
+                )
+                work = dist.Work.unbox(boxed)
+            else:
+                work = _base_method(method)(group, *args)
             # torch's side of a Work in Python must not outlive it.
             return _current.work or work
         finally:
