@@ -17,6 +17,7 @@ from shoal.verification.script.script_report import (
 )
 from shoal.verification.script.step_comparison import RecordedRun, StepComparison
 from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.script.written_files import compare_files
 
 OWN_STEPS = ScriptCause(
     "own steps",
@@ -58,6 +59,11 @@ def compare_runs(
     count = min(reference.steps, candidate.steps)
     if count == 0:
         return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
+    if reference.steps != candidate.steps:
+        notes.append(
+            f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
+            f"{count} are compared."
+        )
     found, steps = _until_difference(reference, candidate, count, tolerances)
     largest = max((error for step in steps for error in step.errors.values()), default=None)
     layers = list(_layers(steps[-1]))
@@ -96,7 +102,20 @@ def _until_difference(
             read = [b for b in buffers if b.module == module and others[0].phase == "forward"]
             return (read or []) + others, steps
         buffers += found
-    return buffers, steps
+    return buffers or _files(reference, candidate, count, tolerances), steps
+
+
+def _files(
+    reference: RecordedRun, candidate: RecordedRun, step: int, tolerances: Tolerances
+) -> list[ScriptDifference]:
+    """Return the files of rank 0 that differ, after runs in which nothing else does."""
+    one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
+    allowed = tolerances.of(step, "weight/") if tolerances.measured else tolerances.default
+    return [
+        ScriptDifference(step, "files", None, name, error, allowed)
+        for name, error in compare_files(one, many).items()
+        if not error <= allowed
+    ]
 
 
 def _at_start(ranks: list[RankRecord], tolerances: Tolerances) -> list[ScriptDifference]:

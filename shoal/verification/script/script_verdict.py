@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -158,9 +159,8 @@ class _Recording:
         )
 
     def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
-        for file in Path(plan.folder).glob("rank-*/*"):
-            if file.is_file():
-                file.unlink()  # of an earlier record in the same folder
+        for rank in Path(plan.folder).glob("rank-*"):
+            shutil.rmtree(rank)  # of an earlier record in the same folder
         settings = {"OMP_NUM_THREADS": "1", "SHOAL_DRAWS": self.draws, **variables}
         if self.precision != "script":
             settings["SHOAL_PRECISION"] = self.precision
