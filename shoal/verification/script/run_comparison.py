@@ -23,6 +23,10 @@ OWN_STEPS = ScriptCause(
     "own steps",
     "the strategy lets each rank step with gradients of its own, and brings them together later.",
 )
+SAME_BATCHES = (
+    "all ranks took the same batches. That is right for tensor parallelism; in data parallelism it "
+    "means that nothing shares the samples out."
+)
 MAX_OTHERS = 20  # differences beside the first one in a report
 
 
@@ -48,11 +52,13 @@ def compare_runs(
     candidate = RecordedRun(Path(candidate_dir), read_run(Path(candidate_dir)))
     ranks = candidate.ranks
     if not ranks[0].by_shoal:
-        for rank, axes in axes_of_batches(candidate.folder, ranks).items():
-            ranks[rank].axes = axes
+        for record, axes in zip(ranks, axes_of_batches(candidate.folder, ranks), strict=True):
+            record.axes = axes
     notes = list(
         dict.fromkeys(note for record in (*ranks, *reference.ranks) for note in record.notes)
     )
+    if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
+        notes.append(SAME_BATCHES)
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
         return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])

@@ -161,7 +161,12 @@ class _Recording:
     def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
         for rank in Path(plan.folder).glob("rank-*"):
             shutil.rmtree(rank)  # of an earlier record in the same folder
-        settings = {"OMP_NUM_THREADS": "1", "SHOAL_DRAWS": self.draws, **variables}
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "SHOAL_DRAWS": self.draws,
+            "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
+            **variables,
+        }
         if self.precision != "script":
             settings["SHOAL_PRECISION"] = self.precision
         processes = start(
