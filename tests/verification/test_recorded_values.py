@@ -64,7 +64,9 @@ def test_names_are_those_of_the_model_within_its_wrappers() -> None:
     assert names.find(model[1][0]) == "1.0"
     assert [name for name, _ in names.parameters()][-1] == "1.0.bias"
     assert names.find(nn.MSELoss()) is None
-    assert plain_name(torch.compile(model), "_orig_mod.1.0.bias") == "1.0.bias"  # type: ignore[arg-type]
+    wrapper = nn.ModuleDict({"_orig_mod": model, "module": model})
+    assert plain_name(wrapper, "_orig_mod.1.0.bias") == "1.0.bias"
+    assert plain_name(wrapper, "module.1.0.bias") == "module.1.0.bias"
 
 
 def test_a_script_that_means_float32_computes_in_float64() -> None:

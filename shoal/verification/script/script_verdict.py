@@ -91,10 +91,7 @@ def verify_script(
             return ScriptReport("refused", None, NO_CAUSE, 0, ranks, None, notes=refusals[:1])
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
-    made: AbstractContextManager[str] = tempfile.TemporaryDirectory(prefix="shoal-proof-")
-    if keep is not None:
-        made = nullcontext(str(keep))
-    with made as folder:
+    with _folder(keep) as folder:
         recording = _Recording(
             Path(script), arguments, Path(folder), steps, precision, timeout_s, draws
         )
@@ -104,6 +101,13 @@ def verify_script(
         _check_record(Path(script), recording.many, many)
         recording.reference("reference")
         return compare_runs(recording.one, recording.many, recording.tolerances(tolerance))
+
+
+def _folder(keep: str | Path | None) -> AbstractContextManager[str]:
+    """Return a context with the folder to keep, or with one that is deleted at its end."""
+    if keep is None:
+        return tempfile.TemporaryDirectory(prefix="shoal-proof-")
+    return nullcontext(str(keep))
 
 
 @dataclass

@@ -49,7 +49,7 @@ class WrittenFiles:
             run_save(run, self._place(path))  # which writes through an open file
 
         torch.save, torch.load = redirected_save, redirected_load
-        Run.save = redirected_run_save  # type: ignore[method-assign]
+        Run.save = redirected_run_save  # type: ignore[assignment,method-assign]
         return [
             partial(setattr, torch, "save", save),
             partial(setattr, torch, "load", load),
