@@ -9,11 +9,11 @@ after the step   all ranks raise together, before the optimizer steps
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import Tensor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
+from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
 
@@ -23,6 +23,9 @@ class StepTrials:
 
     Args:
         announce: prints a note, on one rank of all.
+
+    Attributes:
+        objection: returns 1 if this rank objects to the loss; None if nothing is tried.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
@@ -30,31 +33,48 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
+        self.objection = self._objection if guards.enabled else None
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
-        if self._trial is None:
-            self._trial = self._make()
+        with ExitStack() as stack:
+            if self._trial is None:
+                stack.enter_context(self._guards.in_step())
+                self._trial = self._make(stack.enter_context(self._whole_models()))
+            if not self._trial.is_due(batch):
+                return batch
+            stack.enter_context(self._guards.in_step())
+            watched: base.LocalBatch = self._trial.begin(batch)
+        return watched
+
+    def after_step(self, output: StepOutput) -> None:
+        """Raise UsageError on all ranks if one of them objects to the loss."""
         trial = self._trial
-        with self._guards.in_step():
-            watched: base.LocalBatch = trial.before_step(batch)
-        return watched._replace(objection=lambda: trial.objection)
+        if trial is None:
+            return
+        if output.numbers is not None:
+            trial.after_step(round(output.numbers[base.OBJECTIONS]))
+        elif trial.is_scheduled:  # a look at the totals waits for the step, so it is taken in few
+            trial.after_step(round(output.totals[base.OBJECTIONS].item()))
 
-    def after_step(self, totals: Tensor) -> None:
-        """Raise UsageError on all ranks if one of them objects to the loss.
+    def _objection(self) -> int:
+        return 0 if self._trial is None else self._trial.objection
 
-        Args: totals: (TOTALS_LENGTH,), of the step over all ranks.
+    def _whole_models(self) -> AbstractContextManager[bool]:
+        """Return a context that yields True if this rank can run the models alone in it.
+
+        Collective.
         """
-        trial = self._trial
-        # On a GPU a look at the totals waits for the step, so it is taken in some steps only.
-        if trial is not None and (totals.device.type == "cpu" or trial.is_scheduled):
-            trial.after_step(round(totals[base.OBJECTIONS].item()))
+        model = self._prepared.local_model()
+        if model.outside_step.whole_models is not None:
+            return model.outside_step.whole_models()
+        is_divided = model.pass_traits.collective_forward or model.has_sharded_params
+        return nullcontext(not is_divided)
 
-    def _make(self) -> LossTrial:
+    def _make(self, whole_models: bool) -> LossTrial:
         prepared = self._prepared
-        model = prepared.local_model()
         mesh = prepared.mesh
         stages = 2 if mesh.pipeline.size > 1 else 1  # there are several micro-batches then
         return LossTrial(
@@ -62,5 +82,5 @@ class StepTrials:
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
             runs_once=stages == 1,
-            whole_models=not (model.pass_traits.collective_forward or model.has_sharded_params),
+            whole_models=whole_models,
         )

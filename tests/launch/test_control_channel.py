@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch import control_server
-from shoal.launch.control_client import request
-from shoal.launch.control_server import (
+from shoal.launch import control_channel
+from shoal.launch.control_channel import (
     MAX_CALLERS,
     MAX_LINE_BYTES,
     NAME,
     ControlConnection,
     ControlServer,
+    request,
     short_name,
 )
 
@@ -132,7 +132,7 @@ def test_the_number_of_connections_is_limited(tmp_path):
 def deep(tmp_path: Path) -> Path:
     directory = tmp_path.joinpath(*["a directory with a long name"] * 6)
     directory.mkdir(parents=True)
-    assert len(str(directory)) > control_server.MAX_NAME_BYTES
+    assert len(str(directory)) > control_channel.MAX_NAME_BYTES
     return directory
 
 
@@ -143,7 +143,7 @@ def test_the_directory_may_have_any_length(deep):
 
 
 def test_without_a_short_name_the_run_goes_on_without_a_socket(deep, monkeypatch):
-    monkeypatch.setattr(control_server.sys, "platform", "darwin")
+    monkeypatch.setattr(control_channel.sys, "platform", "darwin")
     with ControlServer(deep, ".") as server:
         assert "more than 103 bytes" in server.open()
         assert not server.is_due
