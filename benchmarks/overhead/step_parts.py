@@ -10,7 +10,8 @@
 A turn is the median time of its steps on the slower rank, so a step that another program has
 interrupted does not count, nor does one that stops for rare work. Differences are formed within a
 round. On a busy machine nearly all turns are disturbed: the lowest tenth of the turns tells more
-then.
+then. Processes of one program differ by some microseconds for all of their lives, with the place
+of their memory, so all are started several times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from statistics import quantiles
 from benchmarks.report_page import circumstances
 
 HERE = Path(__file__).parent
-RESULT = HERE / "step_parts.json"
 WORKER = HERE / "step_worker.py"
 CHECKOUT = HERE.parents[1]
 WARM_UP = 3  # turns that do not count
@@ -37,33 +37,47 @@ WARM_UP = 3  # turns that do not count
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--starts", type=int, default=5, help="of all processes, anew")
+    parser.add_argument("--rounds", type=int, default=30, help="after each start")
     parser.add_argument("--steps", type=int, default=40, help="of a turn")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--older", type=Path, help="a checkout to compare with")
     parser.add_argument("--older-worker", type=Path, help="as step_worker.py, for an older API")
     parser.add_argument("--own-batches", action="store_true", help="Shoal knows no loader")
-    parser.add_argument("--out", type=Path, help="write the times of all rounds as JSON")
+    parser.add_argument("--out", type=Path, help="add the times of all rounds to this JSON")
     options = parser.parse_args()
     facts = circumstances(("torch", "shoal"))
     found = {}
     own = ["--own-batches"] if options.own_batches else []
+    programs = {name: (CHECKOUT, WORKER, [name, *own]) for name in ("hand", "shoal", "unguarded")}
+    if options.older is not None:
+        worker = options.older_worker or WORKER
+        programs["older"] = (options.older, worker, ["shoal", *own])
     for ranks in options.ranks:
-        candidates = {
-            name: Candidate(CHECKOUT, WORKER, [name, *own], ranks)
-            for name in ("hand", "shoal", "unguarded")
-        }
-        if options.older is not None:
-            worker = options.older_worker or WORKER
-            candidates["older"] = Candidate(options.older, worker, ["shoal", *own], ranks)
-        found[f"{ranks}"] = in_turns(candidates, options.steps, options.rounds)
-        for candidate in candidates.values():
-            candidate.end()
+        times_s: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(options.starts):
+            candidates = {name: Candidate(*what, ranks) for name, what in programs.items()}
+            in_turns(candidates, options.steps, options.rounds, times_s)
+            for candidate in candidates.values():
+                candidate.end()
+        found[f"{ranks}"] = times_s
         print(f"{ranks} rank{'s' if ranks > 1 else ''}")
-        print("\n".join(told_times(found[f"{ranks}"])), flush=True)
+        print("\n".join(told_times(times_s)), flush=True)
     if options.out is not None:
-        result = {"circumstances": facts, "step_s": found}
+        result = json.loads(options.out.read_text()) if options.out.exists() else {}
+        batches = "the script's own batches" if options.own_batches else "batches of a loader"
+        result[batches] = {
+            "circumstances": facts,
+            "older": "" if options.older is None else commit_of(options.older),
+            "step_s": found,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short name of the commit that a checkout is at."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 class Candidate:
@@ -106,15 +120,16 @@ class Candidate:
             process.communicate()
 
 
-def in_turns(candidates: dict[str, Candidate], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the times of all candidates, a number for each round."""
-    chance, times_s = random.Random(0), {name: [] for name in candidates}
+def in_turns(
+    candidates: dict[str, Candidate], steps: int, rounds: int, times_s: dict[str, list[float]]
+) -> None:
+    """Add the times of all candidates, a number for each round."""
+    chance = random.Random(0)
     for counted in [False] * WARM_UP + [True] * rounds:
         for name in chance.sample(list(candidates), len(candidates)):
             time_s = candidates[name].turn(steps)
             if counted:
                 times_s[name].append(time_s)
-    return times_s
 
 
 def told_times(times_s: dict[str, list[float]]) -> list[str]:
