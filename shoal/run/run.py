@@ -126,7 +126,6 @@ class Run(StatefulRun):
         check_step_options(rows, reduction)
         self._prepared.local_model()
         self._guards.check_weights()
-        is_mean_of_rows = reduction == "rows"
         local_batch = make_batch(
             compute_loss,
             batch,
@@ -136,11 +135,10 @@ class Run(StatefulRun):
             rows=rows,
             reduction=reduction,
             stop_requested=self._stop_requested,
-            objection=self._trials.objection if is_mean_of_rows else None,
         )
         self._gathering.begin_step(local_batch)
         try:
-            if is_mean_of_rows:
+            if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             output = self._step_of(local_batch).forward_backward(local_batch)
             self._trials.after_step(output)

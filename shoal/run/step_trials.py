@@ -22,9 +22,6 @@ class StepTrials:
 
     Args:
         announce: prints a note, on one rank of all.
-
-    Attributes:
-        objection: returns 1 if this rank objects to the loss; None if nothing is tried.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
@@ -32,7 +29,6 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
-        self.objection = self._objection if guards.enabled else None
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
@@ -40,11 +36,14 @@ class StepTrials:
             return batch
         if self._trial is None:
             self._trial = self._make()
-        if not self._trial.is_due(batch):
+        trial = self._trial
+        is_due = trial.is_due(batch)
+        if not is_due and trial.verdict is None:  # as in most steps
             return batch
-        with self._guards.in_step():
-            watched: base.LocalBatch = self._trial.begin(batch)
-        return watched
+        if is_due:
+            with self._guards.in_step():
+                batch = trial.begin(batch)
+        return batch._replace(objection=lambda: trial.objection)
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""
@@ -52,12 +51,13 @@ class StepTrials:
         if trial is None:
             return
         if output.numbers is not None:
-            trial.after_step(round(output.numbers[base.OBJECTIONS]))
+            objections = output.numbers[base.OBJECTIONS]
         elif trial.is_scheduled:  # a look at the totals waits for the step, so it is taken in few
-            trial.after_step(round(output.totals[base.OBJECTIONS].item()))
-
-    def _objection(self) -> int:
-        return 0 if self._trial is None else self._trial.objection
+            objections = output.totals[base.OBJECTIONS].item()
+        else:
+            return
+        if objections or trial.verdict is not None:
+            trial.after_step(round(objections))
 
     def _make(self) -> LossTrial:
         prepared = self._prepared
