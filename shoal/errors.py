@@ -8,6 +8,7 @@
     ├── StrategyRefused      a model or a world that a strategy cannot take
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── TrainingDiverged     numbers that are no longer finite, and that further steps do not mend
+    ├── ReplicasDiffer       ranks that should hold the same weights, and do not
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
     │   └── CleanupFailed    saved, but `latest`, `best` or the removal of old ones failed
     ├── RecordError          a record that cannot be replayed: a gap, or another program
@@ -69,6 +70,10 @@ class UsageError(ShoalError):
 
 class TrainingDiverged(ShoalError):
     """The numbers of a run are no longer finite, and further steps do not mend them."""
+
+
+class ReplicasDiffer(ShoalError):
+    """Ranks that should hold the same weights do not, and nobody can tell which one is wrong."""
 
 
 class CheckpointError(ShoalError):

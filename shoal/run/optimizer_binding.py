@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from shoal.comm.shards import shard_like
+from shoal.comm.assembly import shard_like
+from shoal.comm.norm import full_tensor
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
-from shoal.trial import optimizer_is_elementwise
+from shoal.trial import optimizer_is_elementwise, optimizer_steps_shards
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -66,6 +67,22 @@ def bind_optimizer(
         group["params"] = [owned[name] for name in names if name in owned]
 
 
+def bind_to_whole(
+    optimizer: Optimizer, groups: list[list[str]], whole: Mapping[str, nn.Parameter]
+) -> None:
+    """Bind an optimizer to whole parameters again, and make its state whole. Collective.
+
+    Args: groups: for each of its groups, the names of its parameters.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    state[key] = full_tensor(value)
+    bind_optimizer(optimizer, groups, whole)
+
+
 def cut_parameter_state(
     values: Mapping[str, Any], full_shape: torch.Size, parameter: Tensor
 ) -> dict[str, Any]:
@@ -90,7 +107,10 @@ def cut_parameter_state(
 
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """Raise StrategyRefused if a step of shards would not be the step of the full parameters."""
+    """Raise StrategyRefused if a step of shards would not be the step of the full parameters.
+
+    Collective.
+    """
     _check_foreach(optimizer, owned)
     kind = type(optimizer)
     sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
@@ -108,7 +128,7 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
             "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
             "shoal.optim.adamw8bit, or ddp."
         )
-    reason = _reason_for_full_tensors(optimizer, [owned[name] for name in sharded])
+    reason = _reason_for_full_tensors(optimizer, [*owned.values()])
     if reason:
         raise StrategyRefused(
             f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
@@ -116,16 +136,21 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
         )
 
 
-def _reason_for_full_tensors(optimizer: Optimizer, sharded: Sequence[Tensor]) -> str:
-    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those."""
+def _reason_for_full_tensors(optimizer: Optimizer, owned: Sequence[Tensor]) -> str:
+    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those.
+
+    Collective where halves of tensors alone do not answer it.
+    """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         return NEED_FULL_TENSORS[kind.__name__]
-    dims = {dim for parameter in sharded for dim in _sharded_dims(parameter)}
+    dims = {dim for p in owned if _is_sharded(p) for dim in _sharded_dims(p)}
     for dim in sorted({min(dim, 1) for dim in dims}):
         answer = optimizer_is_elementwise(optimizer, dim)
         if answer.is_elementwise is False:
-            return answer.reason
+            together = optimizer_steps_shards(optimizer, owned)
+            reasons = filter(None, (answer.reason, together.reason))
+            return "" if together.is_elementwise else ", and ".join(reasons)
     return ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
@@ -18,9 +19,11 @@ from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
+from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
+from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
 from shoal.run.step_batch import example_of, make_batch
@@ -62,7 +65,8 @@ class Run(StatefulRun):
         self._settings = settings
         self._tracing = tracing
         self._stop_requested = False
-        self._gathering = RowGathering(mesh, settings.accumulate)
+        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
+        self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
 
     def prepare(self, *things: Any) -> Any:
@@ -73,8 +77,8 @@ class Run(StatefulRun):
         A loader yields this rank's share of every global batch of `loader.batch_size` samples.
 
         It may be called again: with another loader; with a frozen model, such as a teacher; with a
-        new optimizer in the place of one that has the same parameters. Where every rank holds
-        whole parameters (ddp), also after layers were frozen or thawed, and with further models.
+        new optimizer in the place of one that has the same parameters. Under ddp and zero also
+        after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
 
@@ -140,8 +144,17 @@ class Run(StatefulRun):
         try:
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
-            output = self._step_of(local_batch).forward_backward(local_batch)
+            step = self._step_of(local_batch)
+            if self._settings.accumulate > 1 and self._settings.draws == "rank":
+                with self._prepared.in_step():
+                    local_batch = self._gathering.before_passes(
+                        local_batch, compute_loss, self._prepared.local_model()
+                    )
+            output = step.forward_backward(local_batch)
             self._trials.after_step(output)
+        except torch.OutOfMemoryError as error:
+            self._memory.explain(error, local_batch)
+            raise
         finally:
             self._gathering.end_step()
         self.totals = output.totals
@@ -222,6 +235,32 @@ class Run(StatefulRun):
         """True if all ranks take each step together, so that a step has global gradients."""
         return self._local_model().strategy_state.is_synchronous
 
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradients of the last `forward_backward` were finite on all ranks.
+
+        Else its step is skipped: `optimizer.step()` leaves the weights as they are. Under `local`,
+        `diloco` and servers with staleness it is about this rank alone.
+        """
+        return self._prepared.nonfinite_steps.is_finite
+
+    def check_replicas(self) -> list[str]:
+        """Compare the bits of weights and optimizer state on ranks that hold the same. Collective.
+
+        Where three ranks or more hold the same, those that differ from the majority get its bits.
+        Shards of zero have no replicas, and are not compared; nor are the ranks of strategies that
+        step by themselves.
+
+        Returns: a sentence for each rank that was wrong, the same on every rank.
+
+        Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
+        """
+        local_model = self._local_model()
+        self.wait()
+        sentences = check_replicas(local_model, self._prepared.optimizers, self.mesh)
+        self._guards.accept_weights()  # those that were healed
+        return sentences
+
     def edit(self) -> AbstractContextManager[None]:
         """Return a context in which you may write weights, the same on all ranks. Collective.
 
@@ -264,7 +303,8 @@ class Run(StatefulRun):
         """
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
-        on_device = batch.to(self.device, non_blocking=True)
+        # Towards the CPU, a copy that nobody waits for would be read before it is there.
+        on_device = batch.to(self.device, non_blocking=self.device.type != "cpu")
         self._prepared.sizes.track(batch, on_device)
         return on_device
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.errors import UsageError
+from shoal.errors import DataError, UsageError
 from shoal.run import train_state
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -86,9 +86,13 @@ class StatefulRun:
         `tensors` are the same on every rank, `info` consists of JSON values, `private`
         is this rank's random state. After `load_state` the run goes on bit for bit at the same
         number of ranks.
+
+        Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
+            `nonfinite="ignore"`.
         """
         resumable = self._train_state()
         self.synchronize()
+        self._prepared.nonfinite_steps.check_weights()
         return resumable.state()
 
     def layout_of(self) -> Callable[[str], Tensor | None]:
@@ -99,21 +103,37 @@ class StatefulRun:
         return train_state.layout_of(self._local_model())
 
     def load_state(
-        self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
+        self,
+        tensors: Mapping[str, Tensor],
+        info: Mapping[str, Any],
+        private: Mapping[str, Tensor],
+        accept_data: bool = False,
     ) -> list[str]:
         """Load what `state` returned. Collective; call it after `prepare`.
 
         Args:
             private: this rank's own; empty if the number of ranks has changed.
+            accept_data: go on although the data set has shrunk, grown or changed. The position in
+                the epoch stays the same number of samples.
 
-        Returns: sentences about state that was lost with a change of the number of ranks.
+        Returns: sentences about data that has changed, and about state that was lost with a change
+            of the number of ranks.
+
+        Raises: DataError: the data set of a prepared loader is not the one of the saved run.
         """
         resumable = self._train_state()
         train_state.check_complete(info)
+        change = resumable.check_data(info)
+        if change and not accept_data:
+            raise DataError(
+                f"{change}. Some samples of the epoch would come twice, and others never. Restore "
+                "the data, begin a new run, or accept it: run.load_state(..., accept_data=True), "
+                "--train.accept_data changed."
+            )
         self.wait()
         notes = resumable.load(tensors, info, private)
         self._guards.accept_weights()
-        return notes
+        return [f"{change}; accepted", *notes] if change else notes
 
     def _train_state(self) -> train_state.TrainState:
         local_model, prepared = self._local_model(), self._prepared

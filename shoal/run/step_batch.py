@@ -67,7 +67,7 @@ def example_of(
     kwargs = chunk(dict(batch.kwargs), window, batch.num_samples)
     calls: list[base.ModuleCall] = []
     with (
-        preserve_rng_state(),
+        preserve_rng_state([mesh.device]),
         _state_kept(models),
         _recorded_calls(models, calls),
         torch.enable_grad(),  # compute_loss may take gradients itself

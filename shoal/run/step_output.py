@@ -22,3 +22,8 @@ class StepOutput(NamedTuple):
     extra: Any
     totals: Tensor
     numbers: list[float] | None
+
+
+def numbers_at_hand(totals: Tensor) -> list[float] | None:
+    """Return the totals as numbers; None on a device, where that would wait for the step."""
+    return totals.tolist() if totals.is_cpu else None

@@ -9,6 +9,7 @@ after the step   all ranks raise together, before the optimizer steps
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -34,16 +35,11 @@ class StepTrials:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
-        if self._trial is None:
-            self._trial = self._make()
-        trial = self._trial
-        is_due = trial.is_due(batch)
-        if not is_due and trial.verdict is None:  # as in most steps
-            return batch
-        if is_due:
-            with self._guards.in_step():
-                batch = trial.begin(batch)
-        return batch._replace(objection=lambda: trial.objection)
+        if self._trial is not None:
+            return self._tried(self._trial, batch)
+        with self._guards.in_step(), self._whole_models() as whole_models:
+            self._trial = self._make(whole_models)
+            return self._tried(self._trial, batch)
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""
@@ -59,9 +55,28 @@ class StepTrials:
         if objections or trial.verdict is not None:
             trial.after_step(round(objections))
 
-    def _make(self) -> LossTrial:
+    def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
+        is_due = trial.is_due(batch)
+        if not is_due and trial.verdict is None:  # as in most steps
+            return batch
+        if is_due:
+            with self._guards.in_step():
+                batch = trial.begin(batch)
+        return batch._replace(objection=lambda: trial.objection)
+
+    def _whole_models(self) -> AbstractContextManager[bool]:
+        """Return a context that yields True if this rank can run the models alone in it.
+
+        Collective.
+        """
+        model = self._prepared.local_model()
+        if model.outside_step.whole_models is not None:
+            return model.outside_step.whole_models()
+        is_divided = model.pass_traits.collective_forward or model.has_sharded_params
+        return nullcontext(not is_divided)
+
+    def _make(self, whole_models: bool) -> LossTrial:
         prepared = self._prepared
-        model = prepared.local_model()
         mesh = prepared.mesh
         stages = 2 if mesh.pipeline.size > 1 else 1  # there are several micro-batches then
         return LossTrial(
@@ -69,5 +84,5 @@ class StepTrials:
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
             runs_once=stages == 1,
-            whole_models=not (model.pass_traits.collective_forward or model.has_sharded_params),
+            whole_models=whole_models,
         )

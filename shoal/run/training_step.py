@@ -17,9 +17,10 @@ from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
+from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.random_notes import noting_draws
-from shoal.run.step_output import StepOutput
+from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 
@@ -47,6 +48,7 @@ class TrainingStep:
         loss_scale_guard: None without fp16.
         tracing: None without a trace.
         guards: of the prepared models; they are told when passes begin and end.
+        nonfinite_steps: judges each step.
         notes: who is told what makes the first step differ from one device's.
     """
 
@@ -58,9 +60,11 @@ class TrainingStep:
         loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
         guards: Guards,
+        nonfinite_steps: NonfiniteSteps,
         notes: FirstStepNotes,
     ) -> None:
         self._guards = guards
+        self._nonfinite_steps = nonfinite_steps
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
@@ -79,22 +83,25 @@ class TrainingStep:
             batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
         if self._sum_counts is not None:
             batch = batch._replace(sum_counts=self._sum_counts)
+        batch = self._nonfinite_steps.begin(batch)
         result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
-        numbers = totals.tolist() if totals.is_cpu else None
+        numbers = numbers_at_hand(totals)
         size = batch.global_batch_size
         local_step.rescale_by_count(self._local_model, result, size, numbers)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
+        self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size, numbers)
         output = StepOutput(loss, extra, totals, numbers)
         # The loss scale of fp16 looks for overflows, and skips steps.
-        self._guards.after_step(output, looks_at_loss=self._loss_scale_guard is None)
+        is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
+        self._guards.after_step(output, looks_at_loss=not is_judged)
         return output
 
     @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import global_norm, to_local
+from shoal.platform.tensors import tensor_on
 from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.base import (
     COUNT,
@@ -71,6 +72,8 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
     multiplier = min(batch.num_samples, 1) if is_sum else batch.num_samples * weight
     # Few operations: each takes as long as a small layer.
     detached = value.detach()
+    if batch.note_loss is not None:
+        batch.note_loss(detached)
     if value.dtype.itemsize < 4:
         detached = detached.float()
     factor, counts = _cached_factor_and_counts(
@@ -113,7 +116,7 @@ def _cached_factor_and_counts(
     loss_factor = multiplier * grad_weight
     counts = [num_samples * grad_weight, stop_requested * grad_weight]
     zeros = [0.0] * (TOTALS_LENGTH - SUMMED)
-    tensor = torch.tensor([loss_factor, *counts, *zeros], dtype=dtype, device=device)
+    tensor = tensor_on([loss_factor, *counts, *zeros], dtype, device)
     return tensor[:COUNT], tensor[COUNT:]
 
 
@@ -123,7 +126,7 @@ def cached_scalar_tensor(value: float, dtype: torch.dtype, device: torch.device)
 
     Without the cache, torch makes a new tensor for each operation with a Python number.
     """
-    return torch.tensor(value, dtype=dtype, device=device)
+    return tensor_on(value, dtype, device)
 
 
 def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
@@ -180,8 +183,9 @@ def scale_gradients(model: LocalModel, factor: Tensor) -> None:
         for parameter in model.trainable_params.values()
         if parameter.grad is not None
     ]
-    if gradients:
-        foreach_mul_(gradients, factor)
+    # Offloaded shards lie on the CPU, and scalars beside them on the device.
+    for device in {gradient.device for gradient in gradients}:
+        foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
 
 
 def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:

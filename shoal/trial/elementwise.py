@@ -155,17 +155,19 @@ def _steps(optimizer: Optimizer, sample: _Sample, half: int | None) -> list[Tens
         [nn.Parameter(value.to(device)) for value in sample.values(half)]
         for _ in optimizer.param_groups
     ]
-    twin = _twin(optimizer, groups)
+    twin = copy_of(optimizer, groups)
     parameters = [parameter for group in groups for parameter in group]
     for step in range(STEPS):
         gradients = [
             gradient.to(device) for _ in groups for gradient in sample.gradients(step, half)
         ]
-        _step(twin, parameters, gradients)
+        step_once(twin, parameters, gradients)
     return [parameter.detach().cpu() for parameter in parameters]
 
 
-def _step(twin: Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+def step_once(twin: Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    """Let an optimizer take a step by these gradients, with a closure if it must have one."""
+
     def closure() -> float:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
@@ -178,7 +180,7 @@ def _step(twin: Optimizer, parameters: list[nn.Parameter], gradients: list[Tenso
         twin.step(closure)
 
 
-def _twin(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> Optimizer:
+def copy_of(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> Optimizer:
     """Return an optimizer of the same class and settings, without state, of other parameters.
 
     No constructor is called, for it may take anything. Attributes are copied; those that hold

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from test_elementwise import TrustRatio
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import LaunchError, UsageError
+from shoal.errors import StrategyRefused, UsageError
 from shoal.testing import world
 
 
@@ -90,13 +91,124 @@ def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None
     assert last == ""
 
 
-def prepare_with_trust_ratio() -> None:
-    run = shoal.init("zero3", precision="fp64", announce=lambda _: None)
+class OwnLoss(nn.Module):
+    """Computes its own loss inside, of tied layers; rows of some ranks take another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.embed(tokens)
+        for block in self.blocks[:2]:
+            hidden = hidden + torch.tanh(block(hidden))
+        chosen = tokens[:, 0] == 5
+        if chosen.any():
+            more = torch.zeros_like(hidden)
+            more[chosen] = self.blocks[2](hidden[chosen])
+            hidden = hidden + more
+        return F.cross_entropy(self.head(hidden * self.scale).transpose(1, 2), labels)
+
+
+def own_losses(strategy: str, padded: bool) -> tuple[str, list[float], dict[str, Tensor]]:
+    """Two steps of a model that returns its loss. Returns the error, the losses, the weights."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    model = OwnLoss().double()
+    tokens = torch.randint(0, 5, (10, 4))
+    tokens[8, 0] = 5  # on the last rank alone
+    labels = tokens.roll(1, 1)
+    if padded:
+        labels[-1:, 1:] = -100
+    batch = DataLoader(TensorDataset(tokens, labels), batch_size=10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, batch = run.prepare(model, optimizer, batch)
+    losses = []
+    for _ in range(2):
+        for x, y in batch:
+            try:
+                losses.append(run.forward_backward(lambda x, y: model(x, labels=y), x, y).item())
+            except UsageError as error:
+                return str(error), losses, {}
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.calls == len(losses), "a trial leaves no trace"
+    return "", losses, run.weights()
+
+
+def own_losses_of(strategies: list[str]) -> dict[str, Any]:
+    return {name: [own_losses(name, padded) for padded in (False, True)] for name in strategies}
+
+
+@pytest.mark.parametrize(
+    ("strategies", "ranks"),
+    [
+        (["zero1", "zero3"], 2),
+        pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
+        pytest.param(["zero3,hybrid=2"], 4, marks=pytest.mark.slow),
+    ],
+)
+def test_models_in_shards_are_tried_whole(strategies: list[str], ranks: int) -> None:
+    _, expected, weights = own_losses("single", padded=False)
+    for found in world.run(ranks, own_losses_of, strategies):
+        for strategy, ((error, losses, trained), (refusal, before, _)) in found.items():
+            assert error == "", strategy
+            assert losses == pytest.approx(expected, rel=1e-10), strategy
+            torch.testing.assert_close(trained, weights, rtol=1e-10, atol=1e-12)
+            assert "compute_loss is no mean over samples" in refusal, strategy
+            assert before == [], strategy
+
+
+class RatioOfShards(TrustRatio):
+    """Looks at what this rank holds of a tensor, as fused kernels do."""
+
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        parameter, gradient = (
+            t.to_local() if isinstance(t, DTensor) else t for t in (parameter, gradient)
+        )
+        return super().update(parameter, gradient)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                step = self.update(parameter, parameter.grad * group["scale"])
+                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                held.sub_(step, alpha=group["lr"])
+
+
+def step_by_norms(strategy: str, kind: type[TrustRatio]) -> tuple[str, dict[str, Tensor]]:
+    """Two steps by norms of whole tensors. Returns why it was refused, or the weights."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
-    run.prepare(model, TrustRatio(model.parameters(), 0.1, 2.0))
+    try:
+        model, optimizer = run.prepare(model, kind(model.parameters(), 0.1, 2.0))
+    except StrategyRefused as error:
+        return str(error), {}
+    for _ in range(2):
+        batch = run.share(torch.arange(30.0).reshape(5, 6).double().sin())
+        run.forward_backward(lambda x: model(x).square().mean(), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return "", run.weights()
 
 
-def test_an_optimizer_of_a_script_that_looks_at_whole_tensors_is_refused_on_shards() -> None:
-    text = r"TrustRatio cannot step the shards of .*so it looks at whole tensors\. Use ddp"
-    with pytest.raises(LaunchError, match=text):
-        world.run(2, prepare_with_trust_ratio)
+def steps_by_norms(strategy: str) -> list[Any]:
+    return [step_by_norms(strategy, kind) for kind in (TrustRatio, RatioOfShards)]
+
+
+@pytest.mark.parametrize("strategy", ["zero3"])
+def test_an_optimizer_is_refused_that_looks_at_what_a_rank_holds(strategy: str) -> None:
+    _, expected = step_by_norms("single", TrustRatio)
+    for (error, weights), (refusal, _) in world.run(2, steps_by_norms, strategy):
+        assert error == ""
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+        assert "RatioOfShards cannot step the shards of" in refusal
+        assert "so it looks at whole tensors. Use ddp" in refusal

@@ -16,7 +16,7 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.output_forms import OutputForms
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile
-from shoal.strategies.pipeline.units import Units, enclosing, find_units
+from shoal.strategies.pipeline.units import UnitCall, Units, enclosing, find_units
 
 
 class PlanRequest(NamedTuple):
@@ -41,17 +41,22 @@ class PlanRequest(NamedTuple):
 
 
 class ObservedUnits(NamedTuple):
-    """The units of a model, and one run of the user's function on a sample with them."""
+    """The units of a model, and one run of the user's function on a sample with them.
+
+    Attributes:
+        calls: of units, in order. Those of the first rank of the world, where ranks have agreed.
+    """
 
     units: Units
     forms: OutputForms
     profile: UnitProfile
+    calls: Sequence[UnitCall]
 
     def stage_map(self, stage_starts: Sequence[int]) -> StageMap:
         """Return the stages of all calls."""
         stages = {
             call: sum(start <= index for start in stage_starts)
-            for index, call in enumerate(self.profile.calls)
+            for index, call in enumerate(self.calls)
         }
         return StageMap([*self.units.modules], stages, len(stage_starts))
 
@@ -83,13 +88,19 @@ def observe_units(
             continue
         num_places = len(open_places(profile, request))
         if not inside and (num_places + 1 >= request.num_stages or request.cuts):
-            forms = OutputForms(model, units.modules)
-            return ObservedUnits(units, forms, observed_run(units, forms, function))
+            return observe_named(units, function)
         more = inside or _largest_divisible(units, named | writers)
         if not more and with_plain:
             raise WalkRefusal(_too_few_places(profile, request, num_places))
         with_plain = not more
         expanded |= more
+
+
+def observe_named(units: Units, function: Callable[[], Any]) -> ObservedUnits:
+    """Run the function once with these units. The model stays as it was."""
+    forms = OutputForms(units.model, units.modules)
+    profile = observed_run(units, forms, function)
+    return ObservedUnits(units, forms, profile, profile.calls)
 
 
 def observed_run(

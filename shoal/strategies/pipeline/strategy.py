@@ -25,7 +25,7 @@ of torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -34,19 +34,18 @@ from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import (
-    ExampleBatch,
-    LocalBatch,
-    LocalModel,
-    PassTraits,
-    PipelineTraits,
-    Strategy,
-)
+from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import PipelineOptions
-from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.division import DividedModel, refusals_as_errors
+from shoal.strategies.pipeline.agreement import (
+    agreed,
+    names_on_any_rank,
+    units_of_first_rank,
+    users_on_any_rank,
+)
+from shoal.strategies.pipeline.division import DividedModel
 from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.pipeline_summary import summary_lines
@@ -120,19 +119,22 @@ class Pipeline(PipelineOptions, Strategy):
         )
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
-        self._check_halves(schedule, observed, module)
+        observed = units_of_first_rank(mesh, observed, function)
+        agreed(mesh, partial(self._check_halves, schedule, observed, module))
         one_stage = describe_stages(observed, [], {})
         stage_plan = plan(mesh, observed, request, function, one_stage)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
-        def divide_and_try() -> tuple[DividedModel, set[int]]:
-            users = parameter_users(observed, stage_map, function)
-            divided = DividedModel(observed.units, observed.forms, stage_map, users)
-            sample = (example.args, example.kwargs)
-            return divided, try_stages(divided, function, partial(_loss, example), sample)
-
-        divided, mutated = agreed(mesh, divide_and_try)
-        full = describe_stages(observed, stage_plan.stage_starts, divided.parameter_users)
+        users = agreed(mesh, partial(parameter_users, observed, stage_map, function))
+        users = users_on_any_rank(mesh, users)
+        divided = DividedModel(observed.units, observed.forms, stage_map, users)
+        sample = (example.args, example.kwargs)
+        loss_of = partial(_loss, example)
+        found = agreed(mesh, partial(try_stages, divided, function, loss_of, sample))
+        buffers = [*module.named_buffers(remove_duplicate=False)]
+        names = names_on_any_rank(mesh, (name for name, buffer in buffers if id(buffer) in found))
+        mutated = {id(buffer) for name, buffer in buffers if name in names}
+        full = describe_stages(observed, stage_plan.stage_starts, users)
         return _StagedModel(schedule, stage_plan, full, divided, mutated)
 
     def _check_halves(
@@ -151,24 +153,6 @@ class Pipeline(PipelineOptions, Strategy):
             self.schedule, self.ranks, example.num_samples
         )
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
-
-
-def agreed(mesh: Mesh, function: Callable[[], Any]) -> Any:
-    """Return the function's result; raise on all ranks what it raises on one. Collective."""
-    failure: BaseException | None = None
-    result = None
-    try:
-        result = function()
-    except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
-        failure = error
-    texts = mesh.all_gather_str(str(failure or "") or ("" if failure is None else repr(failure)))
-    if failure is not None:
-        with refusals_as_errors():
-            raise failure
-    for rank, text in enumerate(texts):
-        if text:
-            raise StrategyRefused(f"rank {rank} says: {text}")
-    return result
 
 
 def _loss(example: ExampleBatch, result: Any) -> Any:
@@ -234,7 +218,11 @@ def _keep_local_stages(
             grads_not_ready_reason=GRADS_NOT_READY,
         ),
         pipeline=PipelineTraits(
-            axis, staged.full_model, ties.owned_by_earlier_stage, tied_names=aliases
+            axis,
+            staged.table.num_microbatches,
+            staged.full_model,
+            ties.owned_by_earlier_stage,
+            tied_names=aliases,
         ),
         summary_lines=(*model.summary_lines, *summary),
     )

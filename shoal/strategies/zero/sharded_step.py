@@ -11,7 +11,7 @@ to the engine, which must neither reduce nor free anything before the forward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.comm.axis import Axis
@@ -28,11 +28,13 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
 from shoal.strategies.zero.lockstep import Lockstep
 from shoal.strategies.zero.step_root import StepRoot
 from shoal.strategies.zero.unit_order import END_OF_STEP
+from shoal.strategies.zero.whole_models import WholeModels
 
 
 class ShardedStep:
@@ -63,6 +65,8 @@ class ShardedStep:
         self.lockstep: Lockstep | None = None
         self.root = StepRoot(model.module)
         self.engines: list[FSDPModule] = []
+        self._offloads = False
+        self._whole_models = WholeModels(model.module, data)
 
     def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
         """Shard the parameters of all units, and then of the root around them. Collective.
@@ -80,7 +84,13 @@ class ShardedStep:
         if self.data.size > 1:
             trained = [*self.model.trainable_params]
             self.lockstep = Lockstep(
-                self.data, self.root, model, wrapped, trained, frees=self.stage == 3
+                self.data,
+                self.root,
+                model,
+                wrapped,
+                trained,
+                frees=self.stage == 3,
+                finite_check=self.model.finite_check,
             )
             register_cleanup(self.lockstep)
         self.root.lockstep = self.lockstep
@@ -93,6 +103,8 @@ class ShardedStep:
         is_container = type(model).forward is nn.Module.forward
         models = model.children() if is_container else [model]
         self.root.open_for_calls({*models, *wrapped.values()}, self.release)
+        self._whole_models.note_hooks()
+        self._offloads = isinstance(policy, CPUOffloadPolicy)
         for name, scalar in self.scalars.items():
             self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
 
@@ -104,6 +116,30 @@ class ShardedStep:
             for name in self.model.trainable_params
         }
         return self.sharded
+
+    def whole_models(self) -> AbstractContextManager[bool]:
+        """Return a context as `OutsideStep.whole_models`. Collective."""
+        # Whole parameters beside others on a GPU are what offload is to avoid.
+        if self._offloads:
+            return nullcontext(False)
+        return self._whole_models.whole(is_bounded=self.stage == 3)
+
+    def close(self) -> None:
+        """Make the models whole again, so that they can be sharded anew. Collective.
+
+        Raises: StrategyRefused: parameters are offloaded.
+        """
+        if self._offloads:
+            raise StrategyRefused(
+                f"zero{self.stage} with offload cannot train other parameters than at first: whole "
+                "ones may not fit the device. Save with run.save(path) and train the next phase in "
+                "a run of its own, or leave out offload."
+            )
+        self.release()
+        if self.lockstep is not None:
+            self.lockstep.close()
+        self._whole_models.restore()
+        self.model.outside_step.close()
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
@@ -213,6 +249,9 @@ class ShardedStep:
         Every rank sends a value for each, 0 if it did not use the scalar.
         """
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
+        check = self.model.finite_check
+        if check.enabled and check.look(gradients):
+            check.names += nonfinite_names(dict(zip(used, gradients, strict=True)))
         dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
         means = self.data.all_reduce(
             torch.stack([gradient.to(dtype) for gradient in gradients])

@@ -35,6 +35,7 @@ from shoal.strategies.zero.sharded_step import ShardedStep
 class Zero1(ZeroOptions, Strategy):
     """ZeRO-1: shard optimizer states."""
 
+    can_apply_again: ClassVar[bool] = True
     stage: ClassVar[int] = 1
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -54,7 +55,7 @@ class Zero1(ZeroOptions, Strategy):
             )
         if mesh.data.size == 1 and not self.offload:
             return model
-        ensure_group()
+        ensure_group(mesh.device)
         mesh.data.broadcast_module(model.module)
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
@@ -66,7 +67,13 @@ class Zero1(ZeroOptions, Strategy):
             run=engine.run,
             trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
-            outside_step=replace(model.outside_step, call=engine.call, reshard=engine.release),
+            outside_step=replace(
+                model.outside_step,
+                call=engine.call,
+                reshard=engine.release,
+                whole_models=engine.whole_models,
+                close=engine.close,
+            ),
             pass_traits=replace(
                 model.pass_traits,
                 collective_forward=True,

@@ -287,15 +287,48 @@ def test_sparse_gradients_are_stepped_as_on_one_device(strategy: str) -> None:
             assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
 
 
-def flattens() -> str:
+class OwnRows(FlatStep):
+    """The same along the rows that this rank holds."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        used = [p for p in group["params"] if p.grad is not None]
+        held = [(_held(p), _held(p.grad)) for p in used]
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in held])
+        for parameter, gradient in held:
+            parameter.sub_(gradient / flat.norm(), alpha=group["lr"])
+
+
+def _held(tensor: Any) -> Tensor:
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
+
+
+def flattening_refused(strategy: str, kind: Any) -> str:
     with pytest.raises(StrategyRefused) as refusal:
-        with_rows("zero1", FlatStep)
+        with_rows(strategy, kind)
     return str(refusal.value)
 
 
-def test_an_optimizer_that_flattens_all_gradients_is_refused() -> None:
-    for said in world.run(2, flattens):
+def flattened(strategy: str) -> tuple[dict[str, Tensor], str]:
+    """Return what an optimizer trains that flattens shards, and why one of own rows is refused."""
+    return with_rows(strategy, FlatStep), flattening_refused(strategy, OwnRows)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_fails_on_uneven_shards_is_refused_before_it_does() -> None:
+    for said in world.run(3, flattening_refused, "zero3", FlatStep):
         assert "FlatStep cannot step the shards of stem.weight" in said
+        assert "and with sharded ones it fails (RuntimeError: " in said
+
+
+def test_an_optimizer_that_flattens_all_gradients_steps_shards_as_whole_tensors() -> None:
+    expected = with_rows("single", FlatStep)
+    for found, said in world.run(2, flattened, "zero1"):
+        for key, value in expected.items():
+            assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+        assert "OwnRows cannot step the shards of stem.weight" in said
         assert "on two halves of a small matrix" in said
 
 
