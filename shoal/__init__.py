@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.strategies.loss_terms import counted, summed
     from shoal.train.checkpoint import Checkpoints
     from shoal.verification import Verdict, verify
+    from shoal.verification.script.script_verdict import verify_script
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "init",
     "summed",
     "verify",
+    "verify_script",
 ]
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "summed": "shoal.strategies.loss_terms",
     "verify": "shoal.verification",
     "Verdict": "shoal.verification",
+    "verify_script": "shoal.verification.script.script_verdict",
     "Checkpoints": "shoal.train.checkpoint",
     "ShoalError": "shoal.errors",
     "allreduce": "shoal.comm.arrays",

@@ -8,6 +8,7 @@
     ├── StrategyRefused      a model or a world that a strategy cannot take
     ├── UsageError           a call that would have given a wrong gradient or lost something
     ├── TrainingDiverged     numbers that are no longer finite, and that further steps do not mend
+    ├── ReplicasDiffer       ranks that should hold the same weights, and do not
     ├── CheckpointError      a checkpoint that is corrupt, missing or of another experiment
     │   └── CleanupFailed    saved, but `latest`, `best` or the removal of old ones failed
     ├── RecordError          a record that cannot be replayed: a gap, or another program
@@ -22,7 +23,7 @@ A message states the fact, the values and the cure. `assert` is kept for our own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -47,6 +48,21 @@ class ConfigError(ShoalError):
         return type(self), (self.problems,)
 
 
+def problems_of(check: Callable[[], object]) -> list[str]:
+    """Return the problems of the ConfigError that a check raises, if it raises one."""
+    try:
+        check()
+    except ConfigError as error:
+        return [*error.problems]
+    return []
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise ConfigError if there are problems."""
+    if problems:
+        raise ConfigError(problems)
+
+
 class EnvironmentConflict(ShoalError):
     """The launcher's variables contradict each other, or what was asked for."""
 
@@ -69,6 +85,10 @@ class UsageError(ShoalError):
 
 class TrainingDiverged(ShoalError):
     """The numbers of a run are no longer finite, and further steps do not mend them."""
+
+
+class ReplicasDiffer(ShoalError):
+    """Ranks that should hold the same weights do not, and nobody can tell which one is wrong."""
 
 
 class CheckpointError(ShoalError):

@@ -49,7 +49,8 @@ def call(world: int, ranks: int, function: str, arguments: tuple[object, ...]) -
         from shoal.train import entry
 
         preload = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
-        return run(getattr(entry, function), arguments, ranks, preload=preload)
+        target = getattr(entry, function)
+        return run(target, arguments, ranks, preload=preload, torch_store=False)
     from shoal.train import entry
 
     getattr(entry, function)(*arguments)

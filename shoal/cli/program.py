@@ -111,6 +111,10 @@ def _run(words: list[str]) -> int:
     """Parse the words, run the verb, and return its exit status."""
     parser, verb_parsers = _parsers()
     settings: list[tuple[str, str]] = []
+    script_arguments: list[str] = []
+    if words and words[0] == "verify" and "--" in words:
+        end = words.index("--")
+        words, script_arguments = words[:end], words[end + 1 :]
     if words and words[0] in TAKES_SETTINGS:
         words, settings = job_options.split(words, verb_parsers[words[0]])
     # Settings are no options of argparse, for their names are known only to the configuration.
@@ -119,6 +123,7 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return 0
     options.settings = settings
+    options.script_arguments = script_arguments
     return VERBS[options.verb].run(options)
 
 

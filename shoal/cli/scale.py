@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.launch.control_client import request
+    from shoal.launch.control_channel import request
     from shoal.train.run_directory import job_of
 
     job_of(options.run)  # reports a directory without a run

@@ -6,27 +6,45 @@ import argparse
 import json
 import sys
 import traceback
+from pathlib import Path
 
 from shoal.cli import job_options
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
 EXAMPLES = """\
   shoal verify digits --strategy zero3 -n 2
   shoal verify my.yaml --strategy tensor=2,pipeline=2 -n 4
+  shoal verify train.py --strategy zero3 -n 2      your own script, unchanged
+  shoal verify ddp.py -n 2 -- --epochs 1           without Shoal too; its own words after --
 
 exit status: 0 exact; 1 differs, by design or not; 2 refused, or no verdict: bad input, a failed
 process
 """
+STEPS, SCRIPT_STEPS = 5, 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, "processes to compare with one (default: 2)")
     parser.add_argument(
-        "--steps", type=int, default=5, help="optimizer steps, SGD with momentum (default: 5)"
+        "--steps",
+        type=int,
+        help=f"optimizer steps (default: {STEPS}, of a script {SCRIPT_STEPS}); SGD with momentum, "
+        "in a script its own",
     )
     parser.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
+    script.add_argument(
+        "--precision",
+        choices=("fp64", "fp32", "bf16", "script"),
+        help="fp64 promotes the script (default); for the others each tensor's tolerance is "
+        "measured; script: what it computes in by itself",
+    )
+    script.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the errors of all layers into .png or .svg"
+    )
+    script.add_argument("--keep", type=Path, metavar="DIR", help="keep the records of both runs")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     with 1 after an exception, so every exception is caught: a failure must not look like a verdict.
     """
     try:
-        return _verdict(options)
+        is_script = len(options.source) == 1 and options.source[0].endswith(".py")
+        return _script_verdict(options) if is_script else _verdict(options)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
     except Exception:  # noqa: BLE001 - see above
@@ -45,6 +64,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verdict(options: argparse.Namespace) -> int:
+    for name in ("precision", "plot", "keep", "script_arguments"):
+        if getattr(options, name):
+            word = "words after --" if name == "script_arguments" else f"--{name}"
+            raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
     settings, line, notes = job_options.settings(options, ranks)
@@ -52,6 +75,44 @@ def _verdict(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     from shoal.train.job_verification import verify_config
 
-    verdict = verify_config(settings.job, line, ranks, options.steps, options.tolerance)
+    steps = STEPS if options.steps is None else options.steps
+    verdict = verify_config(settings.job, line, ranks, steps, options.tolerance)
     print(json.dumps(verdict.to_json()) if options.json else verdict)
     return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
+
+
+def _script_verdict(options: argparse.Namespace) -> int:
+    others = [name for name, _ in options.settings if name != "strategy"]
+    if others:
+        raise UsageError(
+            f"--{others[0]}: no option of `shoal verify` for a script. The script's own words come "
+            f"after --: shoal verify {options.source[0]} -- --{others[0]} ..."
+        )
+    strategy = dict(options.settings).get("strategy")
+    if options.allreduce is not None:
+        from shoal.strategies import add_allreduce_option, parse_line
+
+        strategy = add_allreduce_option(parse_line(strategy or "ddp"), options.allreduce).text
+    from shoal.verification.script.script_verdict import verify_script
+
+    if options.plot is not None:
+        from shoal.plotting.curves import refuse_suffix
+
+        refuse_suffix(options.plot)
+    report = verify_script(
+        options.source[0],
+        options.script_arguments,
+        ranks=2 if options.processes is None else options.processes,
+        strategy=strategy,
+        steps=SCRIPT_STEPS if options.steps is None else options.steps,
+        precision=options.precision or "fp64",
+        tolerance=options.tolerance,
+        keep=options.keep,
+    )
+    print(json.dumps(report.to_json()) if options.json else report)
+    if options.plot is not None:
+        from shoal.plotting import divergence_plot
+
+        divergence_plot.save(report, options.plot)
+        print(options.plot, file=sys.stderr)
+    return report.exit_code

@@ -1,4 +1,4 @@
-"""Gather what the ranks of an axis hold of a model, by name."""
+"""From what the ranks of an axis hold of a model to full tensors, by name, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import to_local
+from shoal.platform.torch_private.fsdp import StridedShard
 
 
 def gather_named_tensors(
@@ -65,3 +67,32 @@ def _broadcast_from(axis: Axis, owner: int, local: Tensor | None, metadata: Any)
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
     dist.broadcast(tensor, group=axis.group, group_src=owner)
     return tensor
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, laid out as `like` is; `full` itself for a plain `like`.
+
+    Args: full: of the full shape of `like`, equal on all ranks.
+    """
+    if not isinstance(like, DTensor) or isinstance(full, DTensor):
+        return full
+    mesh = like.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh of its parameter"
+    # A strided shard is cut from what the plain shards of the same dimension leave.
+    axes = sorted(
+        range(mesh.ndim), key=lambda axis: isinstance(like.placements[axis], StridedShard)
+    )
+    local = full
+    for axis in axes:
+        placement = like.placements[axis]
+        if isinstance(placement, (Shard, StridedShard)):
+            chunks = torch.chunk(local, mesh.size(axis), placement.dim)
+            index = coordinate[axis]
+            empty = local.narrow(placement.dim, 0, 0)
+            local = chunks[index] if index < len(chunks) else empty
+    # A clone, so that the full tensor can be freed.
+    local = local.detach().to(like.device).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -35,6 +35,26 @@ class Axis:
     all_groups: tuple[tuple[int, ...], ...] = ()
     group: dist.ProcessGroup | None = None
 
+    @property
+    def host_device(self) -> torch.device:
+        """The device for numbers that this process knows: the CPU, where no rank waits for a GPU.
+
+        It is `device` if the group, made by the program itself, carries no tensors of the CPU.
+        """
+        cpu = torch.device("cpu")
+        if self.size == 1 or self.device.type == "cpu":
+            return cpu
+        return cpu if "cpu:" in dist.get_backend_config(self.group) else self.device
+
+    def sum_of_host_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Sum numbers that this process knows over all ranks; no rank waits for a GPU. Collective.
+
+        Args: numbers: as many on every rank.
+        """
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self.host_device)
+        total: list[float] = self.all_reduce(tensor).tolist()
+        return total
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, element by element, in place. Collective."""
         if self.size > 1:

@@ -14,6 +14,8 @@ of ranks, so there this is a plain all-reduce with the same bits."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
 # annotations with types, and that import would make them strings.
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,24 +70,37 @@ def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
     return isinstance(group, ShoalGroup) and group.sums_in_order
 
 
-def use_ordered_mean(ddp: DistributedDataParallel, axis: Axis, failures: list[Exception]) -> None:
+def use_ordered_mean(
+    ddp: DistributedDataParallel,
+    axis: Axis,
+    failures: list[Exception],
+    look: Callable[[Tensor], object],
+) -> None:
     """Let `ddp` average its buckets by `rank_order_mean` during the backward pass.
     Collective over the world.
 
     Args:
         axis: the axis over which `ddp` averages.
         failures: exceptions are appended here; the caller looks after each backward pass.
+        look: is given each bucket of this rank before it is sent.
     """
     if sums_in_order(ddp.process_group):
-        ddp.register_comm_hook(ddp.process_group, _mean_of_bucket)
+        ddp.register_comm_hook((ddp.process_group, look), _mean_of_bucket)
         return
     group = axis.new_group()
-    register_overlapped_reduce(ddp, lambda bucket: rank_order_mean(bucket, group), failures)
+
+    def look_and_reduce(bucket: Tensor) -> None:
+        look(bucket)
+        rank_order_mean(bucket, group)
+
+    register_overlapped_reduce(ddp, look_and_reduce, failures)
 
 
 def _mean_of_bucket(
-    process_group: dist.ProcessGroup, bucket: GradBucket
+    state: tuple[dist.ProcessGroup, Callable[[Tensor], object]], bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
+    process_group, look = state
+    look(bucket.buffer())
     work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=process_group, async_op=True)
     assert work is not None
     future: torch.futures.Future[Tensor] = work.get_future().then(_first)

@@ -25,6 +25,10 @@ from shoal.launch.helper_spawner import HelperSpawner
 from shoal.trace.recorder import Recorder
 
 TIMEOUT = timedelta(minutes=30)
+GPU_BACKENDS = "cpu:gloo,cuda:nccl"
+"""The backends of a world with GPUs. torch makes no second backend beside one that is written in
+Python, such as `shoal`, so it has Gloo for the CPU.
+"""
 
 
 class Closeable(Protocol):
@@ -145,12 +149,16 @@ def register_cleanup(holder: Closeable) -> None:
     _cleanups.add(holder)
 
 
-def ensure_group() -> None:
-    """Make a process group for a world of one, because torch's engines need one in any world."""
+def ensure_group(device: torch.device) -> None:
+    """Make a process group for a world of one, because torch's engines need one in any world.
+
+    Args: device: of this rank.
+    """
     if not dist.is_initialized():
         # torch documents HashStore, but its stubs leave it out.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        backend = GPU_BACKENDS if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         atexit.register(shutdown)
 
 
@@ -180,15 +188,28 @@ def _check_own_group(place: RankInfo) -> None:
         )
 
 
-def _init_default_group(place: RankInfo, device: torch.device) -> None:
-    """Make the default process group, and close it at exit. Collective."""
-    if place.master_address is not None:
+def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
+    """Make the default process group. Collective.
+
+    Ranks of Shoal's own launcher meet in a store that only their user can open, all others in the
+    TCPStore at MASTER_ADDR.
+    """
+    store = None
+    if place.store is not None:
+        # torch documents FileStore, but its stubs leave it out.
+        store = dist.FileStore(place.store)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+    elif place.master_address is not None:
         os.environ["MASTER_ADDR"] = place.master_address
         os.environ["MASTER_PORT"] = str(place.master_port)
-    # torch makes no second backend beside one that is written in Python, so a mesh with GPUs has
-    # Gloo for the CPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:shoal"
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+    )
+
+
+def _init_default_group(place: RankInfo, device: torch.device) -> None:
+    """Make the default process group, and close it at exit. Collective."""
+    join_world(place, GPU_BACKENDS if device.type == "cuda" else "cpu:shoal", TIMEOUT)
     # A group that is open while the interpreter shuts down can end a good run with an error.
     atexit.register(shutdown)
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shoal.platform.tensors import accumulation_dtype
 from shoal.platform.torch_private.kernels import foreach_norm
 
+_Placement = tuple[tuple[torch.distributed.ProcessGroup, ...], torch.device]
+
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or a plain tensor itself. It shares memory."""
@@ -39,20 +41,22 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all entries of all tensors, a scalar on this rank's device.
 
     It is NaN or infinite if an entry is. A plain tensor counts once, as it is the same on every
-    rank. Collective if there are DTensors.
+    rank. Collective if there are DTensors. Shards that are offloaded lie on the CPU, and scalars
+    beside them on the device; the norm is then on the device of the first tensor.
     """
-    groups: dict[tuple[torch.distributed.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    groups: dict[_Placement, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        groups[_sharded_over(tensor)].append(to_local(tensor))
-    squares = []
-    for shard_groups, members in groups.items():
+        local = to_local(tensor)
+        groups[_sharded_over(tensor), local.device].append(local)
+    squares: list[Tensor] = []
+    for (shard_groups, _), members in groups.items():
         norms = foreach_norm(members)
         square = (
             torch.stack([norm.to(accumulation_dtype(norm.dtype)) for norm in norms]).square().sum()
         )
         for group in shard_groups:
             torch.distributed.all_reduce(square, group=group)
-        squares.append(square)
+        squares.append(square.to(squares[0].device) if squares else square)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 

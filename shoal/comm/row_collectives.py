@@ -89,7 +89,7 @@ def count_rows(x: Tensor, axis: Axis) -> list[int]:
     if axis.size == 1:
         return [len(x)]
     row = f"{x.dtype}, rows of shape {tuple(x.shape[1:])}"
-    own = torch.tensor([len(x), zlib.crc32(row.encode())], device=x.device)
+    own = torch.tensor([len(x), zlib.crc32(row.encode())], device=axis.host_device)
     table = own.new_empty(axis.size, 2)
     all_gather(table, own, axis.group)
     counts, kinds = table.T.tolist()

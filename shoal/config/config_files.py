@@ -9,8 +9,10 @@ from pathlib import Path
 from shoal.config.layers import Layer, SourcedValue, file_layer
 from shoal.config.yaml_subset import LocatedValue, parse_file
 from shoal.errors import ConfigError, did_you_mean
+from shoal.platform.ownership import read_text_of_file, untrusted_reason
 
 BUILTIN = Path(__file__).parent / "builtin"
+MAX_BYTES = 1 << 16  # of a configuration file; one with every setting has 5 KiB
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def load(file: File) -> dict[str, LocatedValue]:
         ConfigError: the file cannot be read, or its text is no YAML.
     """
     try:
-        return parse_file(file.path.read_text(encoding="utf-8"), file.name)
+        return parse_file(read_text_of_file(file.path, MAX_BYTES), file.name)
     except IsADirectoryError:
         cure = f"a run's configuration is {file.name}/config.yaml"
         raise ConfigError([f"{file.name}: is a directory; {cure}"]) from None
@@ -60,7 +62,9 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
     while True:
         mapping = load(file)
         base = mapping.pop("base", None)
-        layers.insert(0, file_layer(mapping, file.name, problems))
+        layer = file_layer(mapping, file.name, problems)
+        problems += _foreign_code(file, layer)
+        layers.insert(0, layer)
         chain.append(file)
         if base is None:
             break
@@ -95,3 +99,20 @@ def find(source: str | Path, directory: Path, origin: str) -> File:
             [f"{origin}: '{source}' is neither a file nor a built-in configuration; {hint}"]
         )
     return File(path, str(path))
+
+
+def _names_class(line: str) -> bool:
+    """Return True if a strategy line has a class of a user's module, `module:Class`."""
+    return any(":" in word.partition("=")[0] for word in line.split(","))
+
+
+def _foreign_code(file: File, layer: Layer) -> list[str]:
+    """Return a line for each setting that names Python code, if another user could have set it."""
+    named = [
+        value
+        for name, value in layer.items()
+        if (name == "imports" and value.located.value)
+        or (name == "strategy" and _names_class(value.located.text))
+    ]
+    reason = untrusted_reason(file.path.resolve(), allow_private_group=True) if named else None
+    return [f"{value.origin}: it names code to run, and {reason}" for value in named if reason]

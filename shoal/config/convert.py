@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from shoal.config.fields import Setting
 from shoal.config.yaml_subset import LocatedValue, write
 
+MAX_INTEGER = 2**63 - 1
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -60,9 +61,11 @@ def _scalar(located: LocatedValue, annotation: Any) -> bool | int | float | str:
     if annotation is float and type(value) in (int, float) and isfinite(value):
         return float(value)
     if annotation is int and type(value) is float and value.is_integer():
-        return int(value)
+        value = int(value)
     if type(value) is annotation and annotation in (bool, int, str):
         scalar: bool | int | str = value
+        if annotation is int and not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise ValueError("must be a whole number below 2^63")
         return scalar
     raise ValueError(f"must be {describe(annotation)}, not {write(located.plain())}")
 

@@ -6,6 +6,7 @@ values that do not fit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,11 +20,40 @@ NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
 SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
+SEED: Check = (lambda v: 0 <= v < 1 << 63, "must be from 0 to 2^63 - 1")
 NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
 STEPS: Check = (trace_window.is_window, trace_window.MEANING)
 SIZES: Check = (
     lambda v: len(v) > 0 and all(size > 0 for size in v),
     "must be one or more sizes greater than 0",
+)
+
+
+def _is_name(text: str) -> bool:
+    """Return True for a relative path that stays below the directory in which it begins."""
+    return _is_path(text) and text[0] != "/" and ".." not in text.split("/")
+
+
+def _is_path(text: str) -> bool:
+    """Return True for a path that a file system of today can hold."""
+    parts = os.fsencode(text).split(b"/")
+    return (
+        bool(text.strip())
+        and all(character >= " " and character != "\x7f" for character in text)
+        and len(os.fsencode(text)) < 1024
+        and all(len(part) <= 200 for part in parts)
+    )
+
+
+NAME: Check = (
+    _is_name,
+    "must be a name of a directory in runs/: not empty, at most 200 bytes, without control "
+    "characters, and not leading out by / or ..",
+)
+PATH: Check = (
+    _is_path,
+    "must be a path: not empty, at most 1,023 bytes and 200 for each name, without control "
+    "characters",
 )
 
 
@@ -118,6 +148,22 @@ class TrainConfig:
         "rank",
         "random numbers of a step, such as dropout masks: rank, a stream of each rank's own; "
         "global, those of one device, which takes time",
+    )
+    nonfinite: Literal["skip", "stop", "ignore"] = setting(
+        "skip",
+        "step whose loss or gradients are NaN or infinite on any rank: skip, all ranks leave it "
+        "out; stop, the run ends; ignore, it is taken",
+    )
+    max_nonfinite: int = setting(10, "skipped steps in a row that end the run", POSITIVE)
+    check_replicas: int | None = setting(
+        100,
+        "steps between comparisons of the weights' bits on ranks that hold the same; also before "
+        "each save",
+        POSITIVE,
+    )
+    accept_data: Literal["same", "changed"] = setting(
+        "same",
+        "data that a resumed run goes on with: same, else it is refused; changed, whatever it is",
     )
     clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
     label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
@@ -226,6 +272,12 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
     keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
     asynchronous: bool = setting(False, "save beside training; the last save is waited for")
+    last_save_wait_s: int = setting(
+        300, "seconds in which a last save that failed is tried again", NOT_NEGATIVE
+    )
+    second_place: str | None = setting(
+        None, "directory for the last save, if the run directory has no room after that wait"
+    )
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 
@@ -248,16 +300,16 @@ class Job:
     """One experiment with all settings. On 1 and on 64 ranks it is the same experiment."""
 
     name: str = setting(
-        "job", "name of the run; its directory is runs/NAME unless --out says otherwise", NOT_EMPTY
+        "job", "name of the run; its directory is runs/NAME unless --out says otherwise", NAME
     )
-    seed: int = setting(0, "from which every random number follows", NOT_NEGATIVE)
+    seed: int = setting(0, "from which every random number follows", SEED)
     strategy: str = setting(
         "ddp",
-        "how ranks train one model: single, ddp, zero1, zero2, zero3, tensor=T, pipeline=P, "
-        "server=N, local=H, "
+        "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
+        "pipeline=P, server=N, local=H, "
         "diloco=H, recompute=K; with commas between them several at once",
     )
-    out: str | None = setting(None, "run directory; runs/NAME if not given")
+    out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)
     imports: tuple[str, ...] = setting(
         (),
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "

@@ -10,7 +10,7 @@ from shoal.config.yaml_subset import write
 
 # These settings do not change the numbers: they say where and how a job runs, what it saves and
 # what it prints. `train.accumulate` is among them because it replaces ranks, and the number of
-# ranks does not count either.
+# ranks does not count either. `train.nonfinite` decides about steps without numbers.
 NON_SEMANTIC = (
     "name",
     "out",
@@ -22,6 +22,10 @@ NON_SEMANTIC = (
     "data.workers",
     "data.pin_memory",
     "train.accumulate",
+    "train.nonfinite",
+    "train.max_nonfinite",
+    "train.accept_data",
+    "train.check_replicas",
     "train.record",
     "train.cudnn_benchmark",
     "train.deterministic",

@@ -21,10 +21,22 @@ from shoal.errors import ConfigError
 PLAIN: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("null", re.compile(r"|~|[Nn]ull|NULL|[Nn]one"), lambda text: None),
     ("bool", re.compile(r"[Tt]rue|TRUE|[Ff]alse|FALSE"), lambda text: text.lower() == "true"),
-    ("int", re.compile(r"[-+]?[0-9]+(_[0-9]+)*"), int),
+    # Longer numbers are words: Python refuses to convert some of them, and no setting wants them.
+    ("int", re.compile(r"[-+]?[0-9]{1,100}(_[0-9]{1,100}){0,10}"), int),
     ("float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     ("float", re.compile(r"[-+]?\.inf|\.nan"), lambda text: float(text.replace(".", ""))),
 )
+
+
+MAX_DEPTH = 32
+MAX_NODES = 10_000
+"""Limits of a text: its brackets inside each other, and its values once all aliases are written
+out. Without them a kilobyte of aliases to aliases would stand for terabytes.
+"""
+
+
+class _TextTooLarge(Exception):
+    """A text beyond the limits, with the line and the reason."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,9 @@ def _parse(text: str, problems: list[str]) -> LocatedValue:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        tree = None if node is None else _Tree(problems).locate(node, ())
+    except _TextTooLarge as error:
+        problems.append(str(error))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problems.append(f"{line}: not YAML: {error.problem or error.context}")
@@ -116,8 +131,8 @@ def _parse(text: str, problems: list[str]) -> LocatedValue:
             f"{line}: tags (`!...`) are refused; write the plain value"
             for line in loader.tagged_lines
         )
-        if node is not None:
-            return _locate(node, (), problems)
+        if tree is not None:
+            return tree
     return LocatedValue(None)
 
 
@@ -126,48 +141,78 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         self.tagged_lines: list[int] = []
+        self._depth = 0
+        self._num_nodes = 0
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
             self.tagged_lines.append(event.start_mark.line + 1)
+        self._depth += 1
+        self._num_nodes += 1
+        line = event.start_mark.line + 1
+        if self._depth > MAX_DEPTH:  # well before Python's own limit of recursion
+            raise _TextTooLarge(f"{line}: brackets are more than {MAX_DEPTH} deep")
+        if self._num_nodes > MAX_NODES:
+            raise _TextTooLarge(f"{line}: there are more than {MAX_NODES:,} values")
         node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
         return node
 
 
-def _locate(node: yaml.Node, parents: tuple[yaml.Node, ...], problems: list[str]) -> LocatedValue:
-    """Return the value of a node; an alias to one of its `parents` is a problem."""
-    line = node.start_mark.line + 1
-    if node in parents:
-        problems.append(f"{line}: an alias stands inside what it stands for; write the value out")
-        return LocatedValue(None, line)
-    path = (*parents, node)
-    if isinstance(node, yaml.MappingNode):
-        return LocatedValue(dict(_items(node, path, problems)), line)
-    if isinstance(node, yaml.SequenceNode):
-        return LocatedValue([_locate(item, path, problems) for item in node.value], line)
-    assert isinstance(node, yaml.ScalarNode)
-    return LocatedValue(node.value if node.style else plain_value(node.value), line, node.value)
+class _Tree:
+    """The values of a tree of nodes.
 
+    Args:
+        problems: each problem is appended here, as `LINE: problem`.
+    """
 
-def _items(
-    node: yaml.MappingNode, path: tuple[yaml.Node, ...], problems: list[str]
-) -> Iterator[tuple[str, LocatedValue]]:
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{line}: a key must be a word, not a list or a mapping")
-        elif key.value in lines:
-            problems.append(
-                f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove one"
+    def __init__(self, problems: list[str]) -> None:
+        self._problems = problems
+        self._num_nodes = 0
+
+    def locate(self, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> LocatedValue:
+        """Return the value of a node; an alias to one of its `parents` is a problem."""
+        line = node.start_mark.line + 1
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES or len(parents) > MAX_DEPTH:
+            raise _TextTooLarge(
+                f"{line}: with its aliases written out it has more than {MAX_NODES:,} values, or "
+                f"is more than {MAX_DEPTH} deep; write out what is meant"
             )
-        else:
-            lines[key.value] = line
-            # A value has the line of its key, where a reader looks for it.
-            located = _locate(value, path, problems)
-            yield key.value, LocatedValue(located.value, line, located.text)
+        if node in parents:
+            self._problems.append(
+                f"{line}: an alias stands inside what it stands for; write the value out"
+            )
+            return LocatedValue(None, line)
+        path = (*parents, node)
+        if isinstance(node, yaml.MappingNode):
+            return LocatedValue(dict(self._items(node, path)), line)
+        if isinstance(node, yaml.SequenceNode):
+            return LocatedValue([self.locate(item, path) for item in node.value], line)
+        assert isinstance(node, yaml.ScalarNode)
+        value = node.value if node.style else plain_value(node.value)
+        return LocatedValue(value, line, node.value)
+
+    def _items(
+        self, node: yaml.MappingNode, path: tuple[yaml.Node, ...]
+    ) -> Iterator[tuple[str, LocatedValue]]:
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self._problems.append(f"{line}: a key must be a word, not a list or a mapping")
+            elif key.value in lines:
+                self._problems.append(
+                    f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove "
+                    "one"
+                )
+            else:
+                lines[key.value] = line
+                # A value has the line of its key, where a reader looks for it.
+                located = self.locate(value, path)
+                yield key.value, LocatedValue(located.value, line, located.text)
 
 
 class _Dumper(yaml.SafeDumper):

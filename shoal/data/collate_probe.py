@@ -70,10 +70,9 @@ def _same_rows(whole: Any, parts: Sequence[Any], counts: Sequence[int]) -> bool:
     if items is None:
         return True
     columns = [items_of(part) or [] for part in parts]
-    return all(len(column) == len(items) for column in columns) and all(
-        _same_rows(item, [column[index] for column in columns], counts)
-        for index, item in enumerate(items)
-    )
+    if any(len(column) != len(items) for column in columns):
+        return False
+    return all(map(_same_rows, items, zip(*columns, strict=True), [counts] * len(items)))
 
 
 def _is_concatenation(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:

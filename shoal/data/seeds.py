@@ -120,8 +120,13 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def load_random_state(state: Mapping[str, Tensor]) -> None:
-    """Restore the generators from the result of `random_state`."""
+def load_random_state(state: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """Restore the generators from the result of `random_state`.
+
+    Args: device: of this rank, which may be of another kind than the one that saved.
+
+    Returns: a sentence if the random numbers on the device begin anew.
+    """
     torch.set_rng_state(state["torch"])
     gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
@@ -135,5 +140,16 @@ def load_random_state(state: Mapping[str, Tensor]) -> None:
             state["numpy_gauss"].item(),
         )
     )
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if (device.type == "cuda") == ("cuda" in state):
+        return []
+    before = "a GPU" if "cuda" in state else "the CPU"
+    return [
+        f"the checkpoint was saved on {before} and goes on on {_kind(device)}: random numbers on "
+        "the device, such as dropout masks, are others than those of an uninterrupted run"
+    ]
+
+
+def _kind(device: torch.device) -> str:
+    return "a GPU" if device.type == "cuda" else "the CPU"

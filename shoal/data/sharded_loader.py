@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
+from shoal.data.fingerprint import Fingerprint
 from shoal.trace.recorder import Recorder
 from shoal.trace.span import DATA
 
@@ -28,6 +29,7 @@ class ShardedLoader(ABC):
         position: samples of this epoch yielded so far, over all ranks; batches, where they come
             ready-made.
         yielded: finds the shard of a batch.
+        data_fingerprint: of `dataset`, as it was when the loader was made.
     """
 
     batch_size: int | None = None
@@ -41,6 +43,7 @@ class ShardedLoader(ABC):
         self.position = 0
         self.share: BatchShard | None = None
         self.yielded = BatchRegistry()
+        self.data_fingerprint: Fingerprint = {}
         self._recorder = recorder
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,8 +12,9 @@ rank, and nothing is sent. The data set sees one process without ranks, and draw
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,10 +26,40 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data.batch_fetcher import rows_of_whole
 from shoal.data.batch_shards import row_window, share_batch
-from shoal.data.hidden_ranks import hidden_ranks, one_process
-from shoal.data.seeds import derive_seed
+from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.tree_map import items_of
-from shoal.platform.torch_private.data_workers import set_worker_info
+from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
+
+RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("NODE_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_LOCALID"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+
+
+@contextmanager
+def hidden_ranks() -> Iterator[None]:
+    """Hide the ranks in the block: no default process group, no launcher's variables.
+
+    WebDataset and data sets of users take their share by these. Shoal shares out global batches
+    itself, and each rank would lack what no other has.
+    """
+    hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
+    try:
+        with without_default_group():
+            yield
+    finally:
+        os.environ.update(hidden)
+
+
+@contextmanager
+def one_process(seed: int) -> Iterator[None]:
+    """Hide the ranks in the block, which draws under `seed`."""
+    with preserve_rng_state(), hidden_ranks():
+        seed_all(seed)
+        yield
+
 
 ReaderState = dict[str, Any]
 """`batches`: read so far; `state`: what the source's `state_dict` returned after them, or None;

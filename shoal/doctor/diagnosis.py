@@ -22,6 +22,7 @@ AVERAGES = ("all_reduce", "broadcast", "all_to_all")
 SHARDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 COLLECTIVES: Mapping[str, tuple[str, ...]] = {
     "single": (),
+    "dataparallel": (),
     "ddp": AVERAGES,
     "zero1": SHARDS,
     "zero2": SHARDS,

@@ -15,8 +15,9 @@ class JobSpec:
     """A run on ranks of this machine that can be resumed.
 
     Args:
-        target: called in every rank. After a SIGTERM it must save and end with exit code 75; when
-            it is called again it must resume from there.
+        target: called in every rank, where it joins the world by Shoal's mesh, not by `env://`.
+            After a SIGTERM it must save and end with exit code 75; when it is called again it must
+            resume from there.
         arguments: of the first start.
         restart_arguments: of every later start.
         problems: returns why the run cannot have so many ranks; empty where it can.
@@ -47,4 +48,12 @@ class JobSpec:
 
     def _start(self, arguments: tuple[Any, ...], processes: int) -> Ranks:
         preload = [*self.preload, self.target.__module__]
-        return start(self.target, arguments, processes, self.environment, "first", preload=preload)
+        return start(
+            self.target,
+            arguments,
+            processes,
+            self.environment,
+            "first",
+            preload=preload,
+            torch_store=False,
+        )

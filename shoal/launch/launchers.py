@@ -7,8 +7,10 @@ Each function reads one launcher. It returns None where that launcher did not st
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 from shoal.launch.hostlist import counts, first_host
+from shoal.launch.private_store import VARIABLE
 from shoal.launch.rank_info import Launcher, RankInfo
 from shoal.launch.variables import Variables
 
@@ -24,8 +26,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def from_shoal_env(variables: Variables) -> RankInfo:
-    """Read the variables of Shoal's own launcher."""
-    return _standard_variables(variables, "shoal", "started by shoal")
+    """Read the variables of Shoal's own launcher. Its ranks meet in a store of its own."""
+    info = _standard_variables(variables, "shoal", "started by shoal", variables.has(VARIABLE))
+    return replace(info, store=variables.text(VARIABLE))
 
 
 def torchrun(variables: Variables) -> RankInfo | None:
@@ -36,15 +39,19 @@ def torchrun(variables: Variables) -> RankInfo | None:
     return _standard_variables(variables, "torchrun", f"started by torchrun, run {run_id}")
 
 
-def _standard_variables(variables: Variables, launcher: Launcher, reason: str) -> RankInfo:
+def _standard_variables(
+    variables: Variables, launcher: Launcher, reason: str, has_store: bool = False
+) -> RankInfo:
+    """Read the variables that torchrun sets. With a store of its own a launcher needs no master."""
+    needs_master = not has_store or variables.has("MASTER_ADDR", "MASTER_PORT")
     return RankInfo(
         rank=variables.required_number("RANK"),
         world=variables.required_number("WORLD_SIZE"),
         local_rank=variables.required_number("LOCAL_RANK"),
         local_world=variables.required_number("LOCAL_WORLD_SIZE"),
         launcher=launcher,
-        master_address=variables.required("MASTER_ADDR", str),
-        master_port=variables.required_number("MASTER_PORT"),
+        master_address=variables.required("MASTER_ADDR", str) if needs_master else None,
+        master_port=variables.required_number("MASTER_PORT") if needs_master else None,
         reason=reason,
     )
 

@@ -28,6 +28,7 @@ def run(
     output: Output = "first",
     grace_s: float = 60.0,
     preload: Sequence[str] = preloads.TRAINING,
+    torch_store: bool = True,
 ) -> int:
     """Call `target(*args)` in `processes` ranks on this machine and wait for them.
 
@@ -47,6 +48,8 @@ def run(
         grace_s: time for ranks to save and stop after a SIGTERM.
         preload: modules that are imported once, before ranks are forked, besides torch and the
             module of `target`.
+        torch_store: False leaves out torch's store, and MASTER_ADDR and MASTER_PORT with it, where
+            the target joins the world by Shoal's mesh alone.
 
     Returns:
         The exit code of the command: 0; 75 if ranks stopped with 75 ("run me again") and none
@@ -59,7 +62,15 @@ def run(
     try:
         modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
         with (
-            start(target, args, processes, environment, output, preload=modules) as ranks,
+            start(
+                target,
+                args,
+                processes,
+                environment,
+                output,
+                preload=modules,
+                torch_store=torch_store,
+            ) as ranks,
             caught() as signals,
         ):
             supervision = Supervision(ranks, grace_s)

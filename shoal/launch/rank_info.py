@@ -21,6 +21,7 @@ class RankInfo:
         master_address: the host of the rendezvous; None where the process needs none.
         master_port: the port of the rendezvous; None where the process needs none.
         reason: why this launcher decided, for the user.
+        store: the path of the launcher's own store, see `private_store`; None where there is none.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class RankInfo:
     master_address: str | None
     master_port: int | None
     reason: str
+    store: str | None = None
 
     def describe(self) -> str:
         """Return one line for the header of the run."""

@@ -17,6 +17,7 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.failure import Failure
 from shoal.launch.output import LineForwarder
+from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import RankResult
 
 
@@ -126,17 +127,19 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of one world, and the process of their store. As a context, it kills them all.
+    """All ranks of one world, and their stores. As a context, it kills and closes them all.
 
     Args:
-        store: the process that serves the rendezvous store.
+        store: the process that serves torch's store; None where there is none.
+        private: the store in which Shoal's own ranks meet.
 
     Attributes:
         all: the ranks that were started, by rank.
     """
 
-    def __init__(self, store: BaseProcess) -> None:
+    def __init__(self, store: BaseProcess | None, private: PrivateStore) -> None:
         self.store = store
+        self._private = private
         self.all: list[Rank] = []
 
     def __enter__(self) -> Ranks:
@@ -161,11 +164,12 @@ class Ranks:
         """
         alive = self.alive
         rank_sources = [source for rank in alive for source in rank.sources]
-        ready = set(wait([self.store.sentinel, *sources, *rank_sources], timeout_s))
+        stores = [] if self.store is None else [self.store.sentinel]
+        ready = set(wait([*stores, *sources, *rank_sources], timeout_s))
         events: list[RankEvent] = []
         for rank in alive:
             events += rank.read_events(ready.intersection(rank.sources))
-        if self.store.sentinel in ready and self.alive:
+        if ready.intersection(stores) and self.alive:
             raise LaunchError(
                 "The process that holds the ranks' rendezvous store has ended; see its message "
                 "above."
@@ -178,5 +182,7 @@ class Ranks:
             rank.signal_group(signal.SIGKILL)
         for rank in self.all:
             rank.close()
-        self.store.kill()
-        self.store.join()
+        if self.store is not None:
+            self.store.kill()
+            self.store.join()
+        self._private.close()

@@ -15,7 +15,7 @@ import sys
 from math import inf
 
 from shoal.launch import rank
-from shoal.launch.control_server import ControlServer
+from shoal.launch.control_channel import ControlServer
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.local import exit_code
 from shoal.launch.ranks import Ranks

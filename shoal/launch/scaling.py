@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.launch.control_server import ControlConnection
+from shoal.launch.control_channel import ControlConnection
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.supervise import Supervision
 

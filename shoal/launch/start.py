@@ -1,10 +1,13 @@
 """Start of ranks on this machine.
 
 On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
-has one thread. Elsewhere each rank is a fresh interpreter. The rendezvous store listens on a
-loopback port that is bound before any process learns its number, so two runs cannot take one port.
+has one thread. Elsewhere each rank is a fresh interpreter.
 
-    this process -- fork server -+- store
+Ranks meet in memory of this process, see `private_store`. Where a script may call torch's
+init_process_group itself, there is a store of torch's too. It listens on a loopback port that is
+bound before any process learns its number, so two runs cannot take one port.
+
+    this process -- fork server -+- torch's store
                                  +- rank 0 (a session of its own) -- its data-loader workers
                                  +- rank 1 ...
 """
@@ -21,11 +24,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch.output import LineForwarder, Output, output_mode
+from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
 
@@ -41,6 +46,7 @@ def start(
     *,
     preload: Iterable[str] = (),
     wants_values: bool = False,
+    torch_store: bool = True,
 ) -> Ranks:
     """Start `processes` ranks, each of which calls `target(*arguments)`.
 
@@ -54,6 +60,8 @@ def start(
         preload: modules that the fork server imports besides torch. They count only in the call
             that starts the server.
         wants_values: `Ranks.watch` returns the targets' return values as RankResults.
+        torch_store: serve a TCPStore, for `init_process_group` with `env://` in the target. Any
+            user of the machine can connect to it.
 
     Raises:
         LaunchError: `processes` is below 1; the target or an argument cannot be pickled; the fork
@@ -64,7 +72,7 @@ def start(
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     try:
-        ranks, store_variables = _start_store(context)
+        ranks, store_variables = _start_stores(context, torch_store)
     except (EOFError, ConnectionError) as error:
         raise LaunchError(
             "The process that ranks are forked from has ended; its message stands above."
@@ -111,13 +119,22 @@ def _context(preload: Sequence[str]) -> Context:
     return context
 
 
-def _start_store(context: Context) -> tuple[Ranks, dict[str, str]]:
-    """Start the store's process. Return it, with no ranks yet, and the variables for the ranks."""
+def _start_stores(context: Context, torch_store: bool) -> tuple[Ranks, dict[str, str]]:
+    """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
+    private = PrivateStore()
+    if private.variables and not torch_store:
+        return Ranks(None, private), {**private.variables}
+    process, variables = _start_torch_store(context)
+    return Ranks(process, private), {**private.variables, **variables}
+
+
+def _start_torch_store(context: Context) -> tuple[BaseProcess, dict[str, str]]:
+    """Start the process of torch's store. Return it, and the variables for the ranks."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         host, port = listener.getsockname()
         process = context.Process(target=serve_store, args=(listener, port), name="store")
         process.start()
-    return Ranks(process), {
+    return process, {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         # With these two, `init_method="env://"` connects to a store that exists, on rank 0 too

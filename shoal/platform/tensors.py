@@ -25,6 +25,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def tensor_on(numbers: Sequence[float] | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of Python numbers on a device, without waiting for it."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    # From pinned memory, which torch keeps until the copy is made.
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 def dense(gradient: Tensor) -> Tensor:
     """Return a dense copy of a sparse gradient (of an embedding); return a dense one unchanged."""
     return gradient.to_dense() if gradient.is_sparse else gradient

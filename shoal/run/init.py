@@ -17,6 +17,7 @@ from shoal.config.trace_window import parse_window
 from shoal.launch.environment import read
 from shoal.run.guards import Guards
 from shoal.run.init_checks import check_arguments, integer_from
+from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
@@ -44,6 +45,8 @@ def init(
     draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    nonfinite: Nonfinite = "skip",
+    max_nonfinite: int = 10,
     guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
@@ -72,9 +75,13 @@ def init(
             overrides it.
         trace_to: directory of trace.json, which `shoal trace` reads and https://ui.perfetto.dev
             opens.
+        nonfinite: reaction to a step in which the loss or a gradient of any rank is NaN or
+            infinite. "skip": all ranks leave it out, and it is told with rank and parameter.
+            "stop": the run ends. "ignore": it is taken.
+        max_nonfinite: so many skipped steps in a row end the run.
         guards: False leaves out the checks that cost time in each step: of backward passes outside
             of `forward_backward`, of weights written between steps, of ranks whose learning rates
-            differ, of gradients that are not on this rank, and of losses that are not finite.
+            differ, and of gradients that are not on this rank.
         announce: is called with each line of the startup summary, on rank 0 only.
 
     Raises:
@@ -86,13 +93,15 @@ def init(
         os.environ.get("SHOAL_STRATEGY", strategy),
         seed=seed,
         accumulate=integer_from("SHOAL_ACCUMULATE", accumulate),
-        precision=precision,
+        precision=os.environ.get("SHOAL_PRECISION", precision),  # type: ignore[arg-type]
         compile=compile,
         step_in_backward=step_in_backward,
         sync_batchnorm=sync_batchnorm,
-        draws=draws,
+        draws=os.environ.get("SHOAL_DRAWS", draws),  # type: ignore[arg-type]
         trace=os.environ.get("SHOAL_TRACE", trace),
         trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
+        nonfinite=nonfinite,
+        max_nonfinite=max_nonfinite,
         guards=guards,
         announce=announce,
     )
@@ -110,6 +119,8 @@ def init_with_place(
     draws: Draws = "rank",
     trace: str | None = None,
     trace_to: str | Path = ".",
+    nonfinite: Nonfinite = "skip",
+    max_nonfinite: int = 10,
     guards: bool = True,
     announce: Callable[[str], None] = print,
 ) -> Run:
@@ -120,7 +131,14 @@ def init_with_place(
     """
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
     check_arguments(
-        strategy, seed=seed, accumulate=accumulate, precision=precision, trace=trace, draws=draws
+        strategy,
+        seed=seed,
+        accumulate=accumulate,
+        precision=precision,
+        trace=trace,
+        draws=draws,
+        nonfinite=nonfinite,
+        max_nonfinite=max_nonfinite,
     )
     if step_in_backward:
         check_settings(accumulate, loss_scale=precision == "fp16")
@@ -141,7 +159,13 @@ def init_with_place(
     return Run(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(seed, accumulate, step_in_backward, draws),
+        RunSettings(
+            seed,
+            accumulate,
+            step_in_backward,
+            draws,
+            NonfiniteSettings(nonfinite, max_nonfinite),
+        ),
         loss_scale,
         announce if mesh.rank == 0 else _ignore,
         None if window is None else Tracing(window, Path(trace_to), mesh),

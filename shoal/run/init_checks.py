@@ -13,10 +13,19 @@ PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 
 
 def check_arguments(
-    strategy: Any, *, seed: Any, accumulate: Any, precision: Any, trace: Any, draws: Any
+    strategy: Any,
+    *,
+    seed: Any,
+    accumulate: Any,
+    precision: Any,
+    trace: Any,
+    draws: Any,
+    nonfinite: Any = "skip",
+    max_nonfinite: Any = 10,
 ) -> None:
     """Raise ConfigError with a sentence for each argument that cannot be meant."""
     problems = list(_problems(strategy, seed, accumulate, precision, trace, draws))
+    problems += _nonfinite_problems(nonfinite, max_nonfinite)
     if problems:
         raise ConfigError(problems)
 
@@ -51,3 +60,12 @@ def _problems(
         yield f'trace: {trace!r} is no text such as "3@20"'
     if draws not in ("rank", "global"):
         yield f'draws: {draws!r} must be "rank" or "global"'
+
+
+def _nonfinite_problems(nonfinite: Any, max_nonfinite: Any) -> Iterator[str]:
+    if nonfinite not in ("skip", "stop", "ignore"):
+        yield f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"'
+    if isinstance(max_nonfinite, bool) or not isinstance(max_nonfinite, int):
+        yield f"max_nonfinite: {max_nonfinite!r} is no integer"
+    elif max_nonfinite < 1:
+        yield f"max_nonfinite: {max_nonfinite} must be greater than 0"

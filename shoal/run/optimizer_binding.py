@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from shoal.comm.assembly import shard_like
 from shoal.comm.norm import full_tensor
-from shoal.comm.shards import shard_like
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed

@@ -9,7 +9,7 @@ torch       ──> seed_this_rank   ──> other random numbers where samples 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,11 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.data.fingerprint import fingerprint
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.sharding import shard_batches
 from shoal.run import optimizer_binding
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
+from shoal.run.nonfinite_steps import NonfiniteSettings
 from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device
@@ -39,6 +41,7 @@ class RunSettings:
     accumulate: int
     step_in_backward: bool = False
     draws: Draws = "rank"
+    nonfinite: NonfiniteSettings = field(default_factory=NonfiniteSettings)
 
 
 def shard_loader(
@@ -58,6 +61,7 @@ def shard_loader(
     sharded = shard_batches(
         loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
     )
+    sharded.data_fingerprint = fingerprint(sharded.dataset)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded

@@ -30,6 +30,7 @@ from shoal.run.checks import (
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.models import as_one_module, is_trained, named_models, trained_names
+from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import bind_to_whole
 from shoal.run.optimizer_groups import group_names, params_of
 from shoal.run.optimizer_in_backward import OptimizerInBackward
@@ -62,6 +63,7 @@ class Prepared:
         loaders: loaders of this rank's shares.
         sizes: finds the sizes of batches.
         step: the step of the local model; None before the strategies are applied.
+        nonfinite_steps: judges each step.
     """
 
     def __init__(
@@ -83,6 +85,13 @@ class Prepared:
         self.loaders: list[ShardedLoader] = []
         self.sizes = BatchSizes(self.loaders)
         self.step: TrainingStep | None = None
+        self.nonfinite_steps = NonfiniteSteps(
+            mesh,
+            settings.nonfinite,
+            announce,
+            scaled=loss_scale is not None,
+            in_backward=settings.step_in_backward,
+        )
         self._guards = guards
         self._strategies = strategies
         self._announce = announce
@@ -225,6 +234,7 @@ class Prepared:
             scale_guard,
             self.tracing,
             self._guards,
+            self.nonfinite_steps,
             self._notes() if is_first else FirstStepNotes(),
         )
         self._watch_steps()
@@ -242,12 +252,13 @@ class Prepared:
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
+        self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
             if id(optimizer) not in self._stepping:
                 self._stepping.add(id(optimizer))
-                optimizer.register_step_post_hook(lambda *_: self._gather_params())
+                optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self) -> None:
+    def _gather_params(self, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
 

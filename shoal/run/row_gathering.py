@@ -111,16 +111,15 @@ class RowGathering:
             raise UsageError("run.rows: nothing was gathered yet. Call run.gather(tensor) first.")
         return self._rows
 
-    @contextmanager
-    def step(self, batch: base.LocalBatch) -> Iterator[None]:
-        """Gather rows of `batch` inside, and after it until the next step."""
+    def begin_step(self, batch: base.LocalBatch) -> None:
+        """Gather rows of `batch` from now on, and after `end_step` until the next step."""
         self._stands_in = batch.num_samples == 0
         self._rows = None
         self._inside_step = True
-        try:
-            yield
-        finally:
-            self._inside_step = False
+
+    def end_step(self) -> None:
+        """Gather no longer inside of a step, also after an error in it."""
+        self._inside_step = False
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import full_tensor
+from shoal.data.fingerprint import difference
 from shoal.data.seeds import load_random_state, random_state
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError
@@ -87,9 +88,8 @@ class TrainState:
             loader.load_state_dict(position)
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
-        if private:
-            load_random_state(private)
-        return strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
+        notes = load_random_state(private, self.mesh.device) if private else []
+        return notes + strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
 
     def _info(self, scalars: optimizer_binding.Scalars) -> dict[str, Any]:
         """Return all state that is no tensor, as JSON values. Collective."""
@@ -101,11 +101,19 @@ class TrainState:
         positions = [loader.state_dict() for loader in self.loaders]
         if positions:
             info["data"] = positions[0]
+            info["data_fingerprints"] = [dict(loader.data_fingerprint) for loader in self.loaders]
         if len(positions) > 1:
             info["more_data"] = positions[1:]
         if self.loss_scale is not None:
             info["loss_scale"] = self.loss_scale.state()
         return info
+
+    def check_data(self, info: Mapping[str, Any]) -> str:
+        """Return in which way the data sets differ from the saved ones; empty if they do not."""
+        saved = info.get("data_fingerprints", [])
+        pairs = zip(saved, self.loaders, strict=False)
+        problems = [difference(before, loader.data_fingerprint) for before, loader in pairs]
+        return "; ".join(filter(None, problems))
 
     def _local_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of the layers that this rank holds."""

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
+from shoal.platform.torch_private import typed_futures
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Condition, Waiter
 
 INLINE_WAIT_S = 1e-3
-GRACE_S = 5.0
+GRACE_S = 0.5
 NO_LIMIT = timedelta(0)
 # Gloo returns this class too. Its subclass torch.futures.Future takes longer to construct.
 Future: Any = torch.Future
@@ -41,6 +42,7 @@ class QueuedCall:
         call, word: the signature, and its encoding.
         start: makes the steps.
         results: the value of the call's future.
+        opts: torch's options of the call, with its timeout.
         steps: the generator; None before the call has started.
         pending: the condition and its argument that the caller did not wait for any longer.
         error: the exception with which the call ended.
@@ -49,12 +51,18 @@ class QueuedCall:
     """
 
     def __init__(
-        self, call: CallSignature, word: int, start: Callable[[], Steps], results: Sequence[Tensor]
+        self,
+        call: CallSignature,
+        word: int,
+        start: Callable[[], Steps],
+        results: Sequence[Tensor],
+        opts: Any,
     ) -> None:
         self.call = call
         self.word = word
         self.start = start
         self.results = results
+        self.opts = opts
         self.steps: Steps | None = None
         self.pending: tuple[Condition, Any] | None = None
         self.error: BaseException | None = None
@@ -107,13 +115,16 @@ class ShmWork(Work):
         job = self._job
         base: torch.futures.Future[Any] = Future([])
 
-        def outcome(_: torch.futures.Future[Any]) -> list[Tensor]:
+        def outcome(_: torch.futures.Future[Any]) -> Any:
             # Only an exception of a callback is an error for C++ code that waits for the future.
             if job.error is not None:
                 raise job.error
-            return list(job.results)
+            return job.results[0] if is_typed else list(job.results)
 
+        is_typed = _needs_type(job.results)
         future = base.then(outcome)
+        if is_typed:
+            future = typed_futures.completed_after(future, job.results)
         job.futures.append(base)
         # The call may have ended before the future was in the list.
         if job.done.is_set():
@@ -144,6 +155,8 @@ class CompletedWork(ShmWork):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if _needs_type(self._results):
+            return typed_futures.completed(self._results)
         future: torch.futures.Future[Any] = Future([])
         future.set_result(list(self._results))
         return future
@@ -178,21 +191,23 @@ class CallQueue:
         word: int,
         start: Callable[[], Steps],
         results: Sequence[Tensor],
-        is_sync: bool,
+        opts: Any,
     ) -> Work:
         """Make a call, after all calls that were made before it.
 
         Args:
             word: the encoding of `call`, which the caller caches.
             start: makes the steps.
-            is_sync: the call must be complete when this method returns.
+            opts: torch's options of the call. Unless they have `asyncOp`, the call is complete when
+                this method returns. Their `timeout` is read only if the call has to sleep.
 
         Raises: CollectiveFailed: this call failed, or one before it.
         """
         if self.error is not None:
             raise self._repeat_error()
+        is_sync = not opts.asyncOp
         if self._jobs or not self._turn.acquire(blocking=False):
-            return self._enqueue(QueuedCall(call, word, start, results), is_sync)
+            return self._enqueue(QueuedCall(call, word, start, results, opts), is_sync)
         job: QueuedCall | None = None
         try:
             self._board.begin(call, word)
@@ -200,13 +215,13 @@ class CallQueue:
             if is_sync:
                 for condition, phase in steps:
                     if not condition(phase):
-                        self._waiter.until(condition, phase)
+                        self._waiter.until(condition, phase, opts)
                 return self._completed
             for condition, phase in steps:
                 if not condition(phase) and not self._waiter.poll_for(
                     condition, phase, INLINE_WAIT_S
                 ):
-                    job = QueuedCall(call, word, start, results)
+                    job = QueuedCall(call, word, start, results, opts)
                     job.steps = steps
                     job.pending = (condition, phase)
                     break
@@ -220,14 +235,22 @@ class CallQueue:
                 self._turn.release()
         return self._enqueue(job, is_sync, has_turn=True)
 
-    def close(self) -> None:
-        """Refuse new calls, and finish those that were made if other ranks come within GRACE_S."""
+    def close(self) -> bool:
+        """Refuse new calls, and finish those that were made if other ranks come within GRACE_S.
+
+        Returns: False if the thread still runs, because it is the caller.
+        """
         self._waiter.set_deadline(GRACE_S)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
+            if self._thread is threading.current_thread():
+                return False
             self._thread.join()
+        if self.error is None:
+            self.error = CollectiveFailed("the group was destroyed.")
+        return True
 
     def _enqueue(self, job: QueuedCall, is_sync: bool, has_turn: bool = False) -> Work:
         """Leave a call to the thread.
@@ -247,6 +270,10 @@ class CallQueue:
                 )
                 self._thread.start()
             self._changed.notify_all()
+        if self._thread is threading.current_thread():
+            # A callback of a future calls: it holds up the thread that would make this call.
+            while not job.done.is_set():
+                self._run_first()
         handle = ShmWork(job)
         if is_sync:
             handle.wait()
@@ -260,15 +287,20 @@ class CallQueue:
                     self._changed.wait()
                 if not self._jobs:
                     return
-            with self._turn:
-                job = self._jobs[0]
+            self._run_first()
+
+    def _run_first(self) -> None:
+        """Drive the first queued call to its end. In the thread alone."""
+        with self._turn:
+            job = self._jobs[0]
+            try:
                 self._finish(job)
-                # Not before: `call` looks at the queue, and a new call must come after this one.
-                self._jobs.popleft()
-            job.done.set()
-            _resolve_futures(job)
-            # Free the tensors of the call now: the next one may be far away.
-            del job
+            except BaseException as error:  # noqa: BLE001 - the thread must outlive its calls
+                job.error = job.error or error
+            # Not before: `call` looks at the queue, and a new call must come after this one.
+            self._jobs.popleft()
+        job.done.set()
+        _resolve_futures(job)
 
     def _finish(self, job: QueuedCall) -> None:
         """Drive one call to its end, and store its error."""
@@ -279,10 +311,10 @@ class CallQueue:
                 self._board.begin(job.call, job.word)
                 job.steps = job.start()
             elif job.pending is not None:
-                self._waiter.until_without_spinning(*job.pending)
+                self._waiter.until_without_spinning(*job.pending, job.opts)
             for condition, phase in job.steps:
                 if not condition(phase):
-                    self._waiter.until_without_spinning(condition, phase)
+                    self._waiter.until_without_spinning(condition, phase, job.opts)
         except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
             job.error = error
             self._give_up(error)
@@ -294,8 +326,18 @@ class CallQueue:
             self._board.fail(str(error) or repr(error))
 
     def _repeat_error(self) -> CollectiveFailed:
+        if self._closed:
+            return CollectiveFailed(f"this group cannot be used any more: {self.error}")
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
+
+
+def _needs_type(results: Sequence[Tensor]) -> bool:
+    """Return True if C++ code may look at the future's value: the hook of DDP that sends float16.
+
+    A future with a type takes ten times as long, so other tensors get none.
+    """
+    return bool(results) and results[0].dtype is torch.float16
 
 
 def _resolve_futures(job: QueuedCall) -> None:

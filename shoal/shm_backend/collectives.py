@@ -55,11 +55,16 @@ def exchange_slices(
 ) -> Steps:
     """Write and read `count` slices, as in the drawing above.
 
+    All ranks compare their calls in the first phase, also those that read nothing: a rank with
+    another root would go on with other values than its peers.
+
     Args:
         write: writes a slice into a slot; None if this rank has nothing to write.
         read: reads a slice from a slot; None if this rank needs nothing.
-        root: the rank that must have published before a read; None for all ranks.
+        root: the rank that must have published before a later read; None for all ranks.
     """
+    if board.size == 1:
+        return
     first = board.phase + 1
     for index in range(count + 1):
         if index < count:
@@ -68,12 +73,12 @@ def exchange_slices(
                 yield board.all_at_phase, first + index - MAX_PHASES_AHEAD
                 write(index, (first + index) % SLOTS)
             board.publish()
+        written = first + index - 1
+        if index == 1 or (index and read is not None and root is None):
+            yield board.all_reached, written
+        elif index and read is not None:
+            yield board.has_reached, (written, root)
         if index and read is not None:
-            written = first + index - 1
-            if root is None:
-                yield board.all_reached, written
-            else:
-                yield board.has_reached, (written, root)
             read(index - 1, written % SLOTS)
 
 
@@ -84,6 +89,8 @@ def barrier(board: PhaseBoard) -> Steps:
 
 def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """Reduce `tensor` over all ranks in the order of ranks, in place."""
+    if board.size == 1:
+        return ()
     if tensor.nbytes * (board.size - 2) > ONE_PASS_BYTES:
         return all_reduce_in_two_passes(board, tensor, operation)
     return all_reduce_in_one_pass(board, tensor, operation)
@@ -186,6 +193,8 @@ def reduce_scatter(
     `tensor` may be this rank's row itself.
     """
     rank = board.rank
+    if board.size == 1:
+        tensor.copy_(rows[0])
     bounds = row_bounds(tensor, board.size)
     # Ranks 0 and 1 read their values from their row and not from their slot. On later ranks the
     # result could overwrite the row before the turn of its values in the order of ranks.

@@ -18,13 +18,15 @@ from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from shoal.platform.tensors import DTYPES
 from shoal.platform.torch_private.c10d import backend_for
+from shoal.shm_backend import collectives
+from shoal.shm_backend.announced_work import AnnouncedWork
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import can_reduce
-from shoal.shm_backend.tensor_utils import pairs, shares_memory
+from shoal.shm_backend.tensor_utils import pairs, shares_memory, write_back
 from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
 
@@ -93,6 +95,13 @@ class CollectiveDispatch(Base):
             )
         )
 
+    def _takes(self, tensors: Sequence[Tensor], root: int) -> bool:
+        """Return True for one tensor and a root in the group.
+
+        Other calls go to Gloo, whose error says what is wrong with them.
+        """
+        return len(tensors) == 1 and 0 <= root < self.size()
+
     def _all_same_size(self, tensor: Tensor, rows: Sequence[Tensor]) -> bool:
         """Return True if there is a row with the length and dtype of `tensor` for each rank.
 
@@ -136,20 +145,21 @@ class CollectiveDispatch(Base):
             results: the value of the call's future.
             size_bytes: for the trace; computed from the signature if 0.
         """
+        if torch.is_inference_mode_enabled():
+            # A thread may finish the call, and it is not in that mode.
+            with torch.inference_mode(False):
+                return self._run(call, start, outputs, flats, results, opts, size_bytes)
         assert self._queue is not None
-        queue, is_sync = self._queue, not opts.asyncOp
+        queue = self._queue
         begin = start
         if not all(shares_memory(flat, out) for flat, out in zip(flats, outputs, strict=True)):
             begin = partial(_copy_back, flats, outputs, start)
         if self.recorder is None:
-            return queue.call(*call, begin, results, is_sync)
-        kind, root = call[0].kind, call[0].root
+            return queue.call(*call, begin, results, opts)
         size_bytes = size_bytes or call[0].length * call[0].dtype.itemsize
-        flight = self.recorder.start(
-            kind, size_bytes, self._label, self._ranks_waited_for(kind, root)
-        )
+        flight = self.recorder.start(call[0].kind, size_bytes, self._label, self._peer_ranks())
         return trace_steps(
-            self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, is_sync)
+            self.recorder, flight, begin, lambda steps: queue.call(*call, steps, results, opts)
         )
 
     def _run_each(
@@ -184,12 +194,30 @@ class CollectiveDispatch(Base):
             )
         # The backend is asked directly: the base class would call this method again.
         backend = backend_for(self, tensors[0].device if tensors else torch.device("cpu"))
-        call: Callable[[], Work] = partial(getattr(backend, name), *args)
+        call: Callable[[], Work] = partial(self._announced, getattr(backend, name), tensors, args)
         if self.recorder is None:
             return call()
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         flight = self._trace_start(self.recorder, name, size_bytes, args)
         return trace_work(self.recorder, flight, call, has_future=True)
+
+    def _announced(
+        self, start: Callable[..., Work], tensors: Sequence[Tensor], args: tuple[Any, ...]
+    ) -> Work:
+        """Start a call of Gloo, and show the other ranks of the host that Gloo makes it.
+
+        A rank whose call is in shared memory would wait in vain for this one.
+        """
+        work = start(*args)
+        if self._queue is None or self._inter_host is not None or not tensors:
+            return work
+        if not tensors[0].is_cpu:
+            return work
+        dtype = tensors[0].dtype
+        signature = CallSignature("gloo", dtype if dtype in DTYPES else torch.uint8)
+        steps = partial(collectives.barrier, self._board)
+        shown = self._queue.call(signature, signature.encoded, steps, (), args[-1])
+        return work if shown.is_completed() else AnnouncedWork(work, shown)
 
     def _fall_back_each(
         self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]
@@ -234,7 +262,7 @@ class CollectiveDispatch(Base):
         return tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
 
     def _ranks_waited_for(self, kind: str, root: int) -> tuple[int, ...]:
-        """Return the global ranks that this rank waits for in a call of this kind."""
+        """Return the global ranks that this rank waits for in a call of Gloo of this kind."""
         if kind in ("broadcast", "scatter"):
             return () if root == self.rank() else (self._ranks[root],)
         if kind in ("reduce", "gather"):
@@ -249,7 +277,7 @@ def _copy_back(
     yield from start()
     for flat, tensor in pairs(flats, tensors):
         if not shares_memory(flat, tensor):
-            tensor.data.copy_(flat.view(tensor.shape))
+            write_back(flat, tensor)
 
 
 def _in_sequence(

@@ -46,7 +46,7 @@ class Messages(CollectiveDispatch):
 
     _peers: PeerLiveness | None
     _host_ranks: Sequence[int]  # ranks of the group on this host
-    _timeout_s: float
+    _timeout_s: Callable[[], float]
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
         return self._post(MessageSignature("send", tensors[0], receiver, tag))
@@ -98,7 +98,7 @@ class Messages(CollectiveDispatch):
         # Gloo has one error class for all, so its texts are the only distinction.
         text = str(error)
         if "Timed out" in text:
-            return CollectiveFailed(self._timeout_text(message, limit_s or self._timeout_s))
+            return CollectiveFailed(self._timeout_text(message, limit_s or self._timeout_s()))
         if "pair closure" in text:
             return CollectiveFailed(
                 f"{self._describe(message)}: no messages pass between these ranks any more, "
@@ -120,7 +120,7 @@ class Messages(CollectiveDispatch):
             state = f" (process {self._peers.pids[index]}), which {self._peers.state(index)}"
         return (
             f"{waited} for rank {self._ranks[message.peer]}{state}. Every send needs its recv, "
-            "with the same tag; a rank that computes for longer needs a longer timeout= in "
+            "with the same tag; a rank that computes for longer needs a longer timeout in "
             "init_process_group."
         )
 

@@ -67,11 +67,12 @@ class SlotViews:
         self.length = length
         starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
         nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
-        self.full = [
-            [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
-            for start in starts
-        ]
-        step = -(-length // (self.size * 64)) * 64
+        with torch.inference_mode(False):  # later calls outside that mode write into them too
+            self.full = [
+                [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
+                for start in starts
+            ]
+        step = -(-length // (max(self.size, 1) * 64)) * 64
         self.bounds = [
             (min(step * piece, length), min(step * (piece + 1), length))
             for piece in range(self.size)
@@ -130,6 +131,15 @@ class PhaseBoard:
         self.calls = 0
         self.call = CallSignature("barrier")
         self.word = 0
+
+    def close(self) -> None:
+        """Let go of the memory of all ranks. The board cannot be used afterwards."""
+        self._views.clear()
+        self._last_views = SlotViews((), torch.uint8, 0)
+        self.words.clear()
+        self._peer_words.clear()
+        self.memories.clear()
+        self._self_words = memoryview(bytearray(WORDS_BYTES)).cast("q")
 
     def begin(self, call: CallSignature, word: int) -> None:
         """Start a call. `word` is the encoding of `call`, which callers cache."""

@@ -14,8 +14,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Mapping
+from errno import EPERM
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from torch import Tensor
 
 TOKEN_BYTES = 64
 ALIGNMENT_BYTES = 64
+NAME = "shoal"
+LINK = f"/memfd:{NAME} (deleted)"  # where a descriptor of such memory leads to, by /proc
 # Python has a name for this flag since 3.13.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -40,7 +44,7 @@ class SharedSegment:
         self._descriptor = -1
         size_bytes = TOKEN_BYTES + max(size_bytes, 1)
         if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("shoal")
+            self._descriptor = os.memfd_create(NAME)
             os.ftruncate(self._descriptor, size_bytes)
         self._map = mmap.mmap(self._descriptor, size_bytes)
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -116,7 +120,7 @@ def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
     try:
         path = f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
         size_bytes, token = int(description["bytes"]), str(description["token"])
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = _open_segment(path)
     except (OSError, KeyError, ValueError, TypeError):
         return None
     try:
@@ -135,3 +139,26 @@ def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
     finally:
         os.close(descriptor)
     return AttachedSegment(mapped, head) if mapped[:TOKEN_BYTES] == token.encode() else None
+
+
+def _open_segment(path: str) -> int:
+    """Open the segment of another process of this user for reading, and return its descriptor.
+
+    The path may come from a store that anybody can write: under another launcher than Shoal's,
+    torch's TCPStore. So nothing is opened before it is known to be a segment: neither a device,
+    where opening alone has effects, nor memory of another user, who could shrink it, which ends
+    whoever reads it.
+
+    Raises:
+        OSError: it is no segment of this user.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        own_path = f"/proc/self/fd/{place}"
+        status = os.fstat(place)
+        is_segment = stat.S_ISREG(status.st_mode) and os.readlink(own_path) == LINK
+        if not is_segment or status.st_uid != os.geteuid():
+            raise PermissionError(EPERM, f"{path} is no segment of this user")
+        return os.open(own_path, os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(place)

@@ -14,15 +14,55 @@ from shoal.platform.torch_private.tensor_state import is_zerotensor
 def flattened(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` as a flat tensor: a view if it is contiguous, else a copy.
 
-    Autograd does not record the view. A caller that writes into the flat tensor must copy the
-    values back unless `shares_memory` is True.
+    Autograd does not record the view, and it is never an inference tensor: threads and later calls
+    may write into it outside torch.inference_mode. A caller that writes into the flat tensor must
+    give the values back with `write_back` unless `shares_memory` is True.
     """
     data = tensor.data
+    if data.is_inference() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _flattened(_normal(data))
+    return _flattened(data)
+
+
+def _flattened(data: Tensor) -> Tensor:
     if is_flat_contiguous(data):
         return data if data.dim() == 1 else data.view(-1)
     flat = torch.empty(data.numel(), dtype=data.dtype)
     flat.copy_(data.reshape(-1))
     return flat
+
+
+def _normal(data: Tensor) -> Tensor:
+    """Return a normal tensor with the memory of an inference tensor, if that is contiguous."""
+    if not data.is_inference() or not is_flat_contiguous(data):
+        return data
+    normal = torch.empty(0, dtype=data.dtype)
+    return normal.set_(data.untyped_storage(), data.storage_offset(), (data.numel(),), (1,))
+
+
+def flattened_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flatten tensors; each that overlaps an earlier one in memory becomes a copy.
+
+    A reduction in place of one then leaves the values of the others as they were.
+    """
+    flats: list[Tensor] = []
+    taken: list[tuple[int, int]] = []
+    for tensor in tensors:
+        flat = flattened(tensor)
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        if any(begin < other_end and other < end for other, other_end in taken):
+            flat = flat.clone()
+        taken.append((flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+        flats.append(flat)
+    return flats
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy `flat`, made by `flattened(tensor)`, into `tensor`."""
+    # Only in inference mode may an inference tensor be written.
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data.copy_(flat.view(tensor.shape))
 
 
 def shares_memory(flat: Tensor, tensor: Tensor) -> bool:

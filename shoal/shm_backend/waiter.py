@@ -56,12 +56,16 @@ class Waiter:
     Args:
         board: the phase board.
         peers: the processes of the other ranks.
-        timeout_s: of each wait.
+        timeout_s: returns the group's present timeout in seconds, for each wait.
         spin_s: the longest spin before a sleep; 0 if there are more ranks than cores.
     """
 
     def __init__(
-        self, board: PhaseBoard, peers: PeerLiveness, timeout_s: float, spin_s: float = SPIN_S
+        self,
+        board: PhaseBoard,
+        peers: PeerLiveness,
+        timeout_s: Callable[[], float],
+        spin_s: float = SPIN_S,
     ) -> None:
         self.board = board
         self.peers = peers
@@ -73,14 +77,16 @@ class Waiter:
         """Let all waits fail after `grace_s` from now, because this rank leaves its group."""
         self._leave_at_s = time.monotonic() + grace_s
 
-    def until(self, condition: Condition, phase: Any) -> None:
+    def until(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait until `condition(phase)` is true.
+
+        Args: opts: torch's options of the call; their timeout replaces the group's.
 
         Raises: PeerLost: a rank that is waited for has ended or given up. CollectiveFailed: the
             time-out has passed.
         """
         if not self._spin(condition, phase):
-            self.until_without_spinning(condition, phase)
+            self.until_without_spinning(condition, phase, opts)
 
     def poll_for(self, condition: Condition, phase: Any, limit_s: float) -> bool:
         """Spin, then sleep for up to `limit_s`. Return True if the condition became true."""
@@ -110,10 +116,11 @@ class Waiter:
         self.spins.on_hit()
         return True
 
-    def until_without_spinning(self, condition: Condition, phase: Any) -> None:
+    def until_without_spinning(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait like `until`, but asleep from the beginning."""
         start_s = time.monotonic()
-        end_s = start_s + self.timeout_s
+        limit_s = self._limit_s(opts)
+        end_s = start_s + limit_s
         check_at_s = start_s + HEALTH_EVERY_S
         while not condition(phase):
             self._sleep(phase, HEALTH_EVERY_S)
@@ -129,7 +136,7 @@ class Waiter:
                         "complete."
                     )
                 if now_s > end_s and not condition(phase):
-                    raise CollectiveFailed(self._timeout_text(phase))
+                    raise CollectiveFailed(self._timeout_text(phase, limit_s))
 
     def _check_health(self, condition: Condition, phase: Any) -> None:
         """Raise PeerLost if a rank has given up, or a late rank has ended."""
@@ -153,7 +160,12 @@ class Waiter:
     def _late_ranks(self, phase: Any) -> list[int]:
         return self.board.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
 
-    def _timeout_text(self, phase: Any) -> str:
+    def _limit_s(self, opts: Any) -> float:
+        """Return the timeout of a call, or the group's if the call has none (torch: below 0)."""
+        own_s = 0.0 if opts is None else opts.timeout.total_seconds()
+        return float(own_s) if own_s > 0 else self.timeout_s()
+
+    def _timeout_text(self, phase: Any, limit_s: float) -> str:
         """Return the error text for a time-out, which names the late ranks."""
         board = self.board
         late = [
@@ -162,8 +174,8 @@ class Waiter:
             for rank in self._late_ranks(phase)
         ]
         return (
-            f"rank {board.names[board.rank]} waited {self.timeout_s:g} s in "
+            f"rank {board.names[board.rank]} waited {limit_s:g} s in "
             f"{board.call.describe()} (call {board.calls} of a group of ranks {board.names}) for "
             f"{', '.join(late) or 'others'}. Every rank must make the same calls; a rank that "
-            "computes for longer needs a longer timeout= in init_process_group."
+            "computes for longer needs a longer timeout in init_process_group."
         )

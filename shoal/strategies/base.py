@@ -20,17 +20,18 @@ strategies there are. Facts that it must know about earlier ones are fields too,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.strategies.colocation import Colocation, ColocationRequest
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import FullModel
+from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import StrategyOptions
 from shoal.strategies.outside_step import NEEDS_NOTHING, OutsideStep, no_op
 from shoal.strategies.remote_optimizer import RemoteOptimizer
@@ -46,10 +47,13 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 12 summed values, objections."""
+"""Length of the totals: loss sum, count, stop requests, up to 11 summed values, gradients that are
+not finite, objections."""
 OBJECTIONS = TOTALS_LENGTH - 1
 """Index of the number of ranks whose trial has found that the loss is no mean over samples."""
-MAX_SUMMED = OBJECTIONS - SUMMED
+NONFINITE = TOTALS_LENGTH - 2
+"""Index of a number above 0 if a rank has found a gradient that is not finite before it sent it."""
+MAX_SUMMED = NONFINITE - SUMMED
 """Numbers that `loss_terms.summed` can mark in a step."""
 
 
@@ -94,6 +98,8 @@ class LocalBatch(NamedTuple):
     """Index of the first sample within the global batch, if the sizes are known."""
     objection: Callable[[], int] | None = None
     """Returns 1 if this rank objects to the loss, once `compute_loss` has returned. None: no."""
+    note_loss: Callable[[Tensor], None] | None = None
+    """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
 
@@ -170,56 +176,6 @@ class ExampleBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PassTraits:
-    """Facts about the passes of a step through the module."""
-
-    module_called: bool = True
-    """Calls of the user's models are calls of whole modules. False: a rank computes some of the
-    modules inside, one by one.
-    """
-    complete_after_run: bool = False
-    """Gradients and totals are complete only after `run` has returned, because `run` makes many
-    passes through parts of `module`, in any order. False: `run` makes one forward and one backward
-    pass for each micro-batch, totals are complete after the forward pass, and each gradient is
-    complete when it arrives.
-    """
-    recorded: bool = False
-    """`run` records its own passes in a trace."""
-    collective_forward: bool = False
-    """A forward pass is collective: every rank must make as many as the others."""
-    recomputes: bool = False
-    """Some modules compute again in the backward pass, with the weights that they have then."""
-    grads_not_ready_reason: str = ""
-    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
-    global mean by then.
-    """
-    maybe_unused: Set[str] = frozenset()
-    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
-    is filled during the backward pass, before the parameter gets its gradient.
-    """
-
-
-@dataclass(frozen=True)
-class PipelineTraits:
-    """How this rank's layers lie in a pipeline. The default is a model in one piece."""
-
-    axis: Axis | None = None
-    """Axis of the ranks that hold the other stages. None if this rank has all layers."""
-    num_microbatches: int = 1
-    """Micro-batches of a local batch."""
-    full_model: FullModel | None = None
-    """The full model, of which `LocalModel.module` has one or more stages."""
-    duplicated_params: Set[str] = frozenset()
-    """Names of owned parameters that an earlier rank of `axis` owns too. Their gradients are
-    equal, so sums over the axis must count them once.
-    """
-    tied_names: Mapping[str, str] = field(default_factory=dict)
-    """Name in `LocalModel.module` -> name in the full model, for tied parameters. A stage may hold
-    such a parameter only under its second name.
-    """
-
-
-@dataclass(frozen=True)
 class Planning:
     """The facts that a strategy may look at before it divides the model."""
 
@@ -254,12 +210,14 @@ class LocalModel:
     """State that the strategy itself keeps from step to step, for checkpoints."""
     outside_step: OutsideStep = NEEDS_NOTHING
     """Needs of the models when they are called outside of steps."""
-    pass_traits: PassTraits = PassTraits()
+    pass_traits: PassTraits = field(default_factory=PassTraits)
     """Facts about the passes that `forward` and `run` make through `module`."""
-    pipeline: PipelineTraits = PipelineTraits()
+    pipeline: PipelineTraits = field(default_factory=PipelineTraits)
     """How `module` lies in a pipeline."""
     planning: Planning = Planning()
     """Facts that strategies may look at before they divide the model."""
+    finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    """Looks for values that are not finite. All local models of a run share one."""
     summary_lines: tuple[str, ...] = ()
     """Lines for the beginning of a run: which layers are divided, and how."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.strategies.base import MAX_SUMMED, OBJECTIONS, SUMMED, Extra
+from shoal.platform.tensors import tensor_on
+from shoal.strategies.base import MAX_SUMMED, NONFINITE, SUMMED, Extra
 from shoal.strategies.loss_terms import Summed
 
 
@@ -31,7 +32,7 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
     position = SUMMED
     for marked in _summed_in(extra):
         values = marked.value.reshape(-1)
-        if position + len(values) > OBJECTIONS:
+        if position + len(values) > NONFINITE:
             raise UsageError(
                 f"compute_loss returned more than {MAX_SUMMED} summed numbers; a step carries "
                 f"{MAX_SUMMED}."
@@ -50,7 +51,7 @@ def join(extras: Sequence[Extra], totals: Tensor) -> Any:
 
     Raises: UsageError: a value of several micro-batches that cannot be joined.
     """
-    numbers = iter(totals[SUMMED:OBJECTIONS].unbind())
+    numbers = iter(totals[SUMMED:NONFINITE].unbind())
     return _join([extra.num_samples for extra in extras], [e.value for e in extras], numbers)
 
 
@@ -83,7 +84,7 @@ def _join_tensors(samples: list[int], values: list[Tensor]) -> Tensor:
     if first.dim() == 0:
         if len(values) == 1:
             return first
-        weights = torch.tensor(samples, dtype=torch.float64, device=first.device)
+        weights = tensor_on(samples, torch.float64, first.device)
         stacked = torch.stack(values).double()
         mean = (stacked * weights).sum() / weights.sum().clamp(min=1)
         return mean.to(first.dtype if first.is_floating_point() else torch.get_default_dtype())

@@ -314,8 +314,7 @@ class LocalSgdStep(StrategyState):
         changes = changed_since(self.model.module, self.buffers)
         if not changes or self.data.size == 1:
             return
-        flags = torch.tensor([*changes.values()], dtype=torch.int64, device=self.data.device)
-        ranks_changing = self.data.all_reduce(flags).tolist()
+        ranks_changing = self.data.sum_of_host_numbers([*changes.values()])
         buffers = mutable_buffers(self.model.module).values()
         for buffer, num_ranks in zip(buffers, ranks_changing, strict=True):
             if num_ranks:

@@ -34,6 +34,11 @@ def _parallel_dims(line: StrategyLine) -> ParallelDims:
 
 
 def _check_world_of_one(line: StrategyLine, ranks: int) -> Iterator[str]:
+    if ranks > 1 and any(spec.name == "dataparallel" for spec in line.specs):
+        yield (
+            f"strategy dataparallel is one process that computes on several GPUs; there are "
+            f"{ranks} ranks. Use ddp, or start one process."
+        )
     if ranks > 1 and any(spec.name == "single" for spec in line.specs):
         yield (
             f"strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."

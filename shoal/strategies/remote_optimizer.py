@@ -37,6 +37,13 @@ class RemoteOptimizer(Protocol):
         """Multiply the global gradients by a scalar. Called on one rank."""
         ...
 
+    def leave_out(self) -> None:
+        """Drop the gradients of this step: the next `optimizer.step()` changes nothing.
+
+        Called on all ranks, or on one whose pushes are steps of their own.
+        """
+        ...
+
     def publish_address(self, directory: Path) -> None:
         """Write the address to the run's directory, for commands. Called on one rank."""
         ...

@@ -16,6 +16,7 @@ ends with the thread that started it, so call this from the main thread."""
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import signal
 import sys
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import LaunchError
 from shoal.launch import preload
+from shoal.launch.environment import read
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import start as start_ranks
@@ -46,7 +48,13 @@ TOOLS = (
 )
 
 
-def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> list[T]:
+def run(
+    processes: int,
+    target: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60.0,
+    gpus: bool = False,
+) -> list[T]:
     """Call `target(*args)` in `processes` ranks, with the default process group (backend "shoal")
     initialised.
 
@@ -55,6 +63,8 @@ def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float =
         target: a function at the top of a module that can be imported.
         args: picklable values, tensors included; every rank gets its own copies.
         timeout_s: limit for all ranks together, and for each collective.
+        gpus: the ranks see this machine's GPUs, and the group has the backends of a world with
+            GPUs. Without it they are on the CPU, whatever the machine has.
 
     Returns:
         The result of each rank, by rank.
@@ -63,18 +73,31 @@ def run(processes: int, target: Callable[..., T], *args: Any, timeout_s: float =
         LaunchError: with the full traceback of the rank that failed first, or with the stacks of
             the ranks that had not finished in time. All ranks have ended by then.
     """
-    with start(processes, target, *args, timeout_s=timeout_s) as world:
+    with start(processes, target, *args, timeout_s=timeout_s, gpus=gpus) as world:
         return world.results()
 
 
-def start(processes: int, target: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> World:
+def start(
+    processes: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    gpus: bool = False,
+) -> World:
     """Start ranks as `run` does, and return at once. Use the result as a context manager, so that
     no rank remains when a test fails.
     """
     tools = [*preload.TRAINING, *(name for name in TOOLS if name in sys.modules)]
-    arguments = (target, args, timeout_s)
+    arguments = (target, args, timeout_s, gpus)
     ranks = start_ranks(
-        _in_group, arguments, processes, {}, "lines", preload=tools, wants_values=True
+        _in_group,
+        arguments,
+        processes,
+        {},
+        "lines",
+        preload=tools,
+        wants_values=True,
+        torch_store=False,
     )
     return World(ranks, timeout_s)
 
@@ -167,14 +190,13 @@ class World:
         return "\n\n".join([head, *failed, *(text.getvalue() for text in hanging.values())])
 
 
-def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
-    from torch import distributed
-
+def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float, gpus: bool) -> T:
+    if not gpus:  # a rank would take one, and the group of the CPU could not send from it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from shoal.comm import mesh
 
-    distributed.init_process_group(
-        "cpu:shoal", init_method="env://", timeout=timedelta(seconds=timeout_s)
-    )
+    backend = mesh.GPU_BACKENDS if gpus else "cpu:shoal"
+    mesh.join_world(read(os.environ), backend, timedelta(seconds=timeout_s))
     value = target(*args)
     mesh.shutdown()
     return value

@@ -136,7 +136,7 @@ class _ReplayedRun:
             lambda worker, partition, values: self.workers[worker].take(partition, values),
             self._step,
         )
-        load_random_state(self.workers[0].random)
+        load_random_state(self.workers[0].random, self.workers[0].run.device)
         tensors, _, _ = self.workers[0].run.state()
         return tensors
 

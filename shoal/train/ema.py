@@ -8,7 +8,7 @@ It varies less than the weights (Polyak & Juditsky, 1992). In the first steps th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -74,3 +74,17 @@ class Ema:
     def _copy(self, values: Mapping[str, Tensor]) -> None:
         for name, weight in self._weights.items():
             weight.copy_(values[name])
+
+
+def layout_with_averages(
+    layout: Callable[[str], Tensor | None],
+) -> Callable[[str], Tensor | None]:
+    """Return a function from a name in a checkpoint to this rank's tensor like it, or None.
+
+    A moving average is laid out as the weight that it averages.
+
+    Args: layout: the same for the names of weights and of the optimizer's state.
+    """
+    return lambda name: layout(
+        "model." + name.removeprefix("ema.") if name.startswith("ema.") else name
+    )

@@ -34,6 +34,7 @@ class Log:
         self, directory: Path, *, active: bool, tensorboard: bool, resume_step: int
     ) -> None:
         self._active = active
+        self._directory = directory
         self._files: list[MetricsFile | Events] = []
         self._noted_full_disk = False
         if not active:
@@ -65,6 +66,13 @@ class Log:
         """Print a note on stderr."""
         if self._active:
             warn(text)
+
+    def reopen(self) -> None:
+        """Write to a new metrics.jsonl from now on: the directory was removed, and made again."""
+        for index, file in enumerate(self._files):
+            if isinstance(file, MetricsFile):
+                file.close()
+                self._files[index] = MetricsFile(self._directory / NAME, 0)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Close the files, and print the closing table. A run that was stopped has no summary."""

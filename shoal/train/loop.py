@@ -8,18 +8,18 @@ for each epoch
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
 
 from shoal.config.job import Job
-from shoal.errors import CleanupFailed, RecordError, ShoalError
+from shoal.errors import CleanupFailed, ConfigError, RecordError, ShoalError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
 from shoal.run import init_with_place
@@ -28,12 +28,12 @@ from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, steps_of_epochs
 from shoal.train.checkpoint import Saved, newest
-from shoal.train.ema import Ema
+from shoal.train.ema import Ema, layout_with_averages
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.run_directory import claim_for_all
+from shoal.train.run_directory import claim_for_all, make_again
 from shoal.train.run_saver import open_saver
 from shoal.train.throughput import Stopwatch
 
@@ -61,7 +61,8 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        lines: list[str] = []
+        lines = list[str]()
+        self._lines_before_log: list[str] | None = lines
         self.run = init_with_place(
             job.strategy,
             seed=job.seed,
@@ -71,9 +72,11 @@ class Training:
             step_in_backward=job.optimizer.in_backward,
             sync_batchnorm=job.model.sync_batchnorm,
             draws=job.train.draws,
+            nonfinite=job.train.nonfinite,
+            max_nonfinite=job.train.max_nonfinite,
             trace=job.log.trace,
             trace_to=job.directory,
-            announce=lines.append,
+            announce=self._announce,
         )
         # Handled from here on: to build a model can take minutes. The first step tells the other
         # ranks of a signal.
@@ -94,6 +97,7 @@ class Training:
         self.compute_loss = self.task.compute_loss(self.model)
         self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
+        self._locks: list[IO[str]] = []
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
         self.step = 0
@@ -105,12 +109,21 @@ class Training:
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
 
+    def _announce(self, line: str) -> None:
+        """Keep a line for the header of the log; print it as a note once the log is open."""
+        if self._lines_before_log is not None:
+            self._lines_before_log.append(line)
+        else:
+            self.log.note(line.removeprefix("note: "))
+
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
         saved = None
         if self.job.checkpoint.resume:
-            saved = self.checkpoints.load(notes.append, like=self._state_layout())
+            saved = self.checkpoints.load(
+                notes.append, like=layout_with_averages(self.run.layout_of())
+            )
         if saved is not None:
             self._load(saved, notes)
             notes.append(f"resumed from {saved.path}")
@@ -118,18 +131,6 @@ class Training:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
         self.unlogged_samples, self.logged_s = 0, self.watch.seconds
-
-    def _state_layout(self) -> Callable[[str], Tensor | None]:
-        """Return a function from a name in a checkpoint to this rank's tensor like it, or None."""
-        layout = self.run.layout_of()
-
-        def layout_with_ema(name: str) -> Tensor | None:
-            # A moving average is laid out as the weight that it averages.
-            if name.startswith("ema."):
-                return layout("model." + name.removeprefix("ema."))
-            return layout(name)
-
-        return layout_with_ema
 
     def run_all(self) -> None:
         """Train all remaining epochs, and end the run. Collective."""
@@ -177,16 +178,24 @@ class Training:
         if self.job.train.clip_norm is not None:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
-        if self.ema is not None:
+        if self.ema is not None and self.run.finite:
             self.run.wait()  # the average reads the new weights
             self.ema.update()
         self.step += 1
         assert self.run.totals is not None
-        self.sums += self.run.totals
+        if self.run.finite:  # else one step would hide the loss of the others
+            self.sums += self.run.totals
         self.unlogged_samples += self.loader.share.global_rows
         self.progress.step(self.loader.share.global_rows)
+        if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
+            self._check_replicas()
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
             self._log(rate)
+
+    def _check_replicas(self) -> None:
+        """Compare the weights of ranks that hold the same. Collective. Raise if they differ."""
+        for sentence in self.run.check_replicas():
+            self.log.note(f"step {self.step}: {sentence}")
 
     def _log(self, rate: float) -> None:
         """Log one record of the steps since the last one.
@@ -200,7 +209,8 @@ class Training:
             "step": self.step,
             "epoch": self.loader.epoch + 1,
             "sample": self.loader.position,
-            **self.task.training_report(loss / max(count, 1.0), hits, predictions),
+            # No count: all steps were skipped.
+            **self.task.training_report(loss / count if count else math.nan, hits, predictions),
             "lr": rate,
             "samples_per_s": self.unlogged_samples / max(seconds - self.logged_s, 1e-9),
             "time_s": seconds,
@@ -235,6 +245,8 @@ class Training:
         """Return True, and remember it, if this very step has the best evaluation so far."""
         if self.final is None or self.final["step"] != self.step:
             return False
+        if not math.isfinite(self.final["loss"]) and self.job.train.nonfinite != "ignore":
+            return False
         best = self.saver.best
         is_better = best is None or self.task.score(self.final) > self.task.score(best)
         if is_better:
@@ -244,8 +256,18 @@ class Training:
     def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.saver.wait()
+        self._keep_directory()
         self._synchronize()
-        tensors, info, private = self.run.state()
+        if self.job.train.check_replicas:
+            self._check_replicas()
+        try:
+            tensors, info, private = self.run.state()
+        except TrainingDiverged as error:
+            if must_succeed:
+                raise
+            self.saver.skip()
+            self.log.note(f"{error} Nothing is saved at step {self.step}")
+            return
         self._save_record()
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {
@@ -255,6 +277,23 @@ class Training:
             "best": self.saver.best,
         }
         self.saver.save(self.step, (tensors, info, private), best, must_succeed)
+
+    def _keep_directory(self) -> None:
+        """Make the run directory again, and tell, if somebody has removed it. On rank 0."""
+        if self.run.rank != 0:
+            return
+        try:
+            lock = make_again(self.job)
+        except ConfigError as error:
+            self.log.note(str(error))
+            return
+        if lock is not None:
+            self._locks.append(lock)
+            self.log.reopen()
+            self.log.note(
+                f"{self.directory} was removed or moved while the run trains. It is made again; "
+                "earlier checkpoints and records are gone from there"
+            )
 
     def _save_record(self) -> None:
         try:
@@ -280,7 +319,8 @@ class Training:
         return every is not None and self.step % every == 0
 
     def _load(self, saved: Saved, notes: list[str]) -> None:
-        notes += self.run.load_state(saved.tensors, saved.info, saved.private)
+        accept_data = self.job.train.accept_data == "changed"
+        notes += self.run.load_state(saved.tensors, saved.info, saved.private, accept_data)
         if self.ema is not None:
             self.ema.load(saved.tensors)
         self.sums.copy_(saved.tensors["sums"])
@@ -298,6 +338,7 @@ class Training:
         tensorboard, step = self.job.log.tensorboard, self.step
         self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
         self.log.header(self.lines)
+        self._lines_before_log = None
         if is_first and self.run.remote is not None:
             self.run.remote.publish_address(self.directory)
         for note in notes:

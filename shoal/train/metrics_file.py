@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.platform.ownership import open_own
+
 NAME = "metrics.jsonl"
 Record = Mapping[str, float | int]
 
@@ -40,7 +42,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self._file = io.FileIO(path, "a+")  # unbuffered: what was written survives SIGKILL
+        descriptor = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._file = io.FileIO(descriptor, "a+")  # unbuffered: what was written survives SIGKILL
         self._known = self._truncate_after(resume_step)
 
     def write(self, kind: str, record: Record) -> None:

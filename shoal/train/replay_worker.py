@@ -77,7 +77,7 @@ class Worker:
 
     def step(self) -> ReplayStep:
         """Take the next step of this worker. Return what it pushed."""
-        load_random_state(self.random)
+        load_random_state(self.random, self.run.device)
         next(self._steps)
         self.random = random_state(self.run.device)
         return self._strategy.servers.stepped()

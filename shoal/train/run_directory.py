@@ -23,6 +23,8 @@ from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write
+from shoal.platform.ownership import open_own, others_can_read, untrusted_reason
+from shoal.train.console import warn
 
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
@@ -64,14 +66,32 @@ def lock(job: Job) -> IO[str]:
     """
     directory = Path(job.directory)
     _check_contents(directory, job)
+    is_new = not directory.exists()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         lock = _open_lock(directory)
-        with atomic_write(directory / CONFIG, survives="file") as file:
+        with atomic_write(directory / CONFIG, survives="file", mode=0o644) as file:
             file.write(to_yaml(job).encode())
     except OSError as error:
         raise _unwritable(directory, error) from error
+    if is_new and others_can_read(directory):
+        warn(
+            f"other users of this machine can read {directory}, weights included: chmod 700 "
+            f"{directory} keeps them out, and umask 077 does so for all new files"
+        )
     return lock
+
+
+def make_again(job: Job) -> IO[str] | None:
+    """Make the run directory again if it was removed while the run trains. For one process.
+
+    Returns: the new lock; None if the directory is there.
+
+    Raises: ConfigError: it cannot be made.
+    """
+    if (Path(job.directory) / CONFIG).exists():
+        return None
+    return lock(job)
 
 
 def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
@@ -94,9 +114,15 @@ def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
 
 
 def job_of(directory: Path) -> Job:
-    """Return the job of a run directory. Raise ConfigError if it is none."""
+    """Return the job of a run directory.
+
+    Raises:
+        ConfigError: it is none, or another user could have written its configuration, which names
+            files to import.
+    """
     if not (directory / CONFIG).is_file():
         raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
+    _check_owner(directory)
     return read(directory / CONFIG).job
 
 
@@ -110,6 +136,8 @@ def last_saved(directory: Path) -> int | None:
 
 
 def _check_contents(directory: Path, job: Job) -> None:
+    if directory.is_dir():
+        _check_owner(directory)
     if (directory / CONFIG).exists():
         if any((directory / name).exists() for name in RESULTS):
             _check_same_experiment(directory, job)
@@ -122,6 +150,14 @@ def _check_contents(directory: Path, job: Job) -> None:
                 "--out."
             ]
         )
+
+
+def _check_owner(directory: Path) -> None:
+    """Raise ConfigError if another user could have written the directory or its configuration."""
+    paths = [directory.resolve(), directory / CONFIG]
+    for path in paths if os.path.lexists(directory / CONFIG) else paths[:1]:
+        if reason := untrusted_reason(path, allow_private_group=True):
+            raise ConfigError([reason])
 
 
 def _unwritable(directory: Path, error: OSError) -> ConfigError:
@@ -168,7 +204,8 @@ def _open_lock(directory: Path) -> IO[str]:
 
     Two runs in one directory would prune each other's checkpoints.
     """
-    lock = (directory / LOCK).open("a+")
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    lock = open(open_own(directory / LOCK, flags), "a+")  # noqa: SIM115 - the caller closes it
     try:
         # Not flock: data-loader workers would inherit that lock, and they live on for seconds after
         # this process is killed.

@@ -6,10 +6,12 @@ save ──> written at once                      ──┐
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +25,22 @@ State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
 Report = Mapping[str, Any]
 
 
+RETRY_S = 5
+"""Seconds between tries of a last save."""
+
+
+class LastSave(NamedTuple):
+    """How a last save is tried again.
+
+    Attributes:
+        wait_s: seconds in which it is.
+        second_place: directory for it after them; None if there is none.
+    """
+
+    wait_s: int
+    second_place: Path | None
+
+
 class RunSaver:
     """Saves a run, and turns a save that failed into a note, so that training goes on.
 
@@ -30,6 +48,7 @@ class RunSaver:
         async_saver: writes in the background; None to write at once.
         pause: context for time that is not training, by the name of what is done.
         note: prints a sentence on rank 0.
+        last_save: how a save is tried again that must succeed; None: not at all.
 
     Attributes:
         in_flight: step of the save in the background; -1 if there is none.
@@ -44,7 +63,9 @@ class RunSaver:
         async_saver: AsyncSaver | None,
         pause: Callable[[str], AbstractContextManager[None]],
         note: Callable[[str], None],
+        last_save: LastSave | None = None,
     ) -> None:
+        self._last_save = last_save or LastSave(0, None)
         self.in_flight = -1
         self.saved_step = -1
         self.best: Report | None = None
@@ -79,11 +100,41 @@ class RunSaver:
                 self._async_saver.start(step, tensors, info, private, is_best)
             self.in_flight = step
             return
-        self._complete(
-            step,
-            lambda: self.checkpoints.save(step, tensors, info, private, is_best),
-            must_succeed,
+        save = partial(self.checkpoints.save, step, tensors, info, private, is_best)
+        if must_succeed:
+            self._complete(step, lambda: self._insist(step, state, save), must_succeed)
+        else:
+            self._complete(step, save, must_succeed)
+
+    def _insist(self, step: int, state: State, save: Callable[[], object]) -> None:
+        """Try the last save again for a while, and then in the second place. Collective."""
+        wait_s, second_place = self._last_save
+        attempts = wait_s // RETRY_S + 1
+        for attempt in range(attempts):
+            try:
+                save()
+                return
+            except CleanupFailed:
+                raise
+            except CheckpointError as error:
+                failure = error
+            if attempt == 0 and attempts > 1:
+                self._note(
+                    f"{failure}; this is the last save: make room, it is tried again for {wait_s} s"
+                )
+            if attempt + 1 < attempts:
+                time.sleep(RETRY_S)
+        if second_place is None:
+            raise failure
+        path = Checkpoints(second_place / "checkpoints").save(step, *state)
+        self._note(
+            f"{failure}; step {step} is saved in {path} instead. To go on from it, move it into "
+            f"{self.checkpoints.directory}"
         )
+
+    def skip(self) -> None:
+        """Save nothing at this step: the best checkpoint is the one before again."""
+        self.best = self._best_saved
 
     def wait(self) -> None:
         """Wait for the save in the background, and note how it ended. Collective."""
@@ -133,8 +184,10 @@ def open_saver(
     # A thread that saves needs a group of its own: its messages must not mix with training.
     group = mesh.new_group() if job.checkpoint.asynchronous else None
     checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
+    place = job.checkpoint.second_place
+    last_save = LastSave(job.checkpoint.last_save_wait_s, None if place is None else Path(place))
     if not job.checkpoint.asynchronous:
-        return RunSaver(checkpoints, None, pause, note)
+        return RunSaver(checkpoints, None, pause, note, last_save)
     # All ranks of one stage hold the same full tensors, and each writes some of them.
     ranks_per_stage = mesh.size // mesh.pipeline.size
-    return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note)
+    return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note, last_save)

@@ -28,7 +28,8 @@ import torch
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
 from shoal.train.checkpoint import Checkpoints
-from shoal.train.checkpoint.chunks import Chunk, TensorEntry, stored
+from shoal.train.checkpoint.chunks import Chunk, TensorEntry
+from shoal.train.checkpoint.tensor_index import stored
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
 

@@ -23,6 +23,7 @@ from shoal.verification.verdict import TOLERANCE, verify_job
 
 LAYOUTS = [
     ("single", 1, 1),
+    ("dataparallel", 1, 1),
     ("ddp", 2, 1),
     ("ddp", 4, 1),
     ("ddp", 3, 4),

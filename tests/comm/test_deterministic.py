@@ -45,8 +45,12 @@ def _gradient() -> torch.Tensor:
     expected = [rank_order_mean(p.grad.clone()) for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     ddp, failures = DistributedDataParallel(model, gradient_as_bucket_view=True), list[Exception]()
+    seen = list[int]()
     use_ordered_mean(
-        ddp, Axis(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), failures
+        ddp,
+        Axis(dist.get_rank(), dist.get_world_size(), torch.device("cpu")),
+        failures,
+        lambda bucket: seen.append(bucket.numel()),
     )
     for _ in range(2):
         model.zero_grad()
@@ -54,4 +58,5 @@ def _gradient() -> torch.Tensor:
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not failures
+    assert sum(seen) == 2 * sum(p.numel() for p in model.parameters())
     return torch.cat([gradient.flatten() for gradient in found])

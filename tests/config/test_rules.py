@@ -47,7 +47,7 @@ BROKEN = {
     ),
     "data.name=stdlib train.mixup=0.2": "train.mixup mixes images; stdlib is text, so it must be 0",
     "data.shape=[3,0]": "data.shape must be one or more sizes greater than 0, not [3, 0]",
-    "name=''": "name must not be empty, not ''",
+    "name=''": "name must be a name of a directory in runs/",
 }
 
 

@@ -179,6 +179,14 @@ def test_neighbouring_streams_are_unrelated_and_depend_on_the_order_of_their_nam
     assert derive_seed(1, 2) != derive_seed(2, 1)
 
 
+def test_a_state_of_a_gpu_is_loaded_on_the_cpu_with_a_note() -> None:
+    cpu = torch.device("cpu")
+    with preserve_rng_state():
+        saved = random_state(cpu) | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+        (note,) = load_random_state(saved, cpu)
+    assert "saved on a GPU and goes on on the CPU" in note
+
+
 def test_random_state_comes_back_as_it_was() -> None:
     with preserve_rng_state():
         seed_all(5)
@@ -186,5 +194,5 @@ def test_random_state_comes_back_as_it_was() -> None:
         np.random.randn()
         saved = random_state(torch.device("cpu"))
         expected = torch.rand(2).tolist(), random.gauss(0, 1), np.random.randn()
-        load_random_state(saved)
+        assert load_random_state(saved, torch.device("cpu")) == []
         assert (torch.rand(2).tolist(), random.gauss(0, 1), np.random.randn()) == expected

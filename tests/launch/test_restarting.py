@@ -15,8 +15,7 @@ import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import sigstop_detector
-from shoal.launch.control_client import request
-from shoal.launch.control_server import NAME, ControlServer
+from shoal.launch.control_channel import NAME, ControlServer, request
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.restarting import run_with_restarts
 

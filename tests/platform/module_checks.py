@@ -88,7 +88,7 @@ def _has_one_width(has_one_width: Any) -> bool:
 
 def _clipping_calls(name: str) -> int:
     """How often clipping the gradients of one parameter by norm calls a function of this name."""
-    from shoal.platform.torch_private import clip_grad
+    from shoal.platform.torch_private.replaced_functions import replace_clipping
 
     calls = []
 
@@ -101,7 +101,7 @@ def _clipping_calls(name: str) -> int:
 
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    put_back = clip_grad.replace(name, noting)
+    put_back = replace_clipping(name, noting)
     nn.utils.clip_grad_norm_([weight], 1.0)
     put_back()
     seen = len(calls)
@@ -175,13 +175,13 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.is_compiled": _is_compiled,
     "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
-    "clip_grad.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
-    "clip_grad.USES_LISTS": lambda name: _clipping_calls(name) > 0,
-    "clip_grad.replace": lambda _: _clipping_calls("_get_total_norm") == 1,
-    "stateless.replace_functional_call": _replaces_functional_call,
-    "backward_calls._PLACES": lambda found: all(
+    "replaced_functions.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
+    "replaced_functions.USES_LISTS": lambda name: _clipping_calls(name) > 0,
+    "replaced_functions.replace_clipping": lambda _: _clipping_calls("_get_total_norm") == 1,
+    "replaced_functions.replace_functional_call": _replaces_functional_call,
+    "replaced_functions._PLACES": lambda found: all(
         hasattr(place, "_engine_run_backward") for place in found
     ),
-    "backward_calls._NAME": lambda found: found == "_engine_run_backward",
-    "backward_calls.replace_backward_call": _replaces_backward_call,
+    "replaced_functions._NAME": lambda found: found == "_engine_run_backward",
+    "replaced_functions.replace_backward_call": _replaces_backward_call,
 }

@@ -19,7 +19,7 @@ from shoal.testing import world
 
 
 def _watches_numbers() -> bool:
-    from shoal.platform.torch_private.dtensor_values import watch_numbers
+    from shoal.platform.torch_private.replaced_functions import watch_numbers
 
     seen: list[DTensor] = []
     end = watch_numbers(seen.append)
@@ -207,8 +207,10 @@ def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "data_workers.set_worker_info": _replaces_worker_info,
     "data_workers.without_default_group": _over(2, _hides_group),
-    "dtensor_values._READ_NUMBER": lambda found: str(found) == "aten._local_scalar_dense.default",
-    "dtensor_values.watch_numbers": _over(1, _watches_numbers),
+    "replaced_functions._READ_NUMBER": lambda found: (
+        str(found) == "aten._local_scalar_dense.default"
+    ),
+    "replaced_functions.watch_numbers": _over(1, _watches_numbers),
     "c10d.GradBucket": lambda found: found is dist.GradBucket,  # type: ignore[attr-defined]
     "c10d.Options": lambda found: all(
         hasattr(found, f"{name}Options") for name in ("Barrier", "AllreduceCoalesced", "Allgather")

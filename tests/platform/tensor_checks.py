@@ -114,6 +114,20 @@ def _schema_of(schema_of: Any) -> bool:
     return writes and not schema_of(aten.add.Tensor).is_mutable
 
 
+def _hides_from_modes(disable: Any) -> bool:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Watching(), disable():
+        tensor.clone()
+    return seen == []
+
+
 def _disables(disable: Any) -> bool:
     with disable():
         try:
@@ -240,6 +254,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "subclasses.disable_dispatch_modes": _disables_modes,
     "subclasses.make_wrapper_subclass": _made,
     "subclasses.DisableTorchFunctionSubclass": _disables,
+    "subclasses.DisableTorchFunction": _hides_from_modes,
     "subclasses.DISABLED_TORCH_FUNCTION": _lets_functions_alone,
     "subclasses.pop_mode_temporarily": _pops_a_mode,
     "subclasses.function_modes": _function_modes,

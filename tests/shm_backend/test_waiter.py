@@ -81,7 +81,7 @@ class _WaitingRank:
         monkeypatch.setattr("shoal.shm_backend.waiter.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(peers, "dead", self._dead)
         peers.close()
-        self.waiter = Waiter(self.board, peers, timeout_s=60.0)
+        self.waiter = Waiter(self.board, peers, timeout_s=lambda: 60.0)
 
     def while_asleep(self, *events: Callable[[], object]) -> None:
         """Make one of `events` happen in each sleep."""

@@ -14,7 +14,7 @@ from shoal.train.checkpoint import newest
 
 def manifest_of_another_format(path: Path) -> None:
     manifest = path.with_name("manifest.json")
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
 
 
 def altered_info(path: Path) -> None:
@@ -44,7 +44,7 @@ def a_linked_directory(path: Path) -> None:
 
 DAMAGES = {
     "should have .* bytes and has 100": truncate,
-    "__0_0.distcp was altered: SHA-256": flip_a_bit,
+    "__0_0.distcp was altered: digest": flip_a_bit,
     "metadata was altered: SHA-256": lambda path: flip_a_bit(path.with_name(".metadata")),
     "__0_0.distcp is missing": Path.unlink,
     "metadata is missing": lambda path: path.with_name(".metadata").unlink(),

@@ -72,7 +72,11 @@ def test_every_rank_gets_all_that_is_shared_and_what_was_its_own(
     tmp_path: Path, ranks: int
 ) -> None:
     assert world.run(ranks, save_and_load, tmp_path / "c") == [(True, True)] * ranks
-    files = {f"__{number}_0.distcp" for number in range(ranks)} | {".metadata", "manifest.json"}
+    files = {f"__{number}_0.distcp" for number in range(ranks)} | {
+        ".metadata",
+        "index.json",
+        "manifest.json",
+    }
     assert set(os.listdir(tmp_path / "c" / "step-00000002")) == files
 
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from shoal.errors import CheckpointError
 from shoal.testing import world
 from shoal.train.checkpoint import tensor_files
-from shoal.train.checkpoint.chunks import TensorEntry, stored
+from shoal.train.checkpoint.chunks import TensorEntry
+from shoal.train.checkpoint.tensor_index import stored
 
 
 def whole() -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tiny_jobs import MLP, metrics, tiny
 
 from shoal import cli
 from shoal.config import to_yaml
-from shoal.launch.control_server import NAME
+from shoal.launch.control_channel import NAME
 
 DOUBLE = {**MLP, "train.precision": "fp64"}
 

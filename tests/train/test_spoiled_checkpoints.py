@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     world.run(2, tiny_jobs.trains, job)
     said = capsys.readouterr().err
     assert "note: checkpoint step-00000009 is skipped: " in said
-    assert "was altered: SHA-256" in said
+    assert "was altered: digest" in said
     assert "resumed from " + str(tmp_path / "run/checkpoints/step-00000006") in said
     assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
 

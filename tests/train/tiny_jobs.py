@@ -33,6 +33,7 @@ COMMON = {
     "evaluation.batch_size": 8,
     "checkpoint.every_steps": 3,
     "checkpoint.keep": 2,
+    "checkpoint.last_save_wait_s": 0,
     "log.every": 2,
     "log.tensorboard": False,
 }

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.comm.algorithms import halving_doubling, hierarchical, ring, tree
 from shoal.comm.algorithms.algorithm_names import NAMES
+from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
 from shoal.comm.algorithms.send_recv import PairwiseLink
-from shoal.comm.algorithms.topology import hosts_of, new_host_group
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.deterministic import rank_order_mean
 from shoal.errors import CollectiveFailed, PeerLost

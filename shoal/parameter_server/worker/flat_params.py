@@ -87,7 +87,8 @@ class FlatParams:
     def copy_to_params(self, names: Iterable[str]) -> None:
         """Copy the values to the parameters on a device."""
         for name in names if self.on_device else ():
-            self.parameters[name].copy_(self.windows[name], non_blocking=True)
+            # The windows are not pinned, and are overwritten by the next pull: wait for the copy.
+            self.parameters[name].copy_(self.windows[name])
 
     def gather(self, name: str, kept: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         """Join the optimizer state of one parameter from its segments: tensors in its shape,

@@ -2,17 +2,19 @@
 
 Each has a reason why no public name does, what is lost without it, and the versions that its check
 in tests/platform/test_torch_private.py was run on. Nothing else in Shoal uses such a name; a test
-holds
-that. An upgrade of torch begins here: change the version, run the test, and mend what it names.
+holds that. An upgrade of torch begins here: change the version, run the test, and mend what it
+names.
 
-    tensor_state    versions, views and hooks of tensors, and of operators
-    module_state    the tables in which nn.Module keeps parameters, buffers and hooks
-    subclasses      making tensor subclasses, and what stands around functions of torch
-    pytree          nests of tensors
-    kernels         functions over lists of tensors, and a softmax
-    c10d            process groups and stores
-    fsdp            FSDP2's forward pass, and shards of slices
-    pipelining      the two halves of a backward pass
+    tensor_state        versions, views and hooks of tensors, and of operators
+    module_state        the tables in which nn.Module keeps parameters, buffers and hooks
+    subclasses          making tensor subclasses, and what stands around functions of torch
+    pytree              nests of tensors
+    replaced_functions  functions that are replaced while models are prepared
+    data_workers        the view that a data set has of its process
+    kernels             functions over lists of tensors, and a softmax
+    c10d                process groups and stores
+    fsdp                FSDP2's forward pass, and shards of slices
+    pipelining          the two halves of a backward pass
 
 Aliases are used where a call is hot: they cost nothing. Modules that take long to import are
 imported where they are called.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,17 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     Checked: 2.11, 2.13, 2.15.
     """
     return group._get_backend(device)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """Return the present timeout of a Gloo backend.
+
+    Why: torch changes the timeout of a group's Gloo backend alone (`_set_pg_timeout`). Without:
+    calls in shared memory would keep the timeout that the group was made with. Checked: 2.11,
+    2.13, 2.15.
+    """
+    limit: timedelta = backend.options._timeout
+    return limit
 
 
 def add_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:

@@ -130,15 +130,10 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
-    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     if _is_in_place(label):
-        if _is_absent(target):
-            return target  # the rank that holds it does so
-        if isinstance(target, (list, tuple)):
-            here = [index for index, item in enumerate(target) if not _is_absent(item)]
-            kept = [[x[i] for i in here] if _goes_with(x, target) else x for x in args]
-            if not any(map(_is_absent, tree_leaves((kept, kwargs)))):
-                return func(*kept, **kwargs) if here else None
+        is_done, result = _written_where_here(func, args, kwargs)
+        if is_done:
+            return result
     failure: Exception | None = None
     if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
         try:
@@ -156,6 +151,27 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
     ) from failure
+
+
+def _written_where_here(
+    func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[bool, Any]:
+    """Call a function that writes in place for those of its targets that this rank holds.
+
+    The rank that holds the others writes into them.
+
+    Returns: whether that is all, and the result. It is not where it reads absent values.
+    """
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if _is_absent(target):
+        return True, target
+    if not isinstance(target, (list, tuple)):
+        return False, None
+    here = [index for index, item in enumerate(target) if not _is_absent(item)]
+    kept = [[x[i] for i in here] if _goes_with(x, target) else x for x in args]
+    if any(map(_is_absent, tree_leaves((kept, kwargs)))):
+        return False, None
+    return True, func(*kept, **kwargs) if here else None
 
 
 def _is_absent(value: Any) -> bool:

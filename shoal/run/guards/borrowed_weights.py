@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.platform.torch_private.stateless import replace_functional_call
+from shoal.platform.torch_private.replaced_functions import replace_functional_call
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by

@@ -18,7 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import full_tensor, global_norm
 from shoal.errors import UsageError
-from shoal.platform.torch_private import clip_grad
+from shoal.platform.torch_private.replaced_functions import (
+    TOTAL_NORM,
+    USES_LISTS,
+    replace_clipping,
+)
 from shoal.run.guards.absent_gradient import AbsentGradient
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
@@ -97,9 +101,5 @@ def _owner_of(gradients: Sequence[Tensor], patch: ProcessWidePatch) -> GuardedMo
     return None
 
 
-_total_norm = ProcessWidePatch(
-    replaced_by(partial(clip_grad.replace, clip_grad.TOTAL_NORM), _make_total_norm)
-)
-_uses_lists = ProcessWidePatch(
-    replaced_by(partial(clip_grad.replace, clip_grad.USES_LISTS), _make_uses_lists)
-)
+_total_norm = ProcessWidePatch(replaced_by(partial(replace_clipping, TOTAL_NORM), _make_total_norm))
+_uses_lists = ProcessWidePatch(replaced_by(partial(replace_clipping, USES_LISTS), _make_uses_lists))

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import UsageError
-from shoal.platform.torch_private.dtensor_values import watch_numbers
+from shoal.platform.torch_private.replaced_functions import watch_numbers
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch

@@ -9,26 +9,35 @@ These are gradients of shards, gradients of a pipeline's stages, and compressed 
       f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   pipeline: gradients are complete only after the
                                      totals      last of many passes; all buckets are sent then
 
-The last message has the totals and the flags. A flag says that this rank has a gradient. This
-message is never compressed. A parameter that no rank has used keeps `.grad = None`. Each rank of a
-tensor group sends its shards along a data axis of its own. Buckets depend on the model alone, so a
-resumed run sends the same messages as an uninterrupted one.
+The last message has the totals and the flags; on a GPU the flags go over the CPU. A flag says that
+this rank has a gradient. This message is never compressed. A parameter that no rank has used keeps
+`.grad = None`. Each rank of a tensor group sends its shards along a data axis of its own. Buckets
+depend on the model alone, so a resumed run sends the same messages as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.strategies.base import TOTALS_LENGTH, Forward, LocalBatch, LocalModel, StepResult
+from shoal.strategies.base import (
+    NONFINITE,
+    TOTALS_LENGTH,
+    Forward,
+    LocalBatch,
+    LocalModel,
+    StepResult,
+)
 from shoal.strategies.ddp.bucket_worker import BucketWorker
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_bucket import GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
+from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 
 
@@ -51,6 +60,7 @@ class OverlappedBuckets(GradientLayout):
         super().__init__(model)
         self.buckets = buckets
         self._worker = worker
+        self._axis = axis
         self._buffers = BufferSync(model.module, axis)
         self._is_last_batch = False
         self._next = 0  # index of the bucket to be sent next
@@ -82,16 +92,30 @@ class OverlappedBuckets(GradientLayout):
         flags.append(self._buffers.changed())
         while self._next < len(self.buckets):
             self._send_next()
-        flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
-        message = torch.cat((totals.double(), flags_sent))
-        self._worker.start_mean(message).wait()
-        *used, changed = (message[TOTALS_LENGTH:] > 0).tolist()
+        check = self.model.finite_check
+        if check.found:
+            totals = totals.clone()
+            totals[NONFINITE] = 1.0
+        message, (*used, changed) = self._exchange_totals(totals, flags)
         self._finish_buckets(used)
         self._buffers.record_change(changed)
         return message[:TOTALS_LENGTH].to(totals.dtype)
 
+    def _exchange_totals(self, totals: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+        """Return the mean of the totals, and for each flag if any rank has set it. Collective."""
+        if self._axis.host_device != totals.device:
+            # Nobody may wait for a GPU to read flags, so they go over the CPU.
+            message = totals.double()
+            self._worker.start_mean(message).wait()
+            return message, [count > 0 for count in self._axis.sum_of_host_numbers(flags)]
+        flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
+        message = torch.cat((totals.double(), flags_sent))
+        self._worker.start_mean(message).wait()
+        return message, (message[TOTALS_LENGTH:] > 0).tolist()
+
     def close(self) -> None:
         self._worker.close()
+        self._axis = replace(self._axis, group=None)
 
     def _on_grad_ready(self, bucket: GradientBucket, _: Tensor) -> None:
         bucket.num_missing -= 1
@@ -104,7 +128,23 @@ class OverlappedBuckets(GradientLayout):
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
+        self._look_at(bucket)
         bucket.start_mean(self._worker)
+
+    def _look_at(self, bucket: GradientBucket) -> None:
+        """Look for gradients of this rank that are not finite, before they are sent."""
+        check = self.model.finite_check
+        if not check.enabled:
+            return
+        check.has_looked = True
+        gradients = {
+            member.name: parameter.grad
+            for member, parameter in zip(bucket.members, bucket.parameters, strict=True)
+        }
+        if not sums_are_finite([g for g in gradients.values() if g is not None]):
+            names = nonfinite_names(gradients)
+            check.found = check.found or bool(names)
+            check.names += names
 
     def _finish_buckets(self, used: list[bool]) -> None:
         """Replace gradients by their means.

@@ -11,7 +11,7 @@ A layout decides when they are called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -21,7 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
 from shoal.comm.compression.reducers import BucketEntry, CompressedReducer
-from shoal.comm.deterministic import mean, needs_order, rank_order_mean, use_ordered_mean
+from shoal.comm.deterministic import (
+    mean,
+    needs_order,
+    rank_order_mean,
+    sums_in_order,
+    use_ordered_mean,
+)
 from shoal.comm.overlap import register_overlapped_reduce
 from shoal.strategies.state import STATELESS, StrategyState
 
@@ -54,12 +60,24 @@ class ReduceFunction(ABC):
             a message of other values.
         """
 
-    def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
+    def register_hook(
+        self,
+        ddp: DistributedDataParallel,
+        errors: list[Exception],
+        look: Callable[[Tensor], object],
+    ) -> None:
         """Register this function as the communication hook of `ddp`. Collective over the world.
 
-        Args: errors: receives the errors of buckets; to be checked after each backward pass.
+        Args:
+            errors: receives the errors of buckets; to be checked after each backward pass.
+            look: is given each bucket of this rank before it is sent, where a hook sends it.
         """
-        register_overlapped_reduce(ddp, self.mean, errors)
+
+        def look_and_reduce(bucket: Tensor) -> None:
+            look(bucket)
+            self.mean(bucket)
+
+        register_overlapped_reduce(ddp, look_and_reduce, errors)
 
     def finish_step(self, names: Collection[str]) -> None:
         """End a step in which the parameters `names` got a mean.
@@ -83,9 +101,16 @@ class RankOrderMean(ReduceFunction):
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         mean(message, self.axis)
 
-    def register_hook(self, ddp: DistributedDataParallel, errors: list[Exception]) -> None:
-        if self.blocks:  # else the engine's own all-reduce gives the same values, without a hook
-            use_ordered_mean(ddp, self.axis, errors)
+    def register_hook(
+        self,
+        ddp: DistributedDataParallel,
+        errors: list[Exception],
+        look: Callable[[Tensor], object],
+    ) -> None:
+        # Without a hook the engine's own all-reduce gives the same values. Where the hook costs no
+        # more than that, it is there to look.
+        if self.blocks or (self.axis.device.type == "cpu" and sums_in_order(ddp.process_group)):
+            use_ordered_mean(ddp, self.axis, errors, look)
 
     def close(self) -> None:
         self.axis = replace(self.axis, group=None)

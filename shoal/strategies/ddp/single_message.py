@@ -20,10 +20,11 @@ from torch import Tensor
 from shoal.comm.axis import Axis
 from shoal.platform.tensors import dense
 from shoal.platform.torch_private.kernels import foreach_copy_
-from shoal.strategies.base import TOTALS_LENGTH, LocalModel
+from shoal.strategies.base import NONFINITE, TOTALS_LENGTH, LocalModel
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
+from shoal.strategies.finite_check import nonfinite_names
 
 
 class SingleMessage(GradientLayout):
@@ -34,9 +35,11 @@ class SingleMessage(GradientLayout):
         self._reduce = reduce
         self._parameters = [*model.trainable_params.values()]
         count = len(self._parameters)
+        num_elements = sum(parameter.numel() for parameter in self._parameters)
         sizes = [*(parameter.numel() for parameter in self._parameters), TOTALS_LENGTH, count + 1]
         self._message = torch.zeros(sum(sizes), dtype=self._parameters[0].dtype)
         pieces: list[Tensor] = [*self._message.split(sizes)]
+        self._gradients = self._message[:num_elements]
         self._flags = pieces.pop()
         self._totals = pieces.pop()
         pairs = zip(self._parameters, pieces, strict=True)
@@ -74,6 +77,17 @@ class SingleMessage(GradientLayout):
             sources.append(torch.tensor(flags, dtype=self._message.dtype))
             targets.append(self._flags)
         foreach_copy_(targets, sources)
+        check = self.model.finite_check
+        if check.enabled:
+            check.has_looked = True
+            if check.look([self._gradients]):
+                self._totals[NONFINITE] = 1.0
+                check.names += self._nonfinite_names()
+
+    def _nonfinite_names(self) -> list[str]:
+        """Return the names of this rank's gradients in the message that are not finite."""
+        names = self.model.trainable_params
+        return nonfinite_names(dict(zip(names, self._means, strict=True)))
 
 
 def _view_as(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from shoal.strategies.base import (
 from shoal.strategies.buffer_versions import changed_since, snapshot
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
+from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
 
@@ -93,9 +94,12 @@ class TorchEngine(GradientLayout):
 
     def _finish_first_step(self) -> DistributedDataParallel:
         """Average the first step's gradients, and build the engine from its probe. Collective."""
+        gradients = {name: p.grad for name, p in self.model.trainable_params.items()}
+        check = self.model.finite_check
+        if check.enabled and check.look(g for g in gradients.values() if g is not None):
+            check.names += nonfinite_names(gradients)
         used, changes_buffers = self._probe.result()
-        flags = torch.tensor([*used, changes_buffers], dtype=torch.int64, device=self._axis.device)
-        *ranks_using, ranks_changing = self._axis.all_reduce(flags).tolist()
+        *ranks_using, ranks_changing = self._axis.sum_of_host_numbers([*used, changes_buffers])
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)
@@ -103,8 +107,13 @@ class TorchEngine(GradientLayout):
         find_unused = self._options.unused or not all_used
         ddp = self._build(find_unused, sync_buffers=ranks_changing > 0)
         self._carrier.engine_searches = find_unused
-        self._reduce.register_hook(ddp, self._errors)
+        self._reduce.register_hook(ddp, self._errors, self._look_at)
         return ddp
+
+    def _look_at(self, bucket: Tensor) -> None:
+        """Look for gradients of this rank that are not finite, before they are sent."""
+        if self.model.finite_check.enabled:
+            self.model.finite_check.look([bucket])
 
     def _average(self, parameter: Tensor) -> None:
         if parameter.grad is None:

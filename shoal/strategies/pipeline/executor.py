@@ -36,7 +36,7 @@ from shoal.strategies.pipeline.division import (
 )
 from shoal.strategies.pipeline.dry_run import digest
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.p2p import P2PLink, StageComm
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm, downward_group
 from shoal.strategies.pipeline.random_streams import draw_seed
 from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
@@ -98,7 +98,7 @@ class PipelineExecutor:
         self.table = table
         self.axis = axis
         self.ties = ties
-        self.link = P2PLink(axis, recorder)
+        self.link = P2PLink(axis, recorder, downward_group(axis))
         self.model = divided.units.model
         self.stages = table.stages_of(axis.rank)
         self.last_stage = table.num_stages - 1
@@ -195,7 +195,7 @@ class PipelineExecutor:
         Code around the blocks must draw the same numbers on all of them, and a script may have
         drawn on one rank alone.
         """
-        seed = torch.tensor([draw_seed()], device=self.axis.device)
+        seed = torch.tensor([draw_seed()], device=self.axis.host_device)
         self.axis.broadcast_tensor(seed)
         return int(seed)
 
@@ -267,17 +267,23 @@ class PipelineExecutor:
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
         """Return the last stage's totals and extras and all stop requests, on every rank.
 
-        The sum is in float64: (TOTALS_LENGTH + 2,). Other ranks add zeros.
+        The sum is in float64: (TOTALS_LENGTH + 2,). Other ranks add zeros. From a GPU the last two,
+        which the host needs at once, go over the CPU.
         """
         totals = torch.zeros(TOTALS_LENGTH + 2, dtype=torch.float64, device=self.axis.device)
         extras = tuple(output.extra for output in outputs if output.extra is not None)
         for output in outputs:
             totals[:TOTALS_LENGTH] += output.step_totals
-            totals[SUM_COUNT_INDEX] = output.is_sum_and_count
-        totals[EXTRAS_INDEX] = bool(extras)
+        flags = [any(output.is_sum_and_count for output in outputs), bool(extras)]
         totals[STOP] = batch.stop_requested * batch.grad_weight
-        totals = self.axis.all_reduce(totals)
-        is_sum_and_count, has_extras = map(bool, totals[TOTALS_LENGTH:].tolist())
+        if self.axis.host_device == totals.device:
+            totals[SUM_COUNT_INDEX], totals[EXTRAS_INDEX] = flags
+            totals = self.axis.all_reduce(totals)
+            found = totals[TOTALS_LENGTH:].tolist()
+        else:
+            totals = self.axis.all_reduce(totals)
+            found = self.axis.sum_of_host_numbers(flags)
+        is_sum_and_count, has_extras = map(bool, found)
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals

@@ -58,33 +58,14 @@ def call_on_meta(
     Raises: WalkRefusal: the function needs values.
     """
     label = getattr(func, "__name__", "")
-    known: dict[int, Tensor] = {}  # id of a meta tensor -> the argument that it stands for
-
-    def to_meta(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            absent = absent_of(value)
-            meta = value.detach().to("meta") if absent is None else absent.meta
-            known[id(meta)] = value
-            return meta
-        moves = label in ("to", "type") and isinstance(value, str)
-        if isinstance(value, torch.device) or (moves and value.split(":")[0] in _DEVICE_TYPES):
-            return torch.device("meta")
-        return value
-
-    held = [x for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta]
-    devices = [x.device for x in held]
+    stand_ins = _StandIns(label)
+    held = (x for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta)
+    device_of_results = next((x.device for x in held), device)
     target = written_target(label, args, kwargs)
-    if label == "where":  # torch would make tensors of its numbers on the CPU
-        args = tuple(x if isinstance(x, Tensor) else torch.tensor(x, device="meta") for x in args)
-    if label in ("__getitem__", "__setitem__"):
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        args = (args[0], tuple(_indices(index)), *args[2:])
-    if label in ("cpu", "cuda"):
-        args, kwargs = (to_meta(args[0]),), {}
-        func = Tensor.clone
+    func, args, kwargs = _without_values(func, label, args, kwargs)
     try:
         with torch.no_grad():
-            out = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+            out = func(*tree_map(stand_ins.of, args), **tree_map(stand_ins.of, kwargs))
     except Exception as error:  # whatever a kernel raises where it has no values
         raise WalkRefusal(
             f"pipeline: {label}() of a value that another rank computes needs the value itself: "
@@ -94,15 +75,51 @@ def call_on_meta(
     def to_absent(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) in known and absent_of(known[id(value)]) is not None:
-            return known[id(value)]
-        return make_absent(value, devices[0] if devices else device)
+        argument = stand_ins.absent_argument(value)
+        return make_absent(value, device_of_results) if argument is None else argument
 
     if target is not None and absent_of(target) is None:  # written into a real tensor
         if not target.is_meta:
             mark_absent(target, make_absent(target.detach().to("meta"), target.device))
         return None if out is None else target
     return tree_map(to_absent, out)
+
+
+class _StandIns:
+    """Meta tensors in the place of the arguments of one call."""
+
+    def __init__(self, label: str) -> None:
+        self._moves = label in ("to", "type")
+        self._arguments: dict[int, Tensor] = {}  # id of a meta tensor -> the argument
+
+    def of(self, value: Any) -> Any:
+        """Return the meta tensor for a tensor, and "meta" for a device."""
+        if isinstance(value, Tensor):
+            absent = absent_of(value)
+            meta = value.detach().to("meta") if absent is None else absent.meta
+            self._arguments[id(meta)] = value
+            return meta
+        is_name = self._moves and isinstance(value, str) and value.split(":")[0] in _DEVICE_TYPES
+        return torch.device("meta") if isinstance(value, torch.device) or is_name else value
+
+    def absent_argument(self, result: Tensor) -> Tensor | None:
+        """Return the absent argument that a function has returned itself; None for a new tensor."""
+        argument = self._arguments.get(id(result))
+        return None if argument is None or absent_of(argument) is None else argument
+
+
+def _without_values(
+    func: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call that does on meta what `func` does, where `func` itself would not."""
+    if label == "where":  # torch would make tensors of its numbers on the CPU
+        args = tuple(x if isinstance(x, Tensor) else torch.tensor(x, device="meta") for x in args)
+    if label in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        args = (args[0], tuple(_indices(index)), *args[2:])
+    if label in ("cpu", "cuda"):  # a copy on another device is a copy on meta
+        return Tensor.clone, args[:1], {}
+    return func, args, kwargs
 
 
 def _indices(index: tuple[Any, ...]) -> Iterator[Any]:

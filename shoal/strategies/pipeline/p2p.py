@@ -19,6 +19,11 @@ step (`stage_messages.py`).
     only after `wait()`, and an early `wait()` would block. A reply shows that the peer has received
     what was sent before (`acknowledged`), so the wait is over at once; the tensor is freed then.
     Without this, a rank would keep the activations of all micro-batches until the end of the step.
+[5] *Directions.* NCCL runs all messages of two ranks of a group one after the other, in the order
+    in which each of them has started its own. A rank that has begun to receive a gradient could not
+    send activations before it came, and its peer may wait for these. So on GPUs messages to lower
+    ranks have a group of their own, and in each group two ranks start the same messages in the same
+    order.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.axis import Axis
+from shoal.comm.axis import Axis, new_group
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.stage_messages import (
@@ -73,14 +78,18 @@ class P2PLink:
     Args:
         axis: the pipeline axis.
         recorder: records the messages in a trace.
+        downward: the group for messages to lower ranks [5]; None for the group of the axis.
 
     Attributes:
         sent_metas, received_metas, sent_masks, received_masks: the headers of earlier messages.
         sent_bytes: sum over all sends.
     """
 
-    def __init__(self, axis: Axis, recorder: Recorder) -> None:
+    def __init__(
+        self, axis: Axis, recorder: Recorder, downward: dist.ProcessGroup | None = None
+    ) -> None:
         self.axis = axis
+        self._downward = downward
         self.recorder = recorder
         self.sent_metas: dict[HeaderKey, TensorMetas] = {}
         self.received_metas: dict[HeaderKey, TensorMetas] = {}
@@ -97,7 +106,7 @@ class P2PLink:
         """
         tensor = tensor.detach().contiguous()
         self.sent_bytes += tensor.numel() * tensor.element_size()
-        work = dist.isend(tensor, group=self.axis.group, group_dst=receiver)
+        work = dist.isend(tensor, group=self._group(self.axis.rank, receiver), group_dst=receiver)
         assert work is not None
         in_flight = self._in_flight[receiver]
         in_flight.append((work, tensor))
@@ -117,7 +126,7 @@ class P2PLink:
     def post_recv(self, meta: TensorMeta, sender: int) -> PendingRecv:
         """Post a receive of one tensor and return at once."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.axis.device)
-        work = dist.irecv(tensor, group=self.axis.group, group_src=sender)
+        work = dist.irecv(tensor, group=self._group(sender, self.axis.rank), group_src=sender)
         assert work is not None
         return PendingRecv(work, tensor)
 
@@ -127,11 +136,23 @@ class P2PLink:
         pending.work.wait()
         return pending.tensor
 
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """Return the group in which `sender` sends to `receiver` [5]."""
+        return self.axis.group if sender < receiver else self._downward or self.axis.group
+
     def flush(self) -> None:
         """Wait until all sends are complete."""
         for in_flight in self._in_flight.values():
             while in_flight:
                 in_flight.popleft()[0].wait()
+
+
+def downward_group(axis: Axis) -> dist.ProcessGroup | None:
+    """Make the group for messages to lower ranks [5]; None on the CPU, which needs none.
+
+    Collective over the world.
+    """
+    return new_group(axis.all_groups) if axis.device.type == "cuda" else None
 
 
 class StageComm:

@@ -34,16 +34,10 @@ from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import (
-    ExampleBatch,
-    LocalBatch,
-    LocalModel,
-    PassTraits,
-    PipelineTraits,
-    Strategy,
-)
+from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,

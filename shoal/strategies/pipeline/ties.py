@@ -87,7 +87,7 @@ class Ties:
             if self.module.get_parameter(tied.local_name).grad is not None
         }
         flags = [float(name in local) for name in self._names]
-        counts = self.axis.all_reduce(torch.tensor(flags, device=self.axis.device)).tolist()
+        counts = self.axis.sum_of_host_numbers(flags)
         return {name for name, count in zip(self._names, counts, strict=True) if count}
 
     def _sum_over_ranks(self, gradient: Tensor, ranks: list[int]) -> Tensor:

@@ -25,6 +25,7 @@ from shoal.comm.compression import Compression
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import dense
+from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, sums_are_finite
 from shoal.strategies.grad_checks import accumulated_twice_error
 
 
@@ -37,9 +38,14 @@ class GradientPusher:
     """
 
     def __init__(
-        self, client: WorkerClient, flat: FlatParams, compression: Compression | None
+        self,
+        client: WorkerClient,
+        flat: FlatParams,
+        compression: Compression | None,
+        finite_check: FiniteCheck,
     ) -> None:
         self.client = client
+        self.finite_check = finite_check
         self.flat = flat
         self.compression = compression
         self.parts_of: dict[str, list[int]] = {name: [] for name in flat.parameters}
@@ -108,6 +114,7 @@ class GradientPusher:
         """Push a partition with the gradients that it has, and free gradients that are sent."""
         segments = self.client.parts[number].segments
         gradients = [self.flat.parameters[segment.name].grad for segment in segments]
+        self._look_at(number)
         present = bytes(gradient is not None for gradient in gradients)
         sparse = self.compression is None and any(g is not None and g.is_sparse for g in gradients)
         message = None
@@ -122,6 +129,23 @@ class GradientPusher:
             parameter = self.flat.parameters[segment.name]
             if segment.start + segment.length == parameter.numel():
                 parameter.grad = None
+
+    def _look_at(self, number: int) -> None:
+        """Look for gradients of this rank that are not finite, before they are pushed."""
+        check = self.finite_check
+        if not check.enabled:
+            return
+        check.has_looked = True
+        # A parameter in several partitions is looked at with the first.
+        gradients = {
+            segment.name: self.flat.parameters[segment.name].grad
+            for segment in self.client.parts[number].segments
+            if segment.start == 0
+        }
+        if not sums_are_finite([g for g in gradients.values() if g is not None]):
+            names = nonfinite_names(gradients)
+            check.found = check.found or bool(names)
+            check.names += names
 
     def _copy_to_send_buffer(self, number: int) -> None:
         """Copy gradients to the send buffer, zeros for missing ones.

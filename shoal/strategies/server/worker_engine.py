@@ -199,7 +199,9 @@ class WorkerEngine(StrategyState):
         self.flat = FlatParams(parameters, self._partitions(optimizer, parameters))
         self.client = self._connect(self, recipe)
         self._is_connected = True
-        self.pusher = GradientPusher(self.client, self.flat, self.compression)
+        self.pusher = GradientPusher(
+            self.client, self.flat, self.compression, self.model.finite_check
+        )
         self.push_state(optimizer)
         self.pusher.register_hooks()
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
@@ -244,6 +246,9 @@ class WorkerEngine(StrategyState):
 
     def scale(self, factor: Tensor | float) -> None:
         self.factor *= float(factor)
+
+    def leave_out(self) -> None:
+        self.leaves_out = self.has_pushed
 
     def wait(self) -> None:
         """Wait until all values of the last step are here."""

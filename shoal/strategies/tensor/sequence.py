@@ -131,9 +131,7 @@ class SequenceParallelTensor(Tensor):
         if func not in TOKENWISE_FUNCTIONS:
             # Torch looks a method up by its name, and finds what guards have put around it.
             func = getattr(func, "__wrapped__", func)
-        for leaf in tree_leaves((args, options)):
-            if isinstance(leaf, SequenceParallelTensor):
-                leaf._check_views_unwritten()
+        _check_unwritten((args, options))
         # Other subclasses of Tensor have rules of their own.
         is_known = all(issubclass(kind, (SequenceParallelTensor, nn.Parameter)) for kind in types)
         is_first_sharded = bool(args) and isinstance(args[0], SequenceParallelTensor)
@@ -187,6 +185,12 @@ def full_tensor(x: Any) -> Any:
 def gather_all(nest: Any) -> Any:
     """Return a nest with all sequence parallel tensors gathered. Collective."""
     return tree_map(full_tensor, nest)
+
+
+def _check_unwritten(arguments: Any) -> None:
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, SequenceParallelTensor):
+            leaf._check_views_unwritten()
 
 
 def _run_on_full(func: Any, args: Any, options: Any) -> Any:

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.zero.unit_hooks import UnitHooks
 from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
 
@@ -63,6 +64,7 @@ class Lockstep:
         units: the units inside `model`, by name.
         trained: names of all trainable parameters, in the same order on every rank.
         frees: units are freed after their forward pass (zero3).
+        finite_check: looks at the gradients of this rank before they are reduced.
 
     Attributes:
         root_hooks: hooks around the forward pass of the root.
@@ -85,8 +87,10 @@ class Lockstep:
         units: Mapping[str, nn.Module],
         trained: list[str],
         frees: bool,
+        finite_check: FiniteCheck,
     ) -> None:
         self.data = data
+        self.finite_check = finite_check
         self.model = model
         self.trained = trained
         self.frees = frees

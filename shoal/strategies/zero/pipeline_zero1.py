@@ -108,8 +108,7 @@ class PipelineZeroOne:
         """
         parameters = self.model.trainable_params.values()
         has_grad = [parameter.grad is not None for parameter in parameters]
-        flags = torch.tensor(has_grad, dtype=torch.int64, device=self.data.device)
-        num_users = self.data.all_reduce(flags).tolist()
+        num_users = self.data.sum_of_host_numbers(has_grad)
         for parameter, num_ranks in zip(parameters, num_users, strict=True):
             if num_ranks and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

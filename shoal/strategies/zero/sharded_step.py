@@ -28,6 +28,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
 from shoal.strategies.zero.lockstep import Lockstep
@@ -83,7 +84,13 @@ class ShardedStep:
         if self.data.size > 1:
             trained = [*self.model.trainable_params]
             self.lockstep = Lockstep(
-                self.data, self.root, model, wrapped, trained, frees=self.stage == 3
+                self.data,
+                self.root,
+                model,
+                wrapped,
+                trained,
+                frees=self.stage == 3,
+                finite_check=self.model.finite_check,
             )
             register_cleanup(self.lockstep)
         self.root.lockstep = self.lockstep
@@ -244,6 +251,9 @@ class ShardedStep:
         Every rank sends a value for each, 0 if it did not use the scalar.
         """
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
+        check = self.model.finite_check
+        if check.enabled and check.look(gradients):
+            check.names += nonfinite_names(dict(zip(used, gradients, strict=True)))
         dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
         means = self.data.all_reduce(
             torch.stack([gradient.to(dtype) for gradient in gradients])

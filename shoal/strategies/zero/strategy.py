@@ -55,7 +55,7 @@ class Zero1(ZeroOptions, Strategy):
             )
         if mesh.data.size == 1 and not self.offload:
             return model
-        ensure_group()
+        ensure_group(mesh.device)
         mesh.data.broadcast_module(model.module)
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
+from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
 from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
 from shoal.strategies.zero.unit_order import END_OF_STEP
 
@@ -193,3 +194,16 @@ class UnitHooks:
                 step.had.add(name)
                 if parameter.grad.layout != torch.strided:  # rows of an embedding
                     parameter.grad = parameter.grad.to_dense()
+        self._look_at_gradients()
+
+    def _look_at_gradients(self) -> None:
+        """Look for gradients of this rank that are not finite, before the engine reduces them."""
+        check = self.step.finite_check
+        if not check.enabled:
+            return
+        check.has_looked = True
+        gradients = {name: getattr(owner, key).grad for name, owner, key in self.owners}
+        if not sums_are_finite(gradients.values()):
+            names = nonfinite_names(gradients)
+            check.found = check.found or bool(names)
+            check.names += names

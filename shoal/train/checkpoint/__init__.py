@@ -5,20 +5,20 @@ loads.
 
     [1] step-N.tmp/         an empty directory
     [2] *.distcp .metadata  written by all ranks through torch.distributed.checkpoint, hashed while
-                            they are written, fsynced
+        index.json          they are written, fsynced; each rank reads its own back and compares
     [3] consensus           a failure on any rank is a CheckpointError on every rank
-    [4] manifest.json       size and SHA-256 of every file, the step, the world, `info`; fsynced
+    [4] manifest.json       size and digest of every file, the step, the world, `info`; fsynced
     [5] step-N/             by rename; the parent directory is fsynced
-    [6] verify              step-N is read back and compared with its manifest
+    [6] verify              the first rank sees the manifest and all files in their sizes
     [7] latest, best        small text files, each replaced atomically; hints for people, and `best`
                             also for pruning
     [8] prune               to the newest `keep` that verify, and the best one
 
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`tensor_files` calls torch, `chunks` reads torch's files one chunk at a time. `exact_json` keeps
-every float exact, `durable_io` writes to the disk and checks owners, `rank_consensus` lets ranks
-succeed or fail together.
+`block_digest` is the digest of large files. `tensor_files` calls torch, `tensor_index` tells where
+each tensor lies, `chunks` reads torch's files one chunk at a time. `exact_json` keeps every float
+exact, `durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
 """
 
 from shoal.train.checkpoint.async_save import AsyncSaver

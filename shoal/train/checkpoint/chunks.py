@@ -22,8 +22,6 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from shoal.errors import CheckpointError
 
@@ -86,43 +84,6 @@ class TensorEntry:
     shape: torch.Size
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-
-
-def stored(directory: Path) -> dict[str, TensorEntry]:
-    """Return every tensor in a checkpoint by name.
-
-    Only the index is read. It is a pickle, which may run code: verify the checkpoint first.
-
-    Raises:
-        CheckpointError: the chunks of a tensor do not fill it.
-    """
-    metadata = FileSystemReader(directory).read_metadata()
-    return {
-        name: _tensor_entry(directory, name, entry, metadata.storage_data)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _tensor_entry(
-    directory: Path, name: str, entry: TensorStorageMetadata, index: Any
-) -> TensorEntry:
-    dtype = entry.properties.dtype
-    chunks = []
-    for block in entry.chunks:
-        # A rank may hold an empty shard, for which the index has no file.
-        if block.sizes.numel() > 0:
-            at = index[MetadataIndex(name, block.offsets)]
-            file = directory / at.relative_path
-            chunks.append(
-                Chunk(tuple(block.offsets), tuple(block.sizes), dtype, file, at.offset, at.length)
-            )
-    count = sum(math.prod(chunk.shape) for chunk in chunks)
-    if count != entry.size.numel():
-        raise CheckpointError(
-            f"{directory} has {count} numbers of {name}, and not {entry.size.numel()}"
-        )
-    return TensorEntry(entry.size, dtype, tuple(chunks))
 
 
 class _FileSlice(io.RawIOBase):

@@ -86,15 +86,23 @@ class Retention:
             self.verify(name)
         return self._known_problems[name]
 
-    def verify(self, name: str) -> list[str]:
+    def verify(self, name: str, compare: bool = True) -> list[str]:
         """Read a checkpoint, also one that was read before, and return its problems."""
-        self._known_problems[name] = manifest.problems(self._directory / name)
+        self._known_problems[name] = manifest.problems(self._directory / name, compare)
         return self._known_problems[name]
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a directory with its contents, if it exists."""
+    """Remove a file, a link or a directory with its contents, if it exists.
+
+    A directory may have to stay for files that other processes have open on NFS (`.nfs*`): they go
+    with those processes, and the next cleanup removes it.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError:
+            if any(not name.startswith(".nfs") for name in os.listdir(path)):
+                raise
     else:
         path.unlink(missing_ok=True)

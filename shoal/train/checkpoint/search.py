@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.platform.ownership import read_text_of_file, untrusted_reason
 from shoal.train.checkpoint import manifest
-from shoal.train.checkpoint.durable_io import untrusted_reason
 from shoal.train.checkpoint.manifest import name_of, step_of
+
+MAX_HINT_BYTES = 100
 
 
 def newest(directory: Path) -> Path | None:
@@ -45,7 +47,7 @@ def saved_names(directory: Path) -> list[str]:
 def pointed_at(hint: Path) -> str | None:
     """Return the name in a hint file (`latest`, `best`); None if it is missing or damaged."""
     try:
-        name = hint.read_text(encoding="utf-8").strip()
+        name = read_text_of_file(hint, MAX_HINT_BYTES).strip()
     except (OSError, ValueError):
         return None
     return name if step_of(name) is not None else None

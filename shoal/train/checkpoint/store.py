@@ -108,7 +108,7 @@ class Checkpoints:
                 self.consensus.on_every_rank(failed, lambda: _check_shared_directory(tmp_path))
                 shares = self.consensus.on_every_rank(
                     failed,
-                    lambda: _as_json(tensor_files.write(tmp_path, entries, self.consensus.group)),
+                    lambda: _as_json(self._write(tmp_path, entries)),
                 )
                 files = {
                     name: StoredFile(*stored) for share in shares for name, stored in share.items()
@@ -250,16 +250,25 @@ class Checkpoints:
             )
         remove(path)
         remove(tmp_path)
-        tmp_path.mkdir(mode=0o755)
+        tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
         return True
 
+    def _write(self, tmp_path: Path, entries: Mapping[str, Tensor]) -> dict[str, StoredFile]:
+        """Do [2], and read back what this rank has written: all ranks do so beside each other."""
+        written = tensor_files.write(tmp_path, entries, self.consensus.group)
+        found = (manifest.defect(tmp_path, name, stored) for name, stored in written.items())
+        if defects := [line for line in found if line]:
+            reasons = ["it was written, but reading it back failed", *defects]
+            raise CheckpointError("; ".join(reasons))
+        return written
+
     def _publish(self, tmp_path: Path, path: Path, contents: Manifest) -> None:
-        """Do [4] to [6]: make a checkpoint of the files, and read it back."""
+        """Do [4] to [6]: make a checkpoint of the files, and look at it from this rank."""
         manifest.write(tmp_path, contents)
         fsync_directory(tmp_path)
         os.rename(tmp_path, path)
         fsync_directory(self.directory)
-        if problems := self._retention.verify(path.name):
+        if problems := self._retention.verify(path.name, compare=False):
             reasons = ["it was written, but reading it back failed", *problems]
             raise CheckpointError("; ".join(reasons))
 
@@ -294,8 +303,10 @@ def _load(path: Path, sha256: str, like: tensor_files.LayoutLookup) -> Saved:
     return Saved(contents.step, tensors, private, dict(contents.info), path)
 
 
-def _as_json(written: Mapping[str, StoredFile]) -> dict[str, tuple[int, str]]:
-    return {name: (stored.size_bytes, stored.sha256) for name, stored in written.items()}
+def _as_json(written: Mapping[str, StoredFile]) -> dict[str, tuple[int, str, str]]:
+    return {
+        name: (stored.size_bytes, stored.sha256, stored.blocks) for name, stored in written.items()
+    }
 
 
 def _misuse(

@@ -1,7 +1,8 @@
 """Write tensors to files and read them, through torch.distributed.checkpoint (DCP).
 
-Every entry is a tensor, so DCP pickles nothing of ours. But its index, `.metadata`, is a pickle. So
-`read` is called only after the manifest was verified.
+Every entry is a tensor, so DCP pickles nothing of ours. Its index is a pickle, which DCP would load
+whatever it names. So an index of our own is written beside it, and DCP is given that: see
+`tensor_index`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError
+from shoal.train.checkpoint import tensor_index
+from shoal.train.checkpoint.block_digest import BlockDigest
+from shoal.train.checkpoint.chunks import TensorEntry
 from shoal.train.checkpoint.durable_io import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
 from shoal.train.checkpoint.rank_consensus import rank
@@ -52,13 +57,47 @@ class HashingFiles(FileSystem):
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
         assert mode == "wb", mode
-        with durable_stream(Path(path)) as (file, stream):
+        # What is parsed has a SHA-256; tensors, which are nearly all bytes, a faster digest.
+        is_large = Path(path).suffix == ".distcp"
+        with durable_stream(Path(path), BlockDigest() if is_large else None) as (file, stream):
             yield stream
-        self.written[Path(path).name] = StoredFile(file.size_bytes, file.sha256.hexdigest())
+        digest = file.digest.hexdigest()
+        self.written[Path(path).name] = (
+            StoredFile(file.size_bytes, blocks=digest)
+            if is_large
+            else StoredFile(file.size_bytes, digest)
+        )
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         os.rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class IndexingWriter(FileSystemWriter):
+    """DCP's writer, which writes an index of our own too, on the rank that writes DCP's."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        directory = Path(self.path)
+        text = tensor_index.to_text(tensor_index.from_torch(metadata, directory))
+        with self.fs.create_stream(directory / tensor_index.FILE_NAME, "wb") as stream:
+            stream.write(text.encode())
+
+
+class IndexedReader(FileSystemReader):
+    """DCP's reader of tensors, with an index that is already read.
+
+    Args:
+        entries: the tensors that may be read.
+    """
+
+    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry]) -> None:
+        super().__init__(directory)
+        self._index = tensor_index.to_torch(entries)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the index. `.metadata` is not opened."""
+        return self._index
 
 
 def write(
@@ -78,7 +117,7 @@ def write(
             consensus afterwards.
     """
     files = HashingFiles()
-    writer = FileSystemWriter(directory, sync_files=False, overwrite=False)
+    writer = IndexingWriter(directory, sync_files=False, overwrite=False)
     writer.fs = files
     with _dcp_errors(rank()), torch.no_grad():
         planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -98,21 +137,11 @@ def read(
     Raises:
         CheckpointError: an entry is no tensor, or DCP cannot read its files.
     """
-    reader = FileSystemReader(directory)
-    stored = {
-        name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if is_wanted(name)
+    entries = {
+        name: entry for name, entry in tensor_index.stored(directory).items() if is_wanted(name)
     }
-    other = sorted(
-        name for name, entry in stored.items() if not isinstance(entry, TensorStorageMetadata)
-    )
-    if other:
-        raise CheckpointError(f"{directory} has entries that are no tensors: {', '.join(other)}")
-    tensors = {
-        name: _allocated(cast(TensorStorageMetadata, entry), like(name))
-        for name, entry in stored.items()
-    }
+    reader = IndexedReader(directory, entries)
+    tensors = {name: _allocated(entry, like(name)) for name, entry in entries.items()}
     with _dcp_errors(0):  # with no_dist, DCP calls every rank 0
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         load_into(
@@ -121,10 +150,10 @@ def read(
     return tensors
 
 
-def _allocated(entry: TensorStorageMetadata, like: Tensor | None) -> Tensor:
-    if isinstance(like, DTensor) and like.shape == entry.size:
-        return torch.empty_like(like.detach(), dtype=entry.properties.dtype)
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+def _allocated(entry: TensorEntry, like: Tensor | None) -> Tensor:
+    if isinstance(like, DTensor) and like.shape == entry.shape:
+        return torch.empty_like(like.detach(), dtype=entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype)
 
 
 @contextmanager

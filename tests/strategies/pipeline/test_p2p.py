@@ -109,12 +109,16 @@ def num_in_flight(link: P2PLink) -> int:
     return sum(map(len, link._in_flight.values()))
 
 
-def sends_in_flight(schedule: str, num_microbatches: int) -> list[int]:
-    """Run a step of two stages over Gloo; count after each action the tensors held for sends."""
+def sends_in_flight(schedule: str, num_microbatches: int, two_groups: bool) -> list[int]:
+    """Run a step of two stages over Gloo; count after each action the tensors held for sends.
+
+    Args: two_groups: messages to lower ranks have a group of their own, as on GPUs.
+    """
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     axis = Axis(rank, 2, torch.device("cpu"), group=group)
-    link = P2PLink(axis, Recorder())
+    downward = dist.new_group(backend="gloo") if two_groups else None
+    link = P2PLink(axis, Recorder(), downward)
     made = table(schedule, 2, num_microbatches)
     weight = torch.nn.Parameter(torch.ones(3))
 
@@ -133,10 +137,13 @@ def sends_in_flight(schedule: str, num_microbatches: int) -> list[int]:
     return counts
 
 
+@pytest.mark.parametrize("two_groups", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_sent_tensors_are_freed_when_a_reply_shows_their_arrival(schedule: str) -> None:
+def test_sent_tensors_are_freed_when_a_reply_shows_their_arrival(
+    schedule: str, two_groups: bool
+) -> None:
     """Gloo calls no send complete before somebody has waited for it."""
-    for counts in world.run(2, sends_in_flight, schedule, 16):
+    for counts in world.run(2, sends_in_flight, schedule, 16, two_groups):
         # Two micro-batches are in flight with two ranks; the next one may have been sent, and the
         # headers of the first messages count too.
         assert max(counts) <= 4

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.comm.compression import parse
 from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.server.gradient_pusher import GradientPusher
 
 
@@ -27,7 +28,7 @@ def pusher(part_bytes: int) -> GradientPusher:
         {name: ParamMeta(p.numel(), p.dtype, 0) for name, p in parameters.items()}, part_bytes
     )
     client: Any = SimpleNamespace(parts=parts)
-    return GradientPusher(client, FlatParams(parameters, parts), None)
+    return GradientPusher(client, FlatParams(parameters, parts), None, FiniteCheck())
 
 
 def test_residuals_are_kept_when_partitions_change():

@@ -1,0 +1,257 @@
+"""The control channel: a Unix socket of the launcher in the directory of its run.
+
+A command sends one line of JSON, and the launcher answers in lines of JSON:
+
+    shoal scale RUN 6 ── {"scale": 6} ──────────────────────────> RUN/.control ── launcher
+                      <── {"stopping": 4}, {"step": 47}, or {"refused": "why"} ──
+
+The socket has mode 0600, so only the user who started the run can connect. It exists as long as the
+launcher does. The launcher reads JSON only, one line of at most `MAX_LINE_BYTES` from each caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import LaunchError, UsageError
+
+NAME = ".control"
+MAX_LINE_BYTES = 4096
+MAX_CALLERS = 16
+MAX_NAME_BYTES = 103  # of a socket on macOS; Linux has room for 107
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """Yield a name of the socket `path` that is short enough for bind and connect.
+
+    On Linux every path has one: through the file descriptor of its directory.
+
+    Raises:
+        OSError: there is none.
+    """
+    for name in (str(path), os.path.relpath(path)):
+        if len(os.fsencode(name)) <= MAX_NAME_BYTES:
+            yield name
+            return
+    if sys.platform != "linux":
+        raise OSError(
+            f"its path has more than {MAX_NAME_BYTES} bytes, the longest that a socket's may have"
+        )
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+class ControlConnection:
+    """The connection of one command: one line from the command, then any number of lines to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the request; None before all of it has arrived.
+
+        Raises:
+            ValueError: the command has closed the connection, or its line is no JSON object.
+        """
+        try:
+            received = self._connection.recv(MAX_LINE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        self._received += received
+        line, end, _ = self._received.partition(b"\n")
+        if not end:
+            if not received or len(self._received) > MAX_LINE_BYTES:
+                raise ValueError("no line of JSON")
+            return None
+        request = json.loads(line)
+        if not isinstance(request, dict):
+            raise ValueError("no JSON object")
+        return request
+
+    def send(self, **message: Any) -> None:
+        """Send one line. A command that has closed the connection gets none."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class ControlServer:
+    """The socket of a run and its connections. As a context, it removes the socket at its end.
+
+    Args:
+        directory: the directory of the run.
+        marker: the name of a file that the run writes into the directory when it claims it. The
+            socket is made after that, for before, another run could own the directory.
+    """
+
+    def __init__(self, directory: Path, marker: str) -> None:
+        self.path = directory.absolute() / NAME
+        self.marker = self.path.parent / marker
+        self._listener: socket.socket | None = None
+        self._inode = -1
+        self._callers: list[ControlConnection] = []
+        self._problem = ""
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for caller in self._callers:
+            caller.close()
+        if self._listener is not None:
+            self._listener.close()
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self._inode:  # otherwise it is another launcher's
+                self.path.unlink()
+
+    @property
+    def is_pending(self) -> bool:
+        """Return True before `open` has succeeded or failed."""
+        return self._listener is None and not self._problem
+
+    @property
+    def is_due(self) -> bool:
+        """Return True if `open` should be called now: the run has claimed its directory."""
+        return self.is_pending and self.marker.exists()
+
+    def open(self) -> str:
+        """Start to listen.
+
+        Returns:
+            Why no command can connect; empty on success. The run continues in both cases.
+        """
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._inode = self._bind(listener)
+        except OSError as error:
+            listener.close()
+            self._problem = error.strerror or str(error)
+        else:
+            self._listener = listener
+        return self._problem
+
+    @property
+    def sources(self) -> list[Any]:
+        """Return the objects to wait for."""
+        return [] if self._listener is None else [self._listener, *self._callers]
+
+    def accept_requests(self) -> list[tuple[ControlConnection, dict[str, Any]]]:
+        """Return the requests that have arrived, each with its connection.
+
+        The caller of this function answers on the connection and closes it.
+        """
+        if self._listener is not None:
+            self._accept(self._listener)
+        requests = []
+        for caller in list(self._callers):
+            try:
+                request = caller.read()
+            except ValueError as error:
+                self._callers.remove(caller)
+                caller.send(refused=f"this is no request: {error}")
+                caller.close()
+                continue
+            if request is not None:
+                self._callers.remove(caller)
+                requests.append((caller, request))
+        return requests
+
+    def _bind(self, listener: socket.socket) -> int:
+        """Bind the socket and listen. Return its inode.
+
+        The socket is bound under another name first. Once it has its own name, every connect is
+        answered.
+        """
+        self._check_is_free()
+        temporary = self.path.with_name(f"{NAME}.new")
+        temporary.unlink(missing_ok=True)
+        previous_mask = os.umask(0o177)
+        try:
+            with short_name(temporary) as name:
+                listener.bind(name)
+        finally:
+            os.umask(previous_mask)
+        listener.listen(MAX_CALLERS)
+        listener.setblocking(False)
+        temporary.replace(self.path)
+        return self.path.lstat().st_ino
+
+    def _check_is_free(self) -> None:
+        """Raise OSError where the name is taken. The socket of a killed launcher does not count."""
+        if not os.path.lexists(self.path):
+            return
+        if not self.path.is_socket():
+            raise OSError(f"{self.path} is in the way")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            with short_name(self.path) as name:
+                probe.connect(name)
+            raise OSError("another launcher listens there")
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                if len(self._callers) < MAX_CALLERS:
+                    self._callers.append(ControlConnection(connection))
+                else:
+                    connection.close()
+
+
+def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
+    """Send a request to the launcher of the run in `directory`; yield its answers as they arrive.
+
+    Raises:
+        LaunchError: no launcher of this machine has the run, or it ended before it had answered.
+        UsageError: the launcher refuses the request.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            with short_name(directory.resolve() / NAME) as name:
+                connection.connect(name)
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise LaunchError(
+                f"no launcher on this machine has {directory}: nobody trains in it, or one process "
+                "that nobody has started, or ranks of torchrun, srun or mpirun. Start it with "
+                "`shoal train ... -n N`."
+            ) from None
+        except OSError as error:
+            raise LaunchError(
+                f"the launcher of {directory} cannot be called: {error.strerror or error}."
+            ) from error
+        try:
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            yield from _answers(connection, directory)
+        except (BrokenPipeError, ConnectionResetError):
+            raise LaunchError(
+                f"the launcher of {directory} has hung up: it has ended, or too many call it."
+            ) from None
+
+
+def _answers(connection: socket.socket, directory: Path) -> Iterator[dict[str, Any]]:
+    with connection.makefile() as lines:
+        for line in lines:
+            answer = json.loads(line)
+            if "refused" in answer:
+                raise UsageError(f"{directory}: {answer['refused']}")
+            yield answer

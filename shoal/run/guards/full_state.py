@@ -1,0 +1,160 @@
+"""Full state of prepared models and optimizers: asked for by a script, or given by one.
+
+model.state_dict()                   an error where this rank lacks a part, which names the cure
+model.load_state_dict(full)          weights are cut into shards; other stages' are left out
+optimizer.load_state_dict(full)      the same for the state of each parameter
+optimizer state from before prepare  moves with its parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.assembly import shard_like
+from shoal.errors import UsageError
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
+from shoal.run.optimizer_binding import cut_parameter_state
+from shoal.run.state_access import is_access_by_shoal
+
+_SAVE = "Use run.save(path), or run.weights(), on all ranks."
+
+
+def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
+    """Register hooks on the `state_dict` of models, submodules and optimizers; yield handles."""
+    for prefix, model in guarded.models.items():
+        for name, module in model.named_modules():
+            if own_parameters(module) or own_buffers(module):
+                path = f"{prefix}{name}." if name else prefix
+                hook = ModuleHook(partial(_check_model_state, guarded, path))
+                yield module.register_state_dict_pre_hook(hook)
+    for optimizer in guarded.optimizers:
+        yield optimizer.register_state_dict_pre_hook(partial(_check_optimizer_state, guarded))
+
+
+def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
+    """Raise UsageError if this rank lacks a part of what the module owns."""
+    if is_access_by_shoal():
+        return
+    for tensors in (own_parameters(module), own_buffers(module)):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.is_meta:
+                where = f"{path}{name} is in another rank's stage"
+            elif is_shard(tensor):
+                where = f"each rank holds a shard of {path}{name}"
+            else:
+                continue
+            raise UsageError(f"model.state_dict(){call_site()}{guarded.under}: {where}. {_SAVE}")
+    state = guarded.local_model.strategy_state
+    if guarded.local_model.remote_optimizer is not None:
+        if not state.is_synchronous:
+            raise UsageError(
+                f"model.state_dict(){call_site()}{guarded.under}: ranks hold weights of different "
+                f"steps. {_SAVE}"
+            )
+        state.wait()  # the values of the last step may still arrive
+
+
+def _check_optimizer_state(guarded: GuardedModels, optimizer: Optimizer) -> None:
+    """Raise UsageError if this rank lacks a part of the optimizer's state."""
+    if is_access_by_shoal():
+        return
+    local_model = guarded.local_model
+    where = ""
+    if local_model.remote_optimizer is not None:
+        where = "the servers hold the state"
+    elif local_model.is_partial:
+        where = "this rank holds the state of its own stage"
+    elif any(is_shard(p) for group in optimizer.param_groups for p in group["params"]):
+        where = "each rank holds shards of the state"
+    if where:
+        raise UsageError(
+            f"optimizer.state_dict(){call_site()}{guarded.under}: {where}. Use run.state() and "
+            "run.load_state(...), on all ranks; shoal.Checkpoints writes what run.state() returns."
+        )
+
+
+def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:
+    """Make `load_state_dict` of the models and their submodules take full tensors.
+
+    Yields: handles of hooks.
+    """
+    for model in guarded.models.values():
+        for module in model.modules():
+            if own_parameters(module) or own_buffers(module):
+                yield module.register_load_state_dict_pre_hook(ModuleHook(_cut_weights))
+
+
+def _cut_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace full tensors by this rank's shards, and by nothing where another rank has them."""
+    for tensors in (own_parameters(module), own_buffers(module)):
+        for name, tensor in tensors.items():
+            given = state.get(prefix + name)
+            if tensor is None or not isinstance(given, Tensor) or given.shape != tensor.shape:
+                continue
+            if tensor.is_meta:
+                state[prefix + name] = tensor.detach()
+            else:
+                state[prefix + name] = shard_like(given, tensor)
+
+
+def cut_given_optimizer_state(guarded: GuardedModels) -> Iterator[Removable]:
+    """Make `load_state_dict` of the optimizers take the state of a full model.
+
+    Yields: handles of hooks.
+    """
+    for optimizer, names in zip(guarded.optimizers, guarded.group_names, strict=True):
+        yield optimizer.register_load_state_dict_pre_hook(
+            partial(_cut_optimizer_state, guarded, names)
+        )
+        if guarded.local_model.remote_optimizer is not None:
+            yield optimizer.register_load_state_dict_post_hook(partial(_push, guarded))
+
+
+def _cut_optimizer_state(
+    guarded: GuardedModels,
+    names: Sequence[Sequence[str]],
+    optimizer: Optimizer,
+    state: dict[str, Any],
+) -> dict[str, Any] | None:
+    """Return the state of the parameters that this rank owns, counted as this optimizer counts."""
+    if is_access_by_shoal() or len(state["param_groups"]) != len(names):
+        return None
+    owned = guarded.local_model.trainable_params
+    for index, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
+        if len(group["params"]) != len(members):
+            raise UsageError(
+                f"optimizer.load_state_dict{call_site()}: group {index} of the state has "
+                f"{len(group['params'])} parameters, the optimizer's had {len(members)} in "
+                "run.prepare. Load the state of the same groups."
+            )
+    values: dict[int, Any] = {}
+    groups = []
+    count = 0
+    for group, members in zip(state["param_groups"], names, strict=True):
+        kept = []
+        for old, name in zip(group["params"], members, strict=True):
+            if name not in owned:
+                continue
+            if old in state["state"]:
+                parameter = owned[name]
+                values[count] = cut_parameter_state(state["state"][old], parameter.shape, parameter)
+            kept.append(count)
+            count += 1
+        groups.append({**group, "params": kept})
+    return {**state, "state": values, "param_groups": groups}
+
+
+def _push(guarded: GuardedModels, optimizer: Optimizer) -> None:
+    """Send loaded state to the servers. Collective."""
+    if not is_access_by_shoal():
+        guarded.local_model.strategy_state.synchronize()
+        guarded.local_model.strategy_state.push_state(optimizer)

@@ -1,0 +1,276 @@
+"""Steps whose loss or gradients are not finite: known on all ranks at once, told, and skipped.
+
+      passes ── look at this rank's gradients ── reduce ── verdict ──┬── finite: step
+                        (a number in the totals, or one vote)        └── NaN: who? told; skip it
+
+Where a strategy looks at gradients before it sends them, the rank is known, and ddp sends what it
+has found with the totals. Where ranks hold different gradients afterwards (shards, stages), they
+vote. Ranks that step by themselves decide by themselves. Only a step that is not finite costs more
+than a few microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import TrainingDiverged
+from shoal.strategies import base
+from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
+
+Nonfinite = Literal["skip", "stop", "ignore"]
+"""Reaction to a step that is not finite: leave it out, end the run, or take it."""
+
+TOLD_NAMES = 3
+"""Parameters of a rank that a note names; it counts the others."""
+TOLD_STEPS = 10
+"""Notes of a run that are all printed; after them those whose number is a power of two."""
+
+
+@dataclass(frozen=True)
+class NonfiniteSettings:
+    """Settings of what becomes of steps that are not finite; `shoal.init` explains them."""
+
+    reaction: Nonfinite = "skip"
+    max_in_a_row: int = 10
+
+
+class NonfiniteSteps:
+    """Judges each step of a run, and lets all ranks skip it together.
+
+    It outlives a second `prepare`, so that its counts go on.
+
+    Args:
+        mesh: all ranks.
+        announce: prints a note, on rank 0.
+        scaled: gradients carry the loss scale of fp16, which looks at them itself: then only the
+            loss is looked at.
+        in_backward: parameters are stepped and gradients freed in the backward pass, where nothing
+            can be skipped.
+
+    Attributes:
+        is_finite: the last step was finite on all ranks.
+        steps: steps that were judged.
+        skipped: those that were not finite.
+        in_a_row: those at the end that were not.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        settings: NonfiniteSettings,
+        announce: Callable[[str], None],
+        scaled: bool = False,
+        in_backward: bool = False,
+    ) -> None:
+        self._mesh = mesh
+        self._settings = settings
+        self._announce = announce
+        self._scaled = scaled
+        self._in_backward = in_backward
+        self._skip_next = False
+        self._hooked: set[int] = set()
+        self._local_model: base.LocalModel | None = None
+        self.is_finite = True
+        self.steps = 0
+        self.skipped = 0
+        self.in_a_row = 0
+
+    @property
+    def enabled(self) -> bool:
+        """False if steps are taken whatever they are."""
+        return self._settings.reaction != "ignore"
+
+    def watch(self, local_model: base.LocalModel, optimizers: Sequence[Optimizer]) -> None:
+        """Judge the steps of this local model and these optimizers from now on."""
+        self._local_model = local_model
+        local_model.finite_check.enabled = self.enabled and not self._scaled
+        for optimizer in optimizers if self.enabled else ():
+            if id(optimizer) not in self._hooked:
+                self._hooked.add(id(optimizer))
+                optimizer.register_step_pre_hook(self._before_optimizer_step)
+
+    def begin(self, batch: base.LocalBatch) -> base.LocalBatch:
+        """Return the batch to compute. Called first in each `forward_backward`."""
+        if not self.enabled:
+            return batch
+        check = self._model.finite_check
+        check.begin()
+        return batch._replace(note_loss=check.losses.append)
+
+    def judge(
+        self, totals: Tensor, numbers: list[float] | None, earlier: Iterable[Tensor] = ()
+    ) -> None:
+        """Decide if the gradients of this call may be used. Collective.
+
+        Args:
+            totals: (TOTALS_LENGTH,), of the step over all ranks that take it together.
+            numbers: the totals as Python's numbers, where they are at hand.
+            earlier: gradients of earlier calls before the same step, this call's not added.
+
+        Raises: TrainingDiverged: on all ranks that take the step together, if the run is to end.
+        """
+        if not self.enabled:
+            return
+        self.steps += 1
+        # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
+        skip_earlier = self._skip_next and not sums_are_finite(earlier)
+        if numbers is None:  # on a GPU this waits for the step
+            numbers = totals.tolist()
+        loss_is_finite = math.isfinite(numbers[base.LOSS_SUM]) and math.isfinite(
+            numbers[base.COUNT]
+        )
+        finite = self._gradients_are_finite(loss_is_finite, numbers[base.NONFINITE] > 0)
+        problems = [] if finite else self._problems(loss_is_finite)
+        # A sum of large numbers may overflow where no gradient does: then there is no problem.
+        self.is_finite = not problems
+        self._skip_next = not self.is_finite or skip_earlier
+        if self.is_finite:
+            self.in_a_row = 0
+        else:
+            self._react(problems)
+
+    def check_weights(self) -> None:
+        """Raise TrainingDiverged on every rank if a weight is not finite on any. Collective.
+
+        A step by finite gradients can do that too, for example with too large a learning rate.
+        """
+        if not self.enabled:
+            return
+        weights = {name: p.detach() for name, p in self._model.trainable_params.items()}
+        names = [] if sums_are_finite(weights.values()) else nonfinite_names(weights)
+        flag = torch.tensor([bool(names)], dtype=torch.float32, device=self._mesh.device)
+        if not self._mesh.all_reduce_max(flag).item():
+            return
+        texts = self._mesh.all_gather_str(json.dumps(names))
+        bad = list(dict.fromkeys(name for text in texts for name in json.loads(text)))
+        raise TrainingDiverged(
+            f"weights are not finite after step {self.steps}: {_listed(bad)}. Go on from an "
+            "earlier checkpoint with a lower learning rate."
+        )
+
+    @property
+    def _model(self) -> base.LocalModel:
+        assert self._local_model is not None
+        return self._local_model
+
+    def _gradients_are_finite(self, loss_is_finite: bool, was_sent: bool) -> bool:
+        """Return False on every rank that takes the step, if a loss or a gradient is not finite."""
+        check = self._model.finite_check
+        finite = loss_is_finite and not was_sent and not check.found
+        if finite and check.enabled and not check.has_looked:
+            finite = sums_are_finite(self._reduced_values())
+        if self._ranks_agree():
+            return finite
+        flag = torch.tensor([not finite], dtype=torch.float32, device=self._mesh.device)
+        return not self._mesh.all_reduce_max(flag).item()
+
+    def _ranks_agree(self) -> bool:
+        """Return True if every rank that takes the step has seen the same totals and gradients."""
+        model = self._model
+        if self._mesh.size == 1 or not model.strategy_state.is_synchronous:
+            return True
+        whole = model.remote_optimizer is None and not model.is_partial
+        return whole and self._mesh.data.size == self._mesh.size and not model.has_sharded_params
+
+    def _reduced_values(self) -> list[Tensor]:
+        """Return the gradients after the reduction; the weights if those are stepped by now."""
+        parameters = self._model.trainable_params.values()
+        if self._in_backward:
+            return [parameter.detach() for parameter in parameters]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def _problems(self, loss_is_finite: bool) -> list[str]:
+        """Return a phrase for each rank on which something is not finite. Collective.
+
+        The list is empty if only sums of finite numbers have overflowed.
+        """
+        check, owned = self._model.finite_check, self._model.trainable_params
+        loss = next((value for value in check.losses if not bool(torch.isfinite(value))), None)
+        after = [] if not check.enabled else nonfinite_names(self._after_reduction())
+        mine = {
+            "loss": None if loss is None else str(loss.item()),
+            "before": [name for name in dict.fromkeys(check.names) if name in owned],
+            "found": check.found,
+            "after": after,
+        }
+        is_alone = not self._model.strategy_state.is_synchronous
+        texts = [json.dumps(mine)] if is_alone else self._mesh.all_gather_str(json.dumps(mine))
+        return _phrases(
+            [json.loads(text) for text in texts],
+            first_rank=self._mesh.rank if is_alone else 0,
+            loss_is_finite=loss_is_finite,
+        )
+
+    def _after_reduction(self) -> dict[str, Tensor | None]:
+        parameters = self._model.trainable_params
+        if self._in_backward:
+            return {name: parameter.detach() for name, parameter in parameters.items()}
+        return {name: parameter.grad for name, parameter in parameters.items()}
+
+    def _react(self, problems: list[str]) -> None:
+        self.skipped += 1
+        self.in_a_row += 1
+        fact = f"step {self.steps} is not finite: {'; '.join(problems)}"
+        cure = "Look at the data and the loss there, or lower the learning rate"
+        if self._in_backward:
+            raise TrainingDiverged(
+                f"{fact}. Parameters were stepped in the backward pass, so nothing could be "
+                f"skipped. {cure}; without step_in_backward such a step is skipped."
+            )
+        if self._settings.reaction == "stop":
+            raise TrainingDiverged(f"{fact}. No rank has taken the step. {cure}.")
+        if self.in_a_row >= self._settings.max_in_a_row:
+            raise TrainingDiverged(
+                f"{fact}. It is number {self.in_a_row} in a row, and the run ends; no rank has "
+                f"taken these steps. {cure}."
+            )
+        if self.skipped <= TOLD_STEPS or self.skipped & (self.skipped - 1) == 0:
+            all_ranks = " on all ranks" if self._mesh.size > 1 else ""
+            self._announce(f"note: {fact}; it is skipped{all_ranks} ({self.skipped} so far)")
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        # Optimizers leave parameters without a gradient as they are, with their state.
+        if self._skip_next:
+            if self._model.remote_optimizer is not None:
+                self._model.remote_optimizer.leave_out()
+            for parameter in self._model.trainable_params.values():
+                parameter.grad = None
+        self._skip_next = False
+
+
+def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> list[str]:
+    """Return what was not finite, by rank, as far as that is known."""
+    phrases = []
+    for rank, report in enumerate(reports, start=first_rank):
+        parts = [] if report["loss"] is None else [f"the loss of rank {rank} is {report['loss']}"]
+        if report["before"]:
+            parts.append(f"the gradient of {_listed(report['before'])} on rank {rank}")
+        phrases += parts
+    everywhere = list(dict.fromkeys(name for report in reports for name in report["after"]))
+    if not phrases and not everywhere and loss_is_finite:
+        return []
+    ranks = [*enumerate(reports, start=first_rank)]
+    sources = [rank for rank, report in ranks if report["found"]]
+    if not sources:  # shards and stages are on some ranks only
+        sources = [rank for rank, report in ranks if report["after"]]
+        sources = sources if len(sources) < len(ranks) else []
+    if not any(report["before"] for report in reports) and everywhere:
+        where = f" of rank {', '.join(map(str, sources))}" if sources else ""
+        phrases.append(f"the gradient of {_listed(everywhere)}{where}")
+    return phrases or ["the loss"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - TOLD_NAMES
+    text = ", ".join(names[:TOLD_NAMES])
+    return f"{text} and {more} more" if more > 0 else text

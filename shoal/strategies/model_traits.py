@@ -1,0 +1,59 @@
+"""Facts about a local model that a later strategy must know, whichever strategy made them so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from shoal.comm.axis import Axis
+from shoal.strategies.full_model import FullModel
+
+
+@dataclass(frozen=True)
+class PassTraits:
+    """Facts about the passes of a step through the module."""
+
+    module_called: bool = True
+    """Calls of the user's models are calls of whole modules. False: a rank computes some of the
+    modules inside, one by one.
+    """
+    complete_after_run: bool = False
+    """Gradients and totals are complete only after `run` has returned, because `run` makes many
+    passes through parts of `module`, in any order. False: `run` makes one forward and one backward
+    pass for each micro-batch, totals are complete after the forward pass, and each gradient is
+    complete when it arrives.
+    """
+    recorded: bool = False
+    """`run` records its own passes in a trace."""
+    collective_forward: bool = False
+    """A forward pass is collective: every rank must make as many as the others."""
+    recomputes: bool = False
+    """Some modules compute again in the backward pass, with the weights that they have then."""
+    grads_not_ready_reason: str = ""
+    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
+    global mean by then.
+    """
+    maybe_unused: Set[str] = frozenset()
+    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
+    is filled during the backward pass, before the parameter gets its gradient.
+    """
+
+
+@dataclass(frozen=True)
+class PipelineTraits:
+    """How this rank's layers lie in a pipeline. The default is a model in one piece."""
+
+    axis: Axis | None = None
+    """Axis of the ranks that hold the other stages. None if this rank has all layers."""
+    num_microbatches: int = 1
+    """Micro-batches of a local batch."""
+    full_model: FullModel | None = None
+    """The full model, of which `LocalModel.module` has one or more stages."""
+    duplicated_params: Set[str] = frozenset()
+    """Names of owned parameters that an earlier rank of `axis` owns too. Their gradients are
+    equal, so sums over the axis must count them once.
+    """
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in `LocalModel.module` -> name in the full model, for tied parameters. A stage may hold
+    such a parameter only under its second name.
+    """

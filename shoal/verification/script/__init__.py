@@ -1,0 +1,14 @@
+"""The proof of a script: a user's own loop, unchanged, on many ranks and in one process.
+
+    script.py on n ranks ── recorder ── record ─┐
+                                                 ├── compare_runs ── the first difference, its cause
+    script.py alone      ── recorder ── record ─┘
+
+- `recorded_process`, `script_recorder` and `module_calls` watch the script from outside;
+- `float64_everywhere` lets it compute in float64;
+- `run_record` is the record, in JSON and safetensors;
+- `joined_ranks` joins what ranks hold into the tensors of one process;
+- `step_comparison` and `run_comparison` find the first difference, `gradient_ratios` and
+  `likely_cause` name its class;
+- `script_verdict` has the function that a user calls.
+"""

@@ -1,0 +1,91 @@
+"""Lets a script that means float32 compute in float64, without a change of the script.
+
+    nn.Linear(4, 4)                     float64, for that is the default now
+    module with float32 parameters      promoted when they are registered
+    torch.from_numpy(float32) + w       promoted when a function of torch gets it
+    x.float(), x.to(torch.float32)      float64
+
+Autocast leaves float64 as it is, so a script with autocast computes in float64 as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from shoal.data.tree_map import tree_map
+
+_SHOAL = f"{Path(__file__).parents[2]}/"
+
+
+class Float64Everywhere(TorchFunctionMode):
+    """Inside, each float32 tensor that a function of torch gets from the script is float64.
+
+    Shoal's own calls are left as they are: its messages have dtypes of their own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        self._undo = [
+            lambda: torch.set_default_dtype(before),
+            register_module_parameter_registration_hook(_promote_tensor).remove,
+            register_module_buffer_registration_hook(_promote_tensor).remove,
+            register_module_forward_pre_hook(_promote_inputs).remove,
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for undo in self._undo:
+            undo()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if sys._getframe(1).f_code.co_filename.startswith(_SHOAL) or _writes(func, kwargs):
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*promoted(args), **promoted(kwargs))
+
+
+def promoted(value: Any) -> Any:
+    """Return a nest in which float32 tensors, and the dtype itself, are float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype == torch.float32 else value
+    if value is torch.float32:
+        return torch.float64
+    return tree_map(value, promoted) if isinstance(value, (tuple, list, dict)) else value
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if a function writes into an argument, whose copy it must not be given."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    special = name.startswith("__i") or name in ("__setitem__", "__set__", "__delete__")
+    return in_place or special or "out" in kwargs or name in ("__get__", "backward")
+
+
+def _promote_tensor(_module: nn.Module, _name: str, tensor: Any) -> None:
+    if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+        tensor.data = tensor.data.double()
+
+
+def _promote_inputs(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+    has_float32 = any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args)
+    return promoted(args) if has_float32 else None

@@ -1,0 +1,65 @@
+"""Whole tensors of a rank, whatever holds them, and numbers that tell their values apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.norm import full_tensor
+from shoal.data.tree_map import tensors_in
+from shoal.strategies.pipeline.absent import AbsentTensor
+from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
+from shoal.strategies.tensor.narrowed_input import NarrowedInput
+from shoal.strategies.tensor.sequence import SequenceParallelTensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor, detached, on the CPU; a copy. Collective for a DTensor."""
+    # The clone waits for what a collective still brings.
+    return _without_class(full_tensor(tensor.detach()).clone()).cpu()
+
+
+def local_part(tensor: Tensor) -> Tensor | None:
+    """Return what this rank has of a tensor, detached, on the CPU; None if it has nothing.
+
+    A copy: the next layer may write into its input.
+    """
+    if isinstance(tensor, AbsentTensor | NarrowedInput):
+        return None
+    if isinstance(tensor, LazyGatherTensor | SequenceParallelTensor):
+        tensor = tensor.local
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return _without_class(tensor.clone()).cpu()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return True for a tensor that holds its own values, on which hooks may lie."""
+    return type(tensor) in (Tensor, nn.Parameter, DTensor)
+
+
+def _without_class(tensor: Tensor) -> Tensor:
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
+def digest(tensor: Tensor) -> list[float]:
+    """Return two numbers that differ where the values of two tensors do: norm and projection."""
+    flat = tensor.detach().flatten()
+    flat = flat.double() if not flat.is_complex() else torch.view_as_real(flat).double().flatten()
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).cos()
+    return [float(flat.norm()), float(flat @ weights)] if flat.numel() else [0.0, 0.0]
+
+
+def digests(tensors: Mapping[str, Tensor], kind: str) -> dict[str, list[float]]:
+    """Return the digests of tensors, under `kind/NAME`."""
+    return {f"{kind}/{name}": digest(tensor) for name, tensor in tensors.items()}
+
+
+def floating(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors of a nest, in order: those of an output."""
+    yield from (t for t in tensors_in(value) if t.is_floating_point() or t.is_complex())

@@ -1,0 +1,120 @@
+"""Tensors of all ranks as the one tensor of one process: outputs of modules and their gradients.
+
+    data ranks       rows 0 1 2 | rows 3 4            joined along the batch, in order of ranks
+    micro-batches    rows 0 1 | row 2                 joined in the order of their calls
+    tensor ranks     columns 0-3 | columns 4-7        joined where their sizes add up
+
+One process says which shape comes of it; a tensor that cannot have that shape is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.verification.script.run_record import RankRecord, RecordedTensors
+
+Pieces = list[list[Tensor]]
+"""For each data rank the tensors of its micro-batches."""
+
+
+class RanksOfStep:
+    """The calls and tensors of a step on all ranks.
+
+    Args:
+        ranks: the indices of all ranks.
+        files: their tensors of this step.
+        step: the number of the step, from 1.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankRecord], files: Sequence[RecordedTensors], step: int
+    ) -> None:
+        self._ranks = ranks
+        self._files = files
+        self._places: list[dict[str, list[int]]] = []
+        for record in ranks:
+            calls: dict[str, list[int]] = {}
+            for index, call in enumerate(record.steps[step - 1].calls):
+                calls.setdefault(call.module, []).append(index)
+            self._places.append(calls)
+
+    def has(self, module: str) -> bool:
+        """Return True if a rank has called this module."""
+        return any(module in calls for calls in self._places)
+
+    def versions(
+        self, kind: str, module: str, call: int, calls: int, output: int, like: Tensor
+    ) -> list[Tensor]:
+        """Return the joined tensor; several where ranks hold copies of it; none if unknown.
+
+        Args:
+            kind: "forward" or "backward".
+            module, call, output: its place in the record of one process: the number of the call
+                among the `calls` of this module in the step, and of the output.
+            like: the tensor of one process.
+        """
+        groups: dict[int, dict[int, list[Tensor]]] = {}
+        for record, files, places in zip(self._ranks, self._files, self._places, strict=True):
+            mine = places.get(module, [])
+            if not mine or len(mine) % calls:
+                continue
+            names = [f"{kind}/{index}/{output}" for index in mine[call::calls]]
+            if not all(name in files for name in names):
+                continue
+            tensor, data = record.axis("tensor")[0], record.axis("data")[0]
+            groups.setdefault(tensor, {})[data] = [files[name] for name in names]
+        wholes = []
+        for by_data in groups.values():
+            pieces = [by_data[data] for data in sorted(by_data)]
+            if len(pieces) < self._ranks[0].axis("data")[1]:
+                continue
+            wholes.append(pieces)
+        return _versions(wholes, like)
+
+
+def _versions(groups: list[Pieces], like: Tensor) -> list[Tensor]:
+    """Return what the pieces of each tensor rank give, as tensors of the shape of `like`."""
+    for dim in range(min(2, like.dim())):
+        joined = [_along(dim, [part for rank in group for part in rank]) for group in groups]
+        found = [tensor for tensor in joined if tensor is not None]
+        if len(found) != len(groups) or not found:
+            continue
+        cut = [_without_stand_ins(tensor, like, dim) for tensor in found]
+        if all(tensor.shape == like.shape for tensor in cut):
+            return cut
+        whole = _columns(cut, like)
+        if whole is not None:
+            return [whole]
+    copies = [part for group in groups for rank in group for part in rank]
+    return copies if copies and all(part.shape == like.shape for part in copies) else []
+
+
+def _along(dim: int, parts: list[Tensor]) -> Tensor | None:
+    shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts if part.dim() > dim}
+    if len(shapes) != 1 or any(part.dim() <= dim for part in parts):
+        return None
+    return torch.cat(parts, dim)
+
+
+def _without_stand_ins(tensor: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Return a tensor without the rows of ranks that had none of their own; they come last."""
+    excess = tensor.shape[dim] - like.shape[dim]
+    same = [n for d, n in enumerate(tensor.shape) if d != dim]
+    if excess > 0 and same == [n for d, n in enumerate(like.shape) if d != dim]:
+        return tensor.narrow(dim, 0, like.shape[dim])
+    return tensor
+
+
+def _columns(parts: list[Tensor], like: Tensor) -> Tensor | None:
+    """Return slices of tensor ranks as one tensor, if their sizes add up in one dimension."""
+    if len(parts) < 2 or any(part.dim() != like.dim() for part in parts):
+        return None
+    for dim in range(like.dim()):
+        if sum(part.shape[dim] for part in parts) == like.shape[dim]:
+            whole = _along(dim, parts)
+            if whole is not None and whole.shape == like.shape:
+                return whole
+    return None

@@ -1,0 +1,235 @@
+"""Batches of a script's own loaders: recorded on many ranks, and given to one process joined.
+
+    rank 0   DataLoader yields  rows 0 2      ─┐
+    rank 1   DataLoader yields  rows 1 3      ─┴─ one process: its DataLoader yields rows 0 2 1 3
+
+A loader is known by the order in which loaders were made. Ranks that yield the same batch, as those
+of one tensor group do, count once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shoal.data.tree_map import tensors_in, tree_map
+from shoal.errors import UsageError
+from shoal.verification.script.run_record import RankRecord, RecordWriter, tensors_of_batch
+
+
+class LoaderOrder:
+    """Numbers loaders in the order of their making, from `start` on."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def start(self) -> Callable[[], None]:
+        """Begin to number; return a function that ends it."""
+        original = DataLoader.__init__
+
+        def numbered(loader: DataLoader, *args: Any, **kwargs: Any) -> None:
+            if loader not in self._numbers:
+                self._numbers[loader] = self._count
+                self._count += 1
+            original(loader, *args, **kwargs)
+
+        DataLoader.__init__ = numbered  # type: ignore[assignment,method-assign]
+
+        def put_back() -> None:
+            DataLoader.__init__ = original  # type: ignore[method-assign]
+
+        return put_back
+
+    def number(self, loader: DataLoader) -> int:
+        """Return the number of a loader, from 0."""
+        return self._numbers.get(loader, -1)
+
+
+class BatchTape:
+    """Records the batches that a script takes from its loaders.
+
+    Args:
+        writer: of the record.
+        record: the index of this rank; loaders of Shoal's scripts are left alone.
+    """
+
+    def __init__(self, writer: RecordWriter, record: RankRecord) -> None:
+        self._writer = writer
+        self._record = record
+        self._order = LoaderOrder()
+        self._rounds: dict[int, int] = {}
+
+    def start(self) -> list[Callable[[], None]]:
+        """Begin to record; return functions that end it."""
+        original = DataLoader.__iter__
+
+        def recorded(loader: DataLoader) -> Iterator[Any]:
+            number = self._order.number(loader)
+            if self._record.by_shoal or number < 0:
+                return iter(original(loader))
+            return self._taken(number, original(loader))
+
+        DataLoader.__iter__ = recorded  # type: ignore[assignment,method-assign]
+
+        def put_back() -> None:
+            DataLoader.__iter__ = original  # type: ignore[method-assign]
+
+        return [self._order.start(), put_back]
+
+    def _taken(self, number: int, batches: Any) -> Iterator[Any]:
+        turn = self._rounds[number] = self._rounds.get(number, -1) + 1
+        self._record.loaders.append(f"{number}-{turn}")
+        for position, batch in enumerate(batches):
+            leaves = {str(index): leaf for index, leaf in enumerate(tensors_in(batch))}
+            self._writer.batch(f"{number}-{turn}-{position}", leaves)
+            yield batch
+
+
+class JoinedBatches:
+    """Lets the loaders of one process yield the batches that many ranks have recorded.
+
+    Args:
+        folder: of the record of the ranks.
+        ranks: their indices.
+        enabled: is asked at each loop over a loader; False for loaders of Shoal's.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Sequence[RankRecord], enabled: Callable[[], bool]
+    ) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._enabled = enabled
+        self._order = LoaderOrder()
+        self._rounds: dict[int, int] = {}
+
+    def start(self) -> list[Callable[[], None]]:
+        """Begin to give joined batches; return functions that end it."""
+        original, length = DataLoader.__iter__, DataLoader.__len__
+
+        def joined(loader: DataLoader) -> Iterator[Any]:
+            number = self._order.number(loader)
+            if not self._enabled() or number < 0:
+                return iter(original(loader))
+            return self._given(number, original(loader))
+
+        def shorter(loader: DataLoader) -> int:
+            count = length(loader)
+            if not self._enabled() or not self._is_shared_out(self._order.number(loader)):
+                return count
+            return -(-count // len(self._ranks))
+
+        DataLoader.__iter__ = joined  # type: ignore[assignment,method-assign]
+        DataLoader.__len__ = shorter  # type: ignore[method-assign]
+
+        def put_back() -> None:
+            DataLoader.__iter__ = original  # type: ignore[method-assign]
+            DataLoader.__len__ = length  # type: ignore[method-assign]
+
+        return [self._order.start(), put_back]
+
+    def _given(self, number: int, own: Any) -> Iterator[Any]:
+        turn = self._rounds[number] = self._rounds.get(number, -1) + 1
+        for position, batch in enumerate(own):
+            parts = self._parts(f"{number}-{turn}-{position}")
+            if not parts:
+                return  # the ranks took no further batch
+            yield _replaced(batch, iter(join(parts)))
+
+    def _parts(self, key: str) -> list[list[Tensor]]:
+        """Return the batches of all ranks that took one, each once."""
+        return distinct(batches_of_ranks(self._folder, self._ranks, key))
+
+    def _is_shared_out(self, number: int) -> bool:
+        found = batches_of_ranks(self._folder, self._ranks, f"{number}-0-0")
+        return len(distinct(found)) > 1
+
+
+def batches_of_ranks(
+    folder: Path, ranks: Sequence[RankRecord], key: str
+) -> list[list[Tensor] | None]:
+    """Return the tensors of one batch on each rank; None where a rank took none."""
+    found: list[list[Tensor] | None] = []
+    for record in ranks:
+        tensors = tensors_of_batch(folder, record.rank, key)
+        found.append([tensors[name] for name in sorted(tensors.names, key=int)] or None)
+    return found
+
+
+def distinct(batches: Sequence[list[Tensor] | None]) -> list[list[Tensor]]:
+    """Return the batches that differ, in order of ranks."""
+    kept: list[list[Tensor]] = []
+    for batch in batches:
+        if batch is not None and not any(_equal(batch, other) for other in kept):
+            kept.append(batch)
+    return kept
+
+
+def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> Mapping[int, dict[str, Any]]:
+    """Return for each rank its axes: ranks of one batch are a tensor group.
+
+    A script that takes no batches from a loader tells by what it gives to its model.
+    """
+    key = f"{ranks[0].loaders[0]}-0" if ranks[0].loaders else ""
+    batches: list[Any] = list(batches_of_ranks(folder, ranks, key)) if key else []
+    if not key or any(batch is None for batch in batches):
+        batches = [_inputs(record) for record in ranks]
+    groups: list[tuple[Any, list[int]]] = []
+    for rank, batch in enumerate(batches):
+        for first, members in groups:
+            if _equal(first, batch):
+                members.append(rank)
+                break
+        else:
+            groups.append((batch, [rank]))
+    return {
+        rank: {"data": (index, len(groups)), "tensor": (place, len(members))}
+        for index, (_, members) in enumerate(groups)
+        for place, rank in enumerate(members)
+    }
+
+
+def _inputs(record: RankRecord) -> list[Any]:
+    digests = record.steps[0].digests if record.steps else {}
+    return [torch.tensor(value) for name, value in digests.items() if name.startswith("input/")]
+
+
+def join(parts: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Return the tensors of several ranks' batches, joined along dimension 0.
+
+    Raises: UsageError: they have other shapes.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    joined = []
+    for column in zip(*parts, strict=True):
+        shapes = {tensor.shape[1:] for tensor in column}
+        if column[0].dim() == 0:
+            joined.append(column[0])
+        elif len(shapes) > 1:
+            found = " and ".join(str(tuple(tensor.shape)) for tensor in column)
+            raise UsageError(
+                f"verify: the ranks' batches have shapes {found}, which one process cannot be "
+                "given as one batch. Pad to one length."
+            )
+        else:
+            joined.append(torch.cat(list(column)))
+    return joined
+
+
+def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _replaced(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    """Return a batch of the same structure with other tensors."""
+    if isinstance(batch, Tensor):
+        return next(leaves)
+    return tree_map(batch, lambda item: _replaced(item, leaves))

@@ -1,0 +1,112 @@
+"""Calls of modules in a step, with the tensors that they return and the gradients of these.
+
+    forward pre-hook    the outermost call, and the user's line that made it
+    forward hook        calls in the order in which they end; copies of outputs
+    tensor hook         the gradient of each output, when the backward pass comes to it
+
+Calls of a trial, of an evaluation, and of layers that a checkpoint computes again are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from shoal.platform.torch_private.subclasses import DisableTorchFunction
+from shoal.platform.torch_private.tensor_state import in_backward_pass
+from shoal.strategies.trial_passes import is_trial_running
+from shoal.verification.script.full_values import floating, is_plain, local_part
+from shoal.verification.script.model_names import ModelNames
+from shoal.verification.script.run_record import CallRecord
+from shoal.verification.script.user_lines import user_line
+
+
+class ModuleCalls:
+    """Records the calls of all modules that belong to models, from `start` to `stop`.
+
+    Args:
+        names: of the models.
+        before_model: is called before a model is called from outside of all modules.
+
+    Attributes:
+        calls: those of this step so far.
+        tensors: forward/<call>/<output> and backward/<call>/<output> of this step so far.
+    """
+
+    def __init__(
+        self, names: ModelNames, before_model: Callable[[nn.Module, tuple[Any, ...]], None]
+    ) -> None:
+        self.calls: list[CallRecord] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._names = names
+        self._before_model = before_model
+        self._depth = 0
+        self._step = 0
+        self._lines: list[str] = []
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """End to record."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def take(self) -> tuple[list[CallRecord], dict[str, Tensor]]:
+        """Return what this step has recorded, and begin the next step."""
+        taken = self.calls, self.tensors
+        self.calls, self.tensors = [], {}
+        self._step += 1
+        return taken
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._lines.append(user_line())
+        if len(self._lines) == 1 and not is_trial_running() and not in_backward_pass():
+            self._before_model(module, args)
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        line = self._lines.pop() if self._lines else ""
+        is_training = module.training or torch.is_grad_enabled()
+        if not is_training or is_trial_running() or in_backward_pass():
+            return
+        name = self._names.find(module)
+        if name is None:
+            return
+        index = len(self.calls)
+        outputs = list(floating(output))
+        with DisableTorchFunction():  # a pipeline follows what the script calls
+            for number, tensor in enumerate(outputs):
+                self._keep(f"{index}/{number}", tensor)
+        kind = type(module).__name__
+        self.calls.append(CallRecord(name, kind, line, len(outputs), module.training))
+
+    def _keep(self, place: str, output: Tensor) -> None:
+        value = local_part(output)
+        if value is None:  # of another stage of a pipeline
+            return
+        self.tensors[f"forward/{place}"] = value
+        if not output.requires_grad or not is_plain(output):
+            return
+        tensors, step = self.tensors, self._step
+
+        def note(gradient: Tensor) -> None:
+            part = local_part(gradient)
+            if part is not None and step == self._step and not is_trial_running():
+                key = f"backward/{place}"
+                earlier = tensors.get(key)
+                tensors[key] = part if earlier is None else earlier + part
+
+        output.register_hook(note)

@@ -1,0 +1,95 @@
+"""One process of a recorded run: the script under a recorder. The target of the launcher."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import StrategyRefused, UsageError
+from shoal.launch.rank import script
+from shoal.verification.script.dropout_off import turn_off
+from shoal.verification.script.float64_everywhere import Float64Everywhere
+from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
+from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
+from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
+
+Arithmetic = Literal["fp64", "fp32", "bf16", "fp16", "script"]
+
+
+@dataclass(frozen=True)
+class RecordingPlan:
+    """All that a process needs to know to record its part of a run.
+
+    Attributes:
+        folder: of the record.
+        steps: the script ends after so many optimizer steps.
+        precision: "fp64" promotes the script; "script" leaves it as it is; the others tell
+            `shoal.init` what to compute in, and leave scripts without Shoal as they are.
+        like: the record of the run on many ranks, whose batches and weights this one process
+            gets; None for that run itself.
+        without_dropout: dropout is off under Shoal too, not only in other scripts.
+        perturb: (rounding unit, seed) by which weights are moved; None leaves them.
+    """
+
+    folder: str
+    steps: int
+    precision: Arithmetic = "fp64"
+    like: str | None = None
+    perturb: tuple[float, int] | None = None
+    without_dropout: bool = False
+
+
+def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
+    """Run a script as `python path` would, and write the record of this rank."""
+    _hide_gpu()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    record = RankRecord(rank, world)
+    writer = RecordWriter(Path(plan.folder), rank)
+    with ExitStack() as stack:
+        if plan.precision == "fp64":
+            stack.enter_context(Float64Everywhere())
+        for undo in turn_off(record, plan.without_dropout):
+            stack.callback(undo)
+        recorder = _recorder(writer, record, plan, stack)
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        recorder.start()
+        stack.callback(recorder.stop)
+        try:
+            script(path, arguments)
+            record.ended = "script"
+        except EnoughSteps:
+            record.ended = "steps"
+        except (StrategyRefused, UsageError) as refusal:
+            record.refusal = str(refusal)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            record.ended = "script"
+
+
+def _recorder(
+    writer: RecordWriter, record: RankRecord, plan: RecordingPlan, stack: ExitStack
+) -> ScriptRecorder:
+    """Return the recorder, and let loaders record batches, or yield recorded ones."""
+    if plan.like is None:
+        undo = BatchTape(writer, record).start()
+        recorder = ScriptRecorder(writer, record, plan.steps)
+    else:
+        folder = Path(plan.like)
+        ranks = read_run(folder)
+        undo = JoinedBatches(folder, ranks, lambda: not ranks[0].by_shoal).start()
+        start = SameStart(folder, ranks, record)
+        moved = None if plan.perturb is None else Perturbation(*plan.perturb)
+        recorder = ScriptRecorder(writer, record, plan.steps, start, moved)
+    for function in undo:
+        stack.callback(function)
+    return recorder
+
+
+def _hide_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

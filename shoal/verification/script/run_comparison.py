@@ -1,0 +1,132 @@
+"""Two recorded runs of a script, that of one process and that of many ranks, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
+from shoal.verification.script.loader_batches import axes_of_batches
+from shoal.verification.script.run_record import RankRecord, read_run
+from shoal.verification.script.script_report import (
+    BY_DESIGN,
+    ScriptCause,
+    ScriptDifference,
+    ScriptReport,
+)
+from shoal.verification.script.step_comparison import RecordedRun, StepComparison
+from shoal.verification.script.tolerances import EXACT, Tolerances
+
+OWN_STEPS = ScriptCause(
+    "own steps",
+    "the strategy lets each rank step with gradients of its own, and brings them together later.",
+)
+MAX_OTHERS = 20  # differences beside the first one in a report
+
+
+def compare_runs(
+    reference_dir: str | Path,
+    candidate_dir: str | Path,
+    tolerance: float | Tolerances = EXACT,
+) -> ScriptReport:
+    """Compare the record of a run on many ranks with that of one process.
+
+    Steps are compared in their order, and in a step outputs, the loss, gradients from the last
+    layer to the first, weights and buffers. The first difference beyond the tolerance decides.
+
+    Args:
+        reference_dir: the record of one process.
+        candidate_dir: the record of the run on many ranks.
+        tolerance: the relative error that counts as rounding.
+
+    Raises: RecordError: a folder holds no complete record.
+    """
+    tolerances = tolerance if isinstance(tolerance, Tolerances) else Tolerances(tolerance)
+    reference = RecordedRun(Path(reference_dir), read_run(Path(reference_dir)))
+    candidate = RecordedRun(Path(candidate_dir), read_run(Path(candidate_dir)))
+    ranks = candidate.ranks
+    if not ranks[0].by_shoal:
+        for rank, axes in axes_of_batches(candidate.folder, ranks).items():
+            ranks[rank].axes = axes
+    notes = list(
+        dict.fromkeys(note for record in (*ranks, *reference.ranks) for note in record.notes)
+    )
+    refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
+    if refusals:
+        return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
+    count = min(reference.steps, candidate.steps)
+    if count == 0:
+        return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
+    found, steps = _until_difference(reference, candidate, count, tolerances)
+    largest = max((error for step in steps for error in step.errors.values()), default=None)
+    layers = list(_layers(steps[-1]))
+    if not found:
+        return ScriptReport(
+            "exact", None, NO_CAUSE, count, len(ranks), largest, layers, notes=notes
+        )
+    first = found[0]
+    at = [step for step in steps if step.step <= first.step]
+    cause = likely_cause(first, found, at, len(ranks)) if ranks[0].is_synchronous else OWN_STEPS
+    verdict: Literal["differs", "differs by design"] = (
+        "differs by design" if cause.kind in BY_DESIGN else "differs"
+    )
+    others = found[1 : 1 + MAX_OTHERS]
+    return ScriptReport(verdict, first, cause, count, len(ranks), largest, layers, others, notes)
+
+
+def _until_difference(
+    reference: RecordedRun, candidate: RecordedRun, count: int, tolerances: Tolerances
+) -> tuple[list[ScriptDifference], list[StepComparison]]:
+    """Return the differences of the first step that has any, and all steps up to it.
+
+    A buffer that differs is no reason to stop: it may be one that no step reads.
+    """
+    if found := _at_start(candidate.ranks, tolerances):
+        return found, [StepComparison(reference, candidate, 1, tolerances)]
+    steps: list[StepComparison] = []
+    buffers: list[ScriptDifference] = []
+    for number in range(1, count + 1):
+        step = StepComparison(reference, candidate, number, tolerances)
+        steps.append(step)
+        found = step.compare()
+        others = [difference for difference in found if difference.phase != "buffers"]
+        if others:
+            module = others[0].module
+            read = [b for b in buffers if b.module == module and others[0].phase == "forward"]
+            return (read or []) + others, steps
+        buffers += found
+    return buffers, steps
+
+
+def _at_start(ranks: list[RankRecord], tolerances: Tolerances) -> list[ScriptDifference]:
+    """Return the weights that differ between the ranks before the first step."""
+    first = ranks[0].steps[0].digests
+    found: dict[str, ScriptDifference] = {}
+    for record in ranks[1:]:
+        for key, values in record.steps[0].digests.items():
+            if not key.startswith("start/") or key not in first:
+                continue
+            error = max(abs(a - b) for a, b in zip(values, first[key], strict=True))
+            error /= max(abs(first[key][0]), 1e-300)
+            name = key.removeprefix("start/")
+            if not error <= tolerances.default:
+                module = name.rpartition(".")[0]
+                found[name] = ScriptDifference(1, "start", module, name, error, tolerances.default)
+    return list(found.values())
+
+
+def _layers(step: StepComparison) -> Iterator[tuple[str, float | None, float | None]]:
+    """Yield (module, worst error of its outputs, of its own parameters' gradients)."""
+    gradients: dict[str, float] = {}
+    for key, error in step.errors.items():
+        if key.startswith("gradient/"):
+            module = key.removeprefix("gradient/").rpartition(".")[0]
+            gradients[module] = max(error, gradients.get(module, 0.0))
+    forward: dict[str, float | None] = {}
+    for index, call in enumerate(step.calls):
+        errors = [step.errors.get(f"forward/{index}/{o}") for o in range(call.outputs)]
+        known = [e for e in (forward.get(call.module), *errors) if e is not None]
+        forward[call.module] = max(known, default=None)
+    for module, worst in forward.items():
+        yield module, worst, gradients.get(module)

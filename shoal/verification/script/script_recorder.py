@@ -1,0 +1,245 @@
+"""Records the training steps of a script inside of its process, without a change of the script.
+
+the script            what is watched                                 what is recorded
+model(x)              global hooks of torch.nn.Module                 outputs, their gradients
+loss.backward()       torch.autograd.backward                         losses
+run.forward_backward  shoal.Run                                       global mean losses
+optimizer.step()      global hooks of torch.optim.Optimizer           gradients, weights after
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shoal.data.tree_map import tensors_in
+from shoal.run import Run
+from shoal.run.optimizer_groups import params_of
+from shoal.verification.script.full_values import digests, whole
+from shoal.verification.script.model_names import ModelNames
+from shoal.verification.script.module_calls import ModuleCalls
+from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord
+from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.shoal_values import ShoalValues
+from shoal.verification.script.user_lines import user_line
+
+
+class EnoughSteps(BaseException):
+    """Ends the script after the last step to record; no `except Exception` of it catches this."""
+
+
+class ScriptRecorder:
+    """Records every step of the script that runs in this process.
+
+    Args:
+        writer: of the record.
+        record: the index of this rank, to be completed.
+        steps: the script ends after so many.
+        start: gives one process the weights and rates of many; None on many.
+        perturbation: moves the weights for the passes of each step; None leaves them.
+    """
+
+    def __init__(
+        self,
+        writer: RecordWriter,
+        record: RankRecord,
+        steps: int,
+        start: SameStart | None = None,
+        perturbation: Perturbation | None = None,
+    ) -> None:
+        self.record = record
+        self.names = ModelNames()
+        self._writer = writer
+        self._steps = steps
+        self._start = start
+        self._perturbation = perturbation
+        self._calls = ModuleCalls(self.names, self._before_model)
+        self._run: ShoalValues | None = None
+        self._step = StepRecord(1)
+        self._tensors: dict[str, Tensor] = {}
+        self._optimizers: list[Optimizer] = []
+        self._stepping = 0
+        self._preparing = False
+        self._undo: list[Callable[[], None]] = []
+        self._started = False
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._calls.start()
+        hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._undo = [self._calls.stop, *(hook.remove for hook in hooks)]
+        self._replace(torch.autograd, "backward", self._backward)
+        self._replace(Run, "forward_backward", self._forward_backward)
+        self._replace(Run, "prepare", self._prepare)
+
+    def stop(self) -> None:
+        """End to record, and write the index."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self._writer.index(self.record)
+
+    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        """Let `owner.name` be a function that calls `make(original, ...)`."""
+        original = getattr(owner, name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return make(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            line = user_line()
+            if line:
+                self._step.lines.setdefault("backward", line)
+            losses = [t.detach() for t in tensors_in(tensors) if t.numel() == 1]
+            self._step.losses.append(float(sum(loss.double().sum() for loss in losses)))
+        return original(tensors, *args, **kwargs)
+
+    def _prepare(self, original: Any, run: Run, *things: Any) -> Any:
+        self._preparing = True  # prepare may try the optimizer on a small model of its own
+        try:
+            prepared = original(run, *things)
+        finally:
+            self._preparing = False
+        if self._run is None:
+            self.record.by_shoal = True
+        self._run = ShoalValues(run)
+        self.record.axes = self._run.axes()
+        root = self._run.root()
+        if root is not None:
+            self.names.use(root)
+        return prepared
+
+    def _forward_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
+        self._step.lines.setdefault("backward", user_line())
+        self._before_model(None, ())
+        result = original(run, *args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        self._step.losses.append(float(loss))
+        return result
+
+    def _before_model(self, module: nn.Module | None, args: Any) -> None:
+        if self._run is None and not any(name.startswith("input/") for name in self._step.digests):
+            inputs = {str(index): tensor for index, tensor in enumerate(tensors_in(args))}
+            self._step.digests |= digests(inputs, "input")
+        if module is not None and self.names.find(module) is None:
+            return  # no model: a loss function, or a layer without parameters
+        if not self._started:
+            self._started = True
+            self._begin()
+        if self._perturbation is not None:
+            self._perturbation.begin(self.names)
+
+    def _begin(self) -> None:
+        """Give the models the weights of many ranks, or record those that they begin with."""
+        if self._run is not None:
+            return
+        if self._start is not None:
+            self._start.load(self.names)
+        weights = self._weights()
+        self._step.digests |= digests(weights, "start")
+        if self.record.rank == 0:
+            self._writer.weights(weights)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Return False for an optimizer of another thread, such as a parameter server's."""
+        if self._preparing or threading.current_thread() is not threading.main_thread():
+            return False
+        return self._run is None or self._run.has(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        self._stepping += 1
+        if self._stepping > 1:  # a step inside of another optimizer's
+            return
+        step = self._step
+        step.lines.setdefault("step", user_line())
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        step.optimizer = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+        if self._perturbation is not None:
+            self._perturbation.end()
+        if self._start is not None:
+            self._start.set_rates(step.number, optimizer)
+        step.settings = [_numbers(group) for group in optimizer.param_groups]
+        gradients = self._gradients(optimizer)
+        step.gradients = {name: g is not None for name, g in gradients.items()}
+        found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        step.digests |= digests(found, "gradient")
+        self._tensors |= {f"gradient/{name}": gradient for name, gradient in found.items()}
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        self._stepping -= 1
+        if self._stepping:
+            return
+        step = self._step
+        step.calls, tensors = self._calls.take()
+        weights = self._weights()
+        step.digests |= digests(weights, "weight")
+        if self.record.rank == 0:
+            tensors |= self._tensors
+            tensors |= {f"weight/{name}": weight for name, weight in weights.items()}
+        tensors |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
+        if self._run is not None:
+            self.record.is_synchronous = self._run.is_synchronous
+        self._writer.step(step.number, tensors)
+        self.record.steps.append(step)
+        self._tensors, self._step = {}, StepRecord(step.number + 1)
+        if step.number >= self._steps:
+            raise EnoughSteps
+
+    def _gradients(self, optimizer: Optimizer) -> dict[str, Tensor | None]:
+        if self._run is not None:
+            return self._run.gradients()
+        owned = {id(parameter) for parameter in params_of(optimizer)}
+        named: list[tuple[str, Tensor]] = [
+            (name, parameter)
+            for name, parameter in self.names.parameters()
+            if id(parameter) in owned and parameter.requires_grad
+        ]
+        unnamed = owned - {id(parameter) for _, parameter in named}
+        others = [p for p in params_of(optimizer) if id(p) in unnamed and p.requires_grad]
+        named += [(f"parameter {index} of no model", p) for index, p in enumerate(others)]
+        return {name: None if p.grad is None else whole(p.grad) for name, p in named}
+
+    def _weights(self) -> dict[str, Tensor]:
+        if self._run is not None:
+            return self._run.weights()
+        return {name: whole(parameter) for name, parameter in self.names.parameters()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        if self._run is not None:
+            return self._run.buffers()
+        return {name: whole(buffer) for name, buffer in self.names.buffers()}
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """Return the settings of a parameter group that are numbers."""
+    numbers = {}
+    for name, value in group.items():
+        values: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+        for index, number in enumerate(values if name != "params" else ()):
+            if isinstance(number, (int, float)) or (
+                isinstance(number, Tensor) and number.numel() == 1
+            ):
+                numbers[f"{name}.{index}" if len(values) > 1 else name] = float(number)
+    return numbers

@@ -1,0 +1,194 @@
+"""`shoal.verify_script`: run a script on many ranks and in one process, and compare."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.errors import UsageError
+from shoal.launch import preload
+from shoal.launch.start import start
+from shoal.strategies import build_strategies, parse_line
+from shoal.strategies.precheck import check
+from shoal.testing.world import World
+from shoal.verification.script.likely_cause import NO_CAUSE
+from shoal.verification.script.loader_batches import axes_of_batches
+from shoal.verification.script.perturbation import (
+    RUNS,
+    WEIGHT_UNITS,
+    measured,
+    rounding_unit,
+)
+from shoal.verification.script.recorded_process import (
+    Arithmetic,
+    RecordingPlan,
+    record_script,
+)
+from shoal.verification.script.run_comparison import compare_runs
+from shoal.verification.script.run_record import RankRecord, read_run
+from shoal.verification.script.script_report import ScriptReport
+from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.verdict import draws_of
+
+NO_STEP = (
+    "verify: {script} ended without a step of an optimizer of torch.optim, so there is nothing to "
+    "compare. Give it arguments with which it trains."
+)
+NO_LOADER = (
+    "verify: {script} takes its batches from no torch.utils.data.DataLoader, and its ranks compute "
+    "on different ones, so one process cannot be given the batches of all. Take them from a "
+    "DataLoader."
+)
+
+
+def verify_script(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int = 2,
+    strategy: str | None = None,
+    steps: int = 3,
+    precision: Arithmetic = "fp64",
+    tolerance: float = EXACT,
+    keep: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+) -> ScriptReport:
+    """Run a script on `ranks` processes of this machine and alone, and compare step by step.
+
+    The script is not changed, and nothing that it prints is shown. It is ended after `steps` steps.
+
+    Args:
+        script: a Python file.
+        arguments: of the script.
+        ranks: the number of processes that train together.
+        strategy: in place of the one that the script gives to `shoal.init`.
+        steps: optimizer steps to compare.
+        precision: "fp64" lets the script compute in float64. For others the tolerance of each
+            tensor is measured: how far a rounding unit in the weights moves it.
+        tolerance: the largest relative error that counts as rounding in float64.
+        keep: folder for the records, `reference` and `candidate`; they are deleted otherwise.
+        environment: further variables of the run on many ranks.
+        timeout_s: for each run.
+
+    Raises:
+        ConfigError: there is no such strategy.
+        UsageError: `ranks` or `steps` is below 1; the script cannot be read, or takes no step, or
+            its ranks compute on batches that no DataLoader gives.
+        LaunchError: the script failed; the message has its traceback.
+    """
+    _check(Path(script), ranks, steps)
+    variables: dict[str, str] = {}
+    draws = "global"
+    if strategy is not None:
+        line = parse_line(strategy)
+        build_strategies(line)  # its errors are raised here, once, and not in every rank
+        if refusals := check(line, ranks):
+            return ScriptReport("refused", None, NO_CAUSE, 0, ranks, None, notes=refusals[:1])
+        variables["SHOAL_STRATEGY"] = strategy
+        draws = draws_of(line)
+    made: AbstractContextManager[str] = tempfile.TemporaryDirectory(prefix="shoal-proof-")
+    if keep is not None:
+        made = nullcontext(str(keep))
+    with made as folder:
+        recording = _Recording(
+            Path(script), arguments, Path(folder), steps, precision, timeout_s, draws
+        )
+        many = recording.candidate(ranks, {**variables, **(environment or {})})
+        if any(record.refusal is not None for record in many):
+            return compare_runs(recording.many, recording.many)
+        _check_record(Path(script), recording.many, many)
+        recording.reference("reference")
+        return compare_runs(recording.one, recording.many, recording.tolerances(tolerance))
+
+
+@dataclass
+class _Recording:
+    """The runs of a comparison."""
+
+    script: Path
+    arguments: Sequence[str]
+    folder: Path
+    steps: int
+    precision: Arithmetic
+    timeout_s: float
+    draws: str
+
+    @property
+    def one(self) -> Path:
+        return self.folder / "reference"
+
+    @property
+    def many(self) -> Path:
+        return self.folder / "candidate"
+
+    def candidate(self, ranks: int, variables: Mapping[str, str]) -> list[RankRecord]:
+        """Run on many ranks; again with draws of each rank where those of one are refused."""
+        self._run(ranks, self._plan(self.many), variables)
+        records = read_run(self.many)
+        refusals = [record.refusal or "" for record in records]
+        if any(refusal.startswith('draws="global"') for refusal in refusals):
+            self.draws = "rank"
+            self._run(ranks, self._plan(self.many), variables)
+            records = read_run(self.many)
+        return records
+
+    def reference(self, name: str, perturb: tuple[float, int] | None = None) -> Path:
+        """Run alone; return the folder of the record."""
+        folder = self.folder / name
+        plan = replace(self._plan(folder), like=str(self.many), perturb=perturb)
+        self._run(1, plan, {"SHOAL_STRATEGY": "single"})
+        return folder
+
+    def tolerances(self, tolerance: float) -> Tolerances:
+        """Return the given tolerance in float64, else measured ones."""
+        if self.precision == "fp64":
+            return Tolerances(tolerance)
+        unit = rounding_unit(self.one, "forward")
+        weight_unit = WEIGHT_UNITS * rounding_unit(self.one, "weight")
+        moved = [self.reference(f"perturbed-{seed}", (unit, seed)) for seed in range(RUNS)]
+        return measured(self.one, moved, max(unit, tolerance), max(weight_unit, tolerance))
+
+    def _plan(self, folder: Path) -> RecordingPlan:
+        return RecordingPlan(
+            str(folder), self.steps, self.precision, without_dropout=self.draws == "rank"
+        )
+
+    def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
+        for file in Path(plan.folder).glob("rank-*/*"):
+            if file.is_file():
+                file.unlink()  # of an earlier record in the same folder
+        settings = {"OMP_NUM_THREADS": "1", "SHOAL_DRAWS": self.draws, **variables}
+        if self.precision != "script":
+            settings["SHOAL_PRECISION"] = self.precision
+        processes = start(
+            record_script,
+            (str(self.script), list(self.arguments), plan),
+            ranks,
+            settings,
+            "lines",
+            preload=preload.TRAINING,
+            wants_values=True,
+        )
+        with World(processes, self.timeout_s) as world:
+            world.results()
+
+
+def _check(script: Path, ranks: int, steps: int) -> None:
+    if not script.is_file():
+        raise UsageError(f"verify: there is no script {script}. Give the path of a Python file.")
+    if ranks < 1 or steps < 1:
+        raise UsageError(f"verify: ranks={ranks}, steps={steps}: each must be at least 1.")
+
+
+def _check_record(script: Path, folder: Path, ranks: list[RankRecord]) -> None:
+    """Raise UsageError where one process cannot do what the ranks have done."""
+    if not any(record.steps for record in ranks):
+        raise UsageError(NO_STEP.format(script=script))
+    if ranks[0].by_shoal or any(record.loaders for record in ranks):
+        return
+    if axes_of_batches(folder, ranks)[0]["data"][1] > 1:
+        raise UsageError(NO_LOADER.format(script=script))

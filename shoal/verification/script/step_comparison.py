@@ -1,0 +1,241 @@
+"""One step of a run on many ranks, compared with the same step of one process.
+
+forward     outputs of modules, in the order in which they ended
+loss        what the backward passes began with
+backward    gradients of parameters, the last layer first
+update      weights after the step
+buffers     after the step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from shoal.verification.differences import differences
+from shoal.verification.script.joined_ranks import RanksOfStep
+from shoal.verification.script.run_record import (
+    CallRecord,
+    RankRecord,
+    StepRecord,
+    tensors_of_step,
+)
+from shoal.verification.script.script_report import Phase, ScriptDifference
+from shoal.verification.script.tolerances import Tolerances
+
+
+class RecordedRun:
+    """A recorded run on disk. Args: folder: of the record. ranks: its indices."""
+
+    def __init__(self, folder: Path, ranks: list[RankRecord]) -> None:
+        self.folder = folder
+        self.ranks = ranks
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps that all ranks have recorded."""
+        return min(len(record.steps) for record in self.ranks)
+
+
+class StepComparison:
+    """Compares one step.
+
+    Args:
+        reference, candidate: the run of one process, and that of many ranks.
+        step: from 1.
+        tolerances: of each tensor.
+
+    Attributes:
+        calls: of the reference.
+        index: of the candidate's rank 0.
+        errors: by "forward/<call>/<output>", "loss", "gradient/NAME", "weight/NAME",
+            "buffer/NAME": relative errors.
+    """
+
+    def __init__(
+        self, reference: RecordedRun, candidate: RecordedRun, step: int, tolerances: Tolerances
+    ) -> None:
+        self.step = step
+        self.reference: StepRecord = reference.ranks[0].steps[step - 1]
+        self.ranks: list[StepRecord] = [record.steps[step - 1] for record in candidate.ranks]
+        self.index = self.ranks[0]
+        self.calls: list[CallRecord] = self.reference.calls
+        self.expected = tensors_of_step(reference.folder, 0, step)
+        files = [tensors_of_step(candidate.folder, r.rank, step) for r in candidate.ranks]
+        self.given = files[0]
+        self._files = files
+        self._records = candidate.ranks
+        self.joined = RanksOfStep(candidate.ranks, files, step)
+        self._tolerances = tolerances
+        self.errors: dict[str, float] = {}
+        self._last_call: dict[str, int] = {c.module: i for i, c in enumerate(self.calls)}
+
+    def compare(self) -> list[ScriptDifference]:
+        """Return all differences beyond the tolerance, the first one first."""
+        found = [*self._forward(), *self._loss(), *self._backward(), *self._update()]
+        return [*found, *self._buffers()]
+
+    def output(self, kind: str, index: int, output: int) -> tuple[Tensor, list[Tensor]] | None:
+        """Return a tensor of one process, and its versions on the ranks; None if unknown.
+
+        Args: kind: "forward" or "backward". index: of the call. output: of the call.
+        """
+        name = f"{kind}/{index}/{output}"
+        if name not in self.expected:
+            return None
+        call = self.calls[index]
+        same = [i for i, other in enumerate(self.calls) if other.module == call.module]
+        expected = self.expected[name]
+        versions = self.joined.versions(
+            kind, call.module, same.index(index), len(same), output, expected
+        )
+        return (expected, versions) if versions else None
+
+    def _forward(self) -> list[ScriptDifference]:
+        places = [(i, o) for i, call in enumerate(self.calls) for o in range(call.outputs)]
+        pairs = {place: self.output("forward", *place) for place in places}
+        # A scalar is a loss that a model returns: that of a rank's own rows.
+        known = {k: pair for k, pair in pairs.items() if pair is not None and pair[0].dim()}
+        copies = max((len(versions) for _, versions in known.values()), default=0)
+        found = []
+        # All at once, for a tensor of zeros is measured by the others.
+        worst: dict[str, float] = {}
+        for copy in range(copies):
+            given = {f"{i}/{o}": pair[1][copy % len(pair[1])] for (i, o), pair in known.items()}
+            expected = {f"{i}/{o}": pair[0] for (i, o), pair in known.items()}
+            for key, error in differences(expected, given).items():
+                worst[key] = max(worst.get(key, 0.0), math.inf if math.isnan(error) else error)
+        for index, output in known:
+            call, key = self.calls[index], f"{index}/{output}"
+            found += self._beyond(
+                f"forward/{key}", worst[key], "forward", call.module, None, call.line
+            )
+        return found
+
+    def _loss(self) -> list[ScriptDifference]:
+        expected = sum(self.reference.losses)
+        each = [sum(step.losses) for step in self.ranks]
+        if not self.reference.losses or not self.index.losses:
+            return []
+        # Under Shoal each rank has the global mean, elsewhere the loss of its own rows.
+        given = sum(each) / len(each)
+        by_shoal = self._records[0].by_shoal
+        worst = max((abs(value - expected) for value in each), default=0.0)
+        distance = worst if by_shoal else abs(given - expected)
+        error = distance / max(abs(expected), 1e-12)
+        line = self.index.lines.get("backward", "")
+        return self._beyond("loss", error, "loss", None, None, line)
+
+    def _backward(self) -> list[ScriptDifference]:
+        expected = self._gradients(self.expected.below("gradient"), self.reference)
+        given = self._gradients(self.given.below("gradient"), self.index)
+        if not self.index.gradients and not self._records[0].is_synchronous:
+            return []
+        errors = differences(expected, given)
+        for name, error in self._apart("gradient").items():
+            errors[name] = max(errors.get(name, 0.0), error)
+        found = []
+        for name in sorted(errors, key=lambda name: -self._order(name)):
+            module = name.rpartition(".")[0]
+            line = self._line_of(module) or self.index.lines.get("backward", "")
+            found += self._beyond(f"gradient/{name}", errors[name], "backward", module, name, line)
+        return found
+
+    def _update(self) -> list[ScriptDifference]:
+        expected, given = self.expected.below("weight"), self.given.below("weight")
+        if not given:
+            return []
+        errors = differences(expected, given)
+        for name, error in self._apart("weight").items():
+            errors[name] = max(errors.get(name, 0.0), error)
+        line = self.index.lines.get("step", "")
+        found = []
+        for name in sorted(errors, key=self._order):
+            module = name.rpartition(".")[0]
+            found += self._beyond(f"weight/{name}", errors[name], "update", module, name, line)
+        return found
+
+    def _buffers(self) -> list[ScriptDifference]:
+        expected = self.expected.below("buffer")
+        found = []
+        for files in self._files:
+            given = files.below("buffer")
+            # A stage of a pipeline holds the buffers of its own layers.
+            own: Mapping[str, Tensor | None] = {n: t for n, t in expected.items() if n in given}
+            for name, error in differences(own, given).items():
+                key = f"buffer/{name}"
+                if self.errors.get(key, -1.0) >= error:
+                    continue
+                module = name.rpartition(".")[0]
+                line = self._line_of(module)
+                found += self._beyond(key, error, "buffers", module, name, line)
+        return found
+
+    def _gradients(
+        self, tensors: dict[str, Tensor], step: StepRecord
+    ) -> Mapping[str, Tensor | None]:
+        return {**dict.fromkeys(step.gradients), **tensors}
+
+    def _apart(self, kind: str) -> dict[str, float]:
+        """Return how far other ranks' values lie from rank 0's, by name."""
+        apart: dict[str, float] = {}
+        first = self.index.digests
+        for other in self.ranks[1:]:
+            for key, (norm, projection) in other.digests.items():
+                if not key.startswith(f"{kind}/") or key not in first:
+                    continue
+                distance = max(abs(norm - first[key][0]), abs(projection - first[key][1]))
+                size = max(abs(norm), abs(first[key][0]), 1e-300)
+                name = key.removeprefix(f"{kind}/")
+                apart[name] = max(apart.get(name, 0.0), distance / size)
+        return apart
+
+    def apart(self) -> dict[str, float]:
+        """Return how far gradients of ranks lie apart, where that is beyond the tolerance."""
+        return {
+            name: error
+            for name, error in self._apart("gradient").items()
+            if not error <= self._tolerances.of(self.step, f"gradient/{name}")
+        }
+
+    def depends_on_rows(self, buffer: str) -> bool:
+        """Return True if a buffer differs between ranks, or was updated in several passes."""
+        key = f"buffer/{buffer}"
+        values = [files[key] for files in self._files if key in files]
+        if any(not values[0].equal(value) for value in values[1:]):
+            return True
+        module = buffer.rpartition(".")[0]
+        once = sum(call.module == module for call in self.calls)
+        return any(sum(c.module == module for c in step.calls) > once for step in self.ranks)
+
+    def _order(self, name: str) -> int:
+        """Return when a parameter's module ended last; modules that were not called come first."""
+        module = name
+        while module:
+            module = module.rpartition(".")[0]
+            if module in self._last_call:
+                return self._last_call[module]
+        return -1
+
+    def _line_of(self, module: str) -> str:
+        index = self._last_call.get(module)
+        return "" if index is None else self.calls[index].line
+
+    def _beyond(
+        self,
+        key: str,
+        error: float,
+        phase: Phase,
+        module: str | None,
+        parameter: str | None,
+        line: str,
+    ) -> list[ScriptDifference]:
+        error = math.inf if math.isnan(error) else error
+        self.errors[key] = max(error, self.errors.get(key, 0.0))
+        allowed = self._tolerances.of(self.step, key)
+        if error <= allowed:
+            return []
+        return [ScriptDifference(self.step, phase, module, parameter, error, allowed, line)]

@@ -1,0 +1,13 @@
+"""All tests of this folder are marked `gpu`; see `gpu_worlds.py` for the device they run on."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)

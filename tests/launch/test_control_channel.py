@@ -1,0 +1,164 @@
+"""The control socket of a run: its permissions, its requests, and its removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch import control_channel
+from shoal.launch.control_channel import (
+    MAX_CALLERS,
+    MAX_LINE_BYTES,
+    NAME,
+    ControlConnection,
+    ControlServer,
+    request,
+    short_name,
+)
+
+
+@contextmanager
+def open_server(folder: Path) -> Iterator[ControlServer]:
+    with ControlServer(folder, ".") as server:
+        assert server.open() == ""
+        yield server
+
+
+def connected(folder: Path) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX)
+    caller.settimeout(10)
+    with short_name(folder / NAME) as name:
+        caller.connect(name)
+    return caller
+
+
+def next_requests(server: ControlServer) -> list[tuple[ControlConnection, dict]]:
+    """Wait for an event, and return the requests that have arrived."""
+    select.select(server.sources, [], [], 10)
+    return server.accept_requests()
+
+
+def test_only_the_owner_may_use_it_and_it_is_removed_at_the_end(tmp_path):
+    before = os.umask(0)
+    try:
+        with open_server(tmp_path):
+            assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
+            assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_waits_until_the_run_has_claimed_the_directory(tmp_path):
+    with ControlServer(tmp_path / "run", "config.yaml") as server:
+        assert not server.is_due
+        (tmp_path / "run").mkdir()
+        assert not server.is_due
+        assert server.sources == server.accept_requests() == []
+        (tmp_path / "run/config.yaml").touch()
+        assert server.is_due
+        assert server.open() == ""
+        assert not server.is_due
+        connected(tmp_path / "run").close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_request_is_answered_in_lines(tmp_path):
+    with open_server(tmp_path) as server, connected(tmp_path) as command:
+        command.sendall(b'{"scale"')
+        assert next_requests(server) == []
+        command.sendall(b": 3}\n")
+        ((caller, request),) = next_requests(server)
+        assert request == {"scale": 3}
+        caller.send(stopping=2)
+        caller.send(step=7)
+        caller.close()
+        assert [json.loads(line) for line in command.makefile()] == [{"stopping": 2}, {"step": 7}]
+        assert len(server.sources) == 1
+
+
+@pytest.mark.parametrize(
+    "line", [b"\n", b"scale 3\n", b"[3]\n", b"\xff\xfe\n", b"x" * (MAX_LINE_BYTES + 1)]
+)
+def test_a_malformed_request_is_refused_and_the_next_is_read(tmp_path, line):
+    with open_server(tmp_path) as server:
+        with connected(tmp_path) as command:
+            command.sendall(line)
+            while not select.select([command], [], [], 0)[0]:
+                assert next_requests(server) == []
+            assert len(server.sources) == 1
+            assert "this is no request" in json.loads(command.makefile().readline())["refused"]
+        with connected(tmp_path) as command:
+            command.sendall(b"{}\n")
+            ((caller, _),) = next_requests(server)
+            caller.close()
+
+
+def test_a_closed_connection_is_forgotten(tmp_path):
+    with open_server(tmp_path) as server:
+        connected(tmp_path).close()
+        assert next_requests(server) == []
+        assert len(server.sources) == 1
+
+
+def test_the_number_of_connections_is_limited(tmp_path):
+    with open_server(tmp_path) as server:
+        callers = []
+        for _ in range(MAX_CALLERS + 1):
+            callers.append(connected(tmp_path))
+            server.accept_requests()
+        assert len(server.sources) == 1 + MAX_CALLERS
+        assert callers[-1].recv(1) == b""
+        turned_away = threading.Thread(target=next_requests, args=(server,))
+        turned_away.start()
+        with pytest.raises(LaunchError, match="has hung up: it has ended, or too many call it"):
+            list(request(tmp_path, scale=2))
+        turned_away.join()
+        for caller in callers:
+            caller.close()
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    directory = tmp_path.joinpath(*["a directory with a long name"] * 6)
+    directory.mkdir(parents=True)
+    assert len(str(directory)) > control_channel.MAX_NAME_BYTES
+    return directory
+
+
+def test_the_directory_may_have_any_length(deep):
+    with open_server(deep), connected(deep):
+        assert (deep / NAME).is_socket()
+    assert list(deep.iterdir()) == []
+
+
+def test_without_a_short_name_the_run_goes_on_without_a_socket(deep, monkeypatch):
+    monkeypatch.setattr(control_channel.sys, "platform", "darwin")
+    with ControlServer(deep, ".") as server:
+        assert "more than 103 bytes" in server.open()
+        assert not server.is_due
+        assert server.sources == server.accept_requests() == []
+
+
+def test_only_the_socket_of_a_killed_launcher_is_replaced(tmp_path):
+    with socket.socket(socket.AF_UNIX) as dead, short_name(tmp_path / NAME) as name:
+        dead.bind(name)
+    with open_server(tmp_path):
+        with ControlServer(tmp_path, ".") as second:
+            assert second.open() == "another launcher listens there"
+        with connected(tmp_path):
+            pass
+    (tmp_path / NAME).write_text("precious")
+    with ControlServer(tmp_path, ".") as third:
+        assert "is in the way" in third.open()
+    assert (tmp_path / NAME).read_text() == "precious"

@@ -1,0 +1,118 @@
+"""`shoal.verify_script`: loops of users, unchanged, on real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.cli import main
+from shoal.errors import LaunchError, UsageError
+from shoal.verification.script.script_report import ScriptReport
+
+SCRIPTS = Path(__file__).parent / "verified_scripts"
+LOOP, DDP = SCRIPTS / "shoal_loop.py", SCRIPTS / "ddp_loop.py"
+
+
+def verified(kind: str, precision: str = "fp64") -> ScriptReport:
+    return shoal.verify_script(DDP, [kind], ranks=2, precision=precision)
+
+
+def exit_status(*words: str) -> object:
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *words])
+    return end.value.code
+
+
+def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device() -> None:
+    report = shoal.verify_script(LOOP, ranks=2, strategy="ddp")
+    assert report.verdict == "exact"
+    assert report.exit_code == 0
+    assert report.largest is not None
+    assert report.largest < 1e-12
+    assert [name for name, _, _ in report.layers][:3] == [
+        "embedding",
+        "blocks.0.norm",
+        "blocks.0.up",
+    ]
+
+
+def test_a_scale_planted_in_a_loop_without_shoal_is_named_with_the_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    figure = tmp_path / "layers.png"
+    words = [str(DDP), "-n", "2", "--steps", "2", "--json", "--plot", str(figure), "--", "one"]
+    assert exit_status(*words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "differs"
+    assert found["first"]["what"] == "step 1, backward, head.bias"
+    assert found["first"]["line"] == "ddp_loop.py:26"
+    assert found["cause"]["kind"] == "scale"
+    assert found["cause"]["factor"] == pytest.approx(2)
+    assert figure.stat().st_size > 1000
+
+
+def test_a_script_that_cannot_be_compared_is_an_error_with_its_cause(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UsageError, match=r"there is no script missing\.py"):
+        shoal.verify_script("missing.py")
+    assert exit_status(str(LOOP), "--train.epochs", "3") == 2
+    assert "The script's own words come after --" in capsys.readouterr().err
+    assert exit_status("digits", "--keep", "here") == 2
+    assert "only for a script" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="without a step of an optimizer"):
+        shoal.verify_script(DDP, ["idle"], ranks=1)
+    with pytest.raises(LaunchError, match="ValueError: planted"):
+        shoal.verify_script(DDP, ["crash"], ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor=2", "pipeline=2", "server=1"])
+def test_a_loop_on_shoal_is_exact_under(strategy: str) -> None:
+    report = shoal.verify_script(LOOP, ranks=2, strategy=strategy)
+    assert report.verdict == "exact", str(report)
+    assert any(error is not None for _, error, _ in report.layers)
+
+
+@pytest.mark.slow
+def test_strategies_that_do_not_step_together_differ_by_design() -> None:
+    report = shoal.verify_script(LOOP, ranks=2, strategy="local=2", steps=4)
+    assert report.verdict == "differs by design", str(report)
+    assert report.cause.kind == "own steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["right", "sharded", "rate"])
+def test_a_right_loop_without_shoal_is_exact(kind: str) -> None:
+    report = verified(kind)
+    assert report.verdict == "exact", str(report)
+    assert any("dropout is off" in note for note in report.notes)
+    assert any("learning rate depends" in note for note in report.notes) == (kind == "rate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("mean of means", "weights of samples"),
+        ("scale", "scale"),
+        ("past the wrapper", "missing reduction"),
+        ("apart", "ranks apart"),
+    ],
+)
+def test_an_error_in_a_loop_without_shoal_is_classified(
+    kind: str, cause: str, precision: str
+) -> None:
+    report = verified(kind, precision)
+    assert (report.verdict, report.cause.kind) == ("differs", cause), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2"])
+def test_low_precision_has_tolerances_of_its_own(strategy: str) -> None:
+    report = shoal.verify_script(LOOP, ranks=2, strategy=strategy, precision="bf16")
+    assert report.verdict == "exact", str(report)
+    assert report.largest is not None
+    assert report.largest > 1e-6
