@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.assembly import shard_like
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.platform.torch_private.kernels import foreach_lerp_
@@ -32,6 +33,16 @@ class Ema:
         self.steps = 0
         self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._average = {name: weight.clone() for name, weight in self._weights.items()}
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Average these from now on: the same parameters, divided among ranks since.
+
+        Tensor and pipeline parallelism divide a model with its first batch.
+        """
+        self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._average = {
+            name: shard_like(self._average[name], weight) for name, weight in self._weights.items()
+        }
 
     def update(self) -> None:
         """Add the present weights to the average. Call it after each optimizer step."""

@@ -97,6 +97,7 @@ class Training:
         self.compute_loss = self.task.compute_loss(self.model)
         self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
         self.directory = Path(job.directory)
+        self._is_divided = False  # a strategy may wait for the first batch
         self._locks: list[IO[str]] = []
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
@@ -182,6 +183,9 @@ class Training:
         self.optimizer.step()
         if self.ema is not None and self.run.finite:
             self.run.wait()  # the average reads the new weights
+            if not self._is_divided:
+                self.ema.follow(self.run.parameters())
+                self._is_divided = True
             self.ema.update()
         self.step += 1
         assert self.run.totals is not None

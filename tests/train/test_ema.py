@@ -1,7 +1,12 @@
+from pathlib import Path
+
 import pytest
+import tiny_jobs
 import torch
+from tiny_jobs import GPT, metrics, tiny
 from torch import nn
 
+from shoal.testing import world
 from shoal.train.ema import Ema
 
 
@@ -48,3 +53,17 @@ def test_state_given_back_continues_the_average() -> None:
     first.update()
     second.update()
     assert torch.equal(first.state()["ema.weight"], second.state()["ema.weight"])
+
+
+def test_an_average_is_divided_with_the_model_that_waits_for_its_first_batch(
+    tmp_path: Path,
+) -> None:
+    settings = {**GPT, "model.options.dropout": 0.0, "train.precision": "fp64", "train.epochs": 1}
+    tiny_jobs.trains(tiny(tmp_path / "one", settings))
+    job = tiny(tmp_path / "cut", settings, strategy="tensor=2,pipeline=2")
+    world.run(4, tiny_jobs.trains, job)
+    one, cut = (
+        [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "validation"]
+        for name in ("one", "cut")
+    )
+    assert cut == pytest.approx(one, rel=1e-10)
