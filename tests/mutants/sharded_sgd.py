@@ -13,7 +13,7 @@ from tests.mutants.peers import Peers
 
 
 class ShardedSGD(torch.optim.Optimizer):
-    """SGD with momentum. Each rank keeps the momenta of its parameters, and broadcasts their values.
+    """SGD with momentum. Each rank keeps the momenta of its parameters, and broadcasts these.
 
     Args: params: of the model. peers: the ranks. All call `step` together.
     """

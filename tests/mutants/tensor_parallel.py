@@ -222,7 +222,7 @@ class SequenceBlock(nn.Module):
 
 
 class SequenceTagger(nn.Module):
-    """The tagger of sequence parallelism: two blocks between which a rank has half of the tokens."""
+    """The tagger of sequence parallelism: between regions a rank has half of the tokens."""
 
     def __init__(self, loop: SequenceParallel) -> None:
         super().__init__()

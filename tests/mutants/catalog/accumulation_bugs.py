@@ -26,7 +26,6 @@ class AverageOfAverages(Accumulating):
     "losses are divided by the micro-batches of all ranks, and then averaged over the ranks",
     module=(OF_LOSS, "head"),
     cause="scale",
-    links=("deepspeedai/DeepSpeed#8152",),
 )
 class DividedByAllMicroBatches(Accumulating):
     def objective(self, batch: Batch, total: Tensor) -> Tensor:

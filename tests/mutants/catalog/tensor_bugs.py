@@ -29,12 +29,31 @@ class BiasBeforeSum(Row):
     "the bias of a row-parallel layer is added on every rank, before the sum",
     module="block.attention.out",
     cause="wrong output",
-    links=("pytorch/torchtitan#4332",),
+    links=("Wenyueh/MinivLLM#80", "huggingface/text-generation-inference#1036"),
 )
 class BiasOnEveryRank(TensorParallel):
     def build(self):
         model = super().build()
         model.block.attention.out.__class__ = BiasBeforeSum
+        return model
+
+
+class BiasInParts(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.bias / self.peers.size
+        return self.leave(F.linear(x, self.peers.mine(self.weight, 1), part))
+
+
+@planted(
+    "each rank adds its part of the bias, which divides the bias' gradient as well",
+    module="block.down",
+    cause="scale",
+    links=("pytorch/torchtitan#4332",),
+)
+class BiasGradientDivided(TensorParallel):
+    def build(self):
+        model = super().build()
+        model.block.down.__class__ = BiasInParts
         return model
 
 
@@ -145,7 +164,6 @@ class SlicesAveraged(TensorParallel):
     "the bias of a replicated layer is added up over the ranks, as if it were sliced",
     module="block.down",
     cause="scale",
-    links=("pytorch/torchtitan#4332",),
 )
 class ReplicatedBiasSummed(TensorParallel):
     def is_partial(self, name: str) -> bool:
@@ -156,7 +174,7 @@ class ReplicatedBiasSummed(TensorParallel):
     "norms in the sequence region: their gradients are not added up over the ranks",
     module="blocks.1.norm",
     cause="missing reduction",
-    links=("NVIDIA/Megatron-LM#1446", "NVIDIA/TransformerEngine#435", "EleutherAI/gpt-neox#1259"),
+    links=("NVIDIA/Megatron-LM#1446", "NVIDIA/TransformerEngine#435"),
 )
 class SequenceNormNotReduced(SequenceParallel):
     def is_partial(self, name: str) -> bool:
@@ -167,6 +185,7 @@ class SequenceNormNotReduced(SequenceParallel):
     "norms in the sequence region: their gradients are averaged over the ranks",
     module="blocks.1.norm",
     cause="scale",
+    links=("EleutherAI/gpt-neox#1259",),
 )
 class SequenceNormAveraged(SequenceParallel):
     def reduce(self) -> None:
