@@ -23,7 +23,7 @@ A message states the fact, the values and the cure. `assert` is kept for our own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -46,6 +46,21 @@ class ConfigError(ShoalError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Sequence[str]]]:
         return type(self), (self.problems,)
+
+
+def problems_of(check: Callable[[], object]) -> list[str]:
+    """Return the problems of the ConfigError that a check raises, if it raises one."""
+    try:
+        check()
+    except ConfigError as error:
+        return [*error.problems]
+    return []
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise ConfigError if there are problems."""
+    if problems:
+        raise ConfigError(problems)
 
 
 class EnvironmentConflict(ShoalError):

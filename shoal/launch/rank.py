@@ -226,8 +226,8 @@ def keep_process_groups_alive() -> None:
 
     When a DistributedDataParallel has the last reference, torch (2.11 to 2.13) waits for Gloo's
     threads while it holds the interpreter lock, and one of them may wait for that lock
-    (pytorch#56297): the rank never ends. Ranks of a fork
-    server start fast, and on them PyTorch's own tutorial stopped in this way in most of its runs.
+    (pytorch#56297): the rank never ends. Ranks of a fork server start fast, and on them PyTorch's
+    own tutorial stopped in this way in most of its runs.
 
     A second call changes nothing.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,3 +71,21 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_private_directory(prefix: str, parent: str | None = None) -> Path:
+    """Make a directory of this user's own, with a new name, where there is a place for it.
+
+    The temporary directory may be full, or removed with all in it while a run trains.
+
+    Args: parent: tried first; then the temporary directory, memory, and the working directory.
+
+    Raises: OSError: there is none.
+    """
+    last = os.getcwd()
+    for place in (parent, None, "/dev/shm"):
+        try:
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        except OSError:
+            continue
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=last))

@@ -8,7 +8,7 @@ in the tensors as they did in earlier batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +66,14 @@ class BatchSizes:
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
-        for source in self._sources():
+        for source in self._sources:
             source.yielded.track(tensor, moved)
 
-    def resolve(self, batch: Any, rows: int | None, ranks: int) -> StepSizes:
+    def resolve(self, batch: Mapping[Any, Any], rows: int | None, ranks: int) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
 
         Args:
-            batch: a nest of tensors; of several arguments a dict.
+            batch: the arguments of `compute_loss` by index or name: nests of tensors.
             rows: as the user has said it; None to find out.
             ranks: ranks of the data axis.
 
@@ -81,48 +81,56 @@ class BatchSizes:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
-        yielding = [source for source in self._sources() if source.share is not None]
+        columns = _columns(batch)
+        yielding = [source for source in self._sources if source.share is not None]
         if rows is None and yielding:
-            share = self._share_of(batch, yielding)
+            share = self._share_of(batch, columns, yielding)
             return StepSizes(share.rows, share.global_rows, is_known=True)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
         # of all ranks are summed with the gradients.
-        rows = _length(batch) if rows is None else rows
+        rows = _length(batch, columns) if rows is None else rows
         # Any number would do until the gradients are divided by the counts, if it is the same on
         # all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
+    @property
     def _sources(self) -> list[BatchSource]:
         return [*self._loaders, self._shared]
 
-    def _share_of(self, batch: Any, loaders: Sequence[BatchSource]) -> BatchShard:
+    def _share_of(
+        self,
+        batch: Mapping[Any, Any],
+        columns: list[Tensor] | None,
+        loaders: Sequence[BatchSource],
+    ) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
-        Args: loaders: those that have yielded batches.
+        Args:
+            columns: as `_columns` returns them.
+            loaders: those that have yielded batches.
         """
-        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
         last = loaders[-1].share
         assert last is not None
+        share, is_certain = last, True
         # If all shares so far have one size, the tensors need not be looked up.
-        if len(set().union(*(loader.yielded.sizes for loader in loaders))) == 1:
-            known = [last]
-        else:
+        if not _have_one_size(loaders):
+            tensors = _with_dims(tensors_in(batch) if columns is None else columns)
             found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
             # Batches of two loaders may have one size.
             known = list({(share.rows, share.global_rows): share for share in found}.values())
-        if len(known) > 1:
-            sizes = " and ".join(str(share.rows) for share in known)
-            raise UsageError(
-                f"forward_backward was given tensors of batches of {sizes} samples at once. Give "
-                "it one."
-            )
-        share = known[0] if known else last
+            if len(known) > 1:
+                sizes = " and ".join(str(share.rows) for share in known)
+                raise UsageError(
+                    f"forward_backward was given tensors of batches of {sizes} samples at once. "
+                    "Give it one."
+                )
+            share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are
         # sure to fit.
-        tensors = [tensor for tensor in row_tensors(batch, share.rows) if tensor.dim()]
-        to_learn = bool(known), share.rows, [tensor.shape for tensor in tensors]
+        in_rows = list(row_tensors(batch, share.rows)) if columns is None else columns
+        to_learn = is_certain, share.rows, [tensor.shape for tensor in in_rows]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
-            self._learn_layout(tensors, max(share.rows, 1), is_certain=bool(known))
+            self._learn_layout(_with_dims(in_rows), max(share.rows, 1), is_certain)
             self._last_learned = to_learn
         return share
 
@@ -166,14 +174,42 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
     )
 
 
-def _length(batch: Any) -> int:
+def _columns(batch: Mapping[Any, Any]) -> list[Tensor] | None:
+    """Return the arguments if all of them are tensors, as in most scripts; else None.
+
+    Nothing has to be searched for then, which would take longer than a small layer.
+    """
+    columns = list(batch.values())
+    for column in columns:
+        if not isinstance(column, Tensor):
+            return None
+    return columns
+
+
+def _with_dims(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that can have a row for each sample."""
+    return [tensor for tensor in tensors if tensor.dim()]
+
+
+def _have_one_size(loaders: Sequence[BatchSource]) -> bool:
+    """Return True if all shares that these have yielded are of one size."""
+    sizes = loaders[0].yielded.sizes
+    if len(loaders) > 1:
+        sizes = sizes.union(*(loader.yielded.sizes for loader in loaders))
+    return len(sizes) == 1
+
+
+def _length(batch: Mapping[Any, Any], columns: list[Tensor] | None) -> int:
     """Return the number of samples that the tensors and lists of a batch agree on."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    tensors = _with_dims(tensors_in(batch) if columns is None else columns)
     if not tensors:
         raise UsageError(
             "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
             "it: run.forward_backward(compute_loss, *batch, rows=8)."
         )
+    length = len(tensors[0])
+    if columns is not None and all(len(tensor) == length for tensor in tensors):
+        return length
     try:
         return rows_of(batch)
     except UsageError:

@@ -15,6 +15,11 @@ from torch.optim import Optimizer
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies.base import LocalModel
 
+_CURE = (
+    "forward_backward(compute_loss, *batch) calls compute_loss(*batch), which returns the loss: "
+    "def compute_loss(x, y): return loss_fn(model(x), y)."
+)
+
 
 def check_on_device(model: nn.Module, device: torch.device) -> None:
     """Raise UsageError for a parameter that is not on `device`."""
@@ -85,6 +90,8 @@ def check_not_scaled(scaled: bool) -> None:
 
 def check_frozen_unchanged(frozen: Mapping[str, nn.Parameter]) -> None:
     """Raise UsageError if a parameter that was frozen in `prepare` is trainable now."""
+    if not frozen:
+        return
     unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
     if unfrozen:
         raise UsageError(
@@ -96,17 +103,14 @@ def check_frozen_unchanged(frozen: Mapping[str, nn.Parameter]) -> None:
 
 def check_compute_loss(compute_loss: Any, args: tuple[Any, ...]) -> None:
     """Raise UsageError if the first argument of `forward_backward` is no function of the batch."""
-    cure = (
-        "forward_backward(compute_loss, *batch) calls compute_loss(*batch), which returns the loss:"
-        " def compute_loss(x, y): return loss_fn(model(x), y)."
-    )
     if isinstance(compute_loss, Tensor):
-        raise UsageError(f"forward_backward was given a loss, and takes a function. {cure}")
+        raise UsageError(f"forward_backward was given a loss, and takes a function. {_CURE}")
     if not callable(compute_loss):
         kind = type(compute_loss).__name__
-        raise UsageError(f"forward_backward was given a {kind}, and takes a function. {cure}")
-    if any(isinstance(argument, nn.Module) for argument in args):
-        raise UsageError(f"forward_backward was given a model in the place of a batch. {cure}")
+        raise UsageError(f"forward_backward was given a {kind}, and takes a function. {_CURE}")
+    for argument in args:
+        if isinstance(argument, nn.Module):
+            raise UsageError(f"forward_backward was given a model in the place of a batch. {_CURE}")
 
 
 def check_step_options(rows: Any, reduction: Any) -> None:

@@ -8,7 +8,6 @@ first: ...
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -40,17 +39,12 @@ class MemoryAdvice:
         self._accumulate = accumulate
         self._mesh = mesh
 
-    @contextmanager
-    def explaining(self, batch: LocalBatch) -> Iterator[None]:
-        """Add the advice to torch's error about memory in this context.
+    def explain(self, error: torch.OutOfMemoryError, batch: LocalBatch) -> None:
+        """Add the advice to torch's error about memory in a step of `batch`.
 
         The error keeps its class, so that a script which catches it still does.
         """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            error.args = (f"{error}\n{self.text(batch.num_samples)}",)
-            raise
+        error.args = (f"{error}\n{self.text(batch.num_samples)}",)
 
     def text(self, samples: int) -> str:
         """Return the advice for a step of `samples` samples on this rank."""

@@ -106,11 +106,14 @@ class NonfiniteSteps:
         check.begin()
         return batch._replace(note_loss=check.losses.append)
 
-    def judge(self, totals: Tensor, earlier: Iterable[Tensor] = ()) -> None:
+    def judge(
+        self, totals: Tensor, numbers: list[float] | None, earlier: Iterable[Tensor] = ()
+    ) -> None:
         """Decide if the gradients of this call may be used. Collective.
 
         Args:
             totals: (TOTALS_LENGTH,), of the step over all ranks that take it together.
+            numbers: the totals as Python's numbers, where they are at hand.
             earlier: gradients of earlier calls before the same step, this call's not added.
 
         Raises: TrainingDiverged: on all ranks that take the step together, if the run is to end.
@@ -120,7 +123,8 @@ class NonfiniteSteps:
         self.steps += 1
         # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
         skip_earlier = self._skip_next and not sums_are_finite(earlier)
-        numbers = totals.tolist()
+        if numbers is None:  # on a GPU this waits for the step
+            numbers = totals.tolist()
         loss_is_finite = math.isfinite(numbers[base.LOSS_SUM]) and math.isfinite(
             numbers[base.COUNT]
         )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
+from shoal.comm.norm import full_tensor
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
@@ -64,6 +65,22 @@ def bind_optimizer(
             if state and name in owned:
                 optimizer.state[owned[name]] = cut_parameter_state(state, old.shape, owned[name])
         group["params"] = [owned[name] for name in names if name in owned]
+
+
+def bind_to_whole(
+    optimizer: Optimizer, groups: list[list[str]], whole: Mapping[str, nn.Parameter]
+) -> None:
+    """Bind an optimizer to whole parameters again, and make its state whole. Collective.
+
+    Args: groups: for each of its groups, the names of its parameters.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    state[key] = full_tensor(value)
+    bind_optimizer(optimizer, groups, whole)
 
 
 def cut_parameter_state(

@@ -4,7 +4,7 @@ prepare(...)                    models, optimizers and loaders are collected
 apply                           strategies replace the models by this rank's piece of them:
                                 in `prepare`, or in the first step if a strategy needs a batch
 prepare(...) again              a new optimizer, a new loader, a frozen model; trained models
-                                and thawed layers where every rank holds whole parameters
+                                and thawed layers under ddp and zero
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.models import as_one_module, is_trained, named_models, trained_names
 from shoal.run.nonfinite_steps import NonfiniteSteps
+from shoal.run.optimizer_binding import bind_to_whole
 from shoal.run.optimizer_groups import group_names, params_of
 from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.preparation import (
@@ -255,9 +256,9 @@ class Prepared:
         for optimizer in self.optimizers:
             if id(optimizer) not in self._stepping:
                 self._stepping.add(id(optimizer))
-                optimizer.register_step_post_hook(lambda *_: self._gather_params())
+                optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self) -> None:
+    def _gather_params(self, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
 
@@ -292,24 +293,30 @@ class Prepared:
         )
 
     def _apply_again(self) -> None:
-        """Apply the strategies anew, where they have left all parameters whole and in place."""
+        """Apply the strategies anew, where they can make all parameters whole again. Collective."""
         if not all(strategy.can_apply_again for strategy in self._strategies):
             raise StrategyRefused(
                 "prepare: other parameters are trained than in the first prepare, and this "
                 "strategy has divided or sent away those of the first. Give all models to the "
                 "first prepare, with all layers trainable that any phase trains, and a learning "
                 "rate of 0 for those that rest; or save with run.save(path) and train the next "
-                "phase in a run of its own; or use ddp."
+                "phase in a run of its own; or use ddp or zero."
             )
         if self.settings.step_in_backward:
             raise StrategyRefused(
                 "prepare: other parameters are trained than in the first prepare, and "
                 "step_in_backward steps the first ones. Use step_in_backward=False."
             )
+        root = as_one_module(self.models)
+        groups = group_names(self.optimizers, root)
         assert self._local_model is not None
+        self._guards.remove()
         self._local_model.outside_step.close()
-        self._root = as_one_module(self.models)
-        self._apply(None, group_names(self.optimizers, self._root))
+        whole = dict(root.named_parameters())
+        for optimizer, names in zip(self.optimizers, groups, strict=True):
+            bind_to_whole(optimizer, names, whole)
+        self._root = root
+        self._apply(None, groups)
 
     def _announce_once(self) -> None:
         if self._is_announced:

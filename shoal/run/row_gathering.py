@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
+from shoal.run.gather_passes import MicrobatchGathering
 from shoal.strategies import base
+from shoal.strategies.transforms.accumulate import accumulated
 from shoal.trial import end_trial
 
 OTHER_WEIGHTS = (
@@ -45,8 +47,10 @@ def check_gather_allowed(
         raise StrategyRefused(STAGES)
     if inside_step and accumulate > 1:
         raise StrategyRefused(
-            f"run.gather couples the samples of a global batch; accumulate={accumulate} would make "
-            f"{accumulate} batches of it. Use accumulate=1."
+            f"run.gather couples the samples of a global batch; accumulate={accumulate} makes "
+            f"{accumulate} batches of it, so all rows are gathered before the step. That was not "
+            "possible: compute_loss must gather in its first step already and must not read from "
+            'an iterator, and draws="global" draws for one batch at a time. Or use accumulate=1.'
         )
 
 
@@ -55,11 +59,13 @@ class RowGathering:
 
     Args:
         accumulate: micro-batches of each rank's local batch.
+        models: the prepared models, which may become more.
     """
 
-    def __init__(self, mesh: Mesh, accumulate: int) -> None:
+    def __init__(self, mesh: Mesh, accumulate: int, models: Sequence[nn.Module]) -> None:
         self._mesh = mesh
         self._accumulate = accumulate
+        self._microbatches = MicrobatchGathering(mesh.data, models)
         self._inside_step = False
         self._evaluates = False
         # The last batch on this rank is a stand-in, which has no rows.
@@ -71,6 +77,9 @@ class RowGathering:
         end_trial()  # which one rank alone may make
         if self._evaluates:
             raise UsageError(EVALUATION)
+        if self._microbatches.is_answering:
+            rows, self._rows = self._microbatches.gather(x)
+            return rows
         check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)
         axis = self._mesh.data
         own = x[:0] if self._stands_in and x.dim() else x
@@ -80,6 +89,19 @@ class RowGathering:
         self._rows = slice(0, 1) if self._stands_in else slice(start, start + len(own))
         return gather_rows(own, axis, counts)
 
+    def before_passes(
+        self, batch: base.LocalBatch, compute_loss: base.ComputeLoss, local_model: base.LocalModel
+    ) -> base.LocalBatch:
+        """Return the batch of a step with micro-batches, after rows were gathered. Collective.
+
+        Args: compute_loss: the user's own function.
+        """
+        if not local_model.strategy_state.is_synchronous or self._mesh.pipeline.size > 1:
+            return batch
+        plain = batch._replace(compute_loss=compute_loss, objection=None)
+        parts = [*accumulated(plain, self._accumulate, local_model, self._mesh)]
+        return self._microbatches.prepare(batch, parts, local_model)
+
     @property
     def rows(self) -> slice:
         """The rows of this rank in the tensor that was gathered last."""
@@ -87,16 +109,15 @@ class RowGathering:
             raise UsageError("run.rows: nothing was gathered yet. Call run.gather(tensor) first.")
         return self._rows
 
-    @contextmanager
-    def step(self, batch: base.LocalBatch) -> Iterator[None]:
-        """Gather rows of `batch` inside, and after it until the next step."""
+    def begin_step(self, batch: base.LocalBatch) -> None:
+        """Gather rows of `batch` from now on, and after `end_step` until the next step."""
         self._stands_in = batch.num_samples == 0
         self._rows = None
         self._inside_step = True
-        try:
-            yield
-        finally:
-            self._inside_step = False
+
+    def end_step(self) -> None:
+        """Gather no longer inside of a step, also after an error in it."""
+        self._inside_step = False
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -5,17 +5,16 @@ Every method that says *Collective* must be called by all ranks, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
-from shoal.errors import DataError, UsageError
-from shoal.run import train_state
+from shoal.errors import UsageError
 from shoal.run.checks import check_compute_loss, check_step_options
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
@@ -26,6 +25,7 @@ from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
+from shoal.run.stateful_run import StatefulRun
 from shoal.run.step_batch import example_of, make_batch
 from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
@@ -35,7 +35,7 @@ from shoal.strategies.remote_optimizer import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 
 
-class Run:
+class Run(StatefulRun):
     """One training run, as one rank sees it. `shoal.init` makes it.
 
     Attributes:
@@ -55,22 +55,19 @@ class Run:
         tracing: Tracing | None = None,
         guards: Guards | None = None,
     ) -> None:
-        self.mesh = mesh
+        guards = guards or Guards(announce=announce)
+        prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing, guards)
+        super().__init__(mesh, prepared, guards, loss_scale)
         self.rank = mesh.rank
         self.world = mesh.size
         self.device = mesh.device
         self.totals: Tensor | None = None
         self._settings = settings
-        self._loss_scale = loss_scale
         self._tracing = tracing
         self._stop_requested = False
-        self._guards = guards or Guards(announce=announce)
-        self._prepared = Prepared(
-            mesh, strategies, settings, loss_scale, announce, tracing, self._guards
-        )
-        self._gathering = RowGathering(mesh, settings.accumulate)
+        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
-        self._trials = StepTrials(self._prepared, self._guards, announce)
+        self._trials = StepTrials(prepared, guards, announce)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -80,8 +77,8 @@ class Run:
         A loader yields this rank's share of every global batch of `loader.batch_size` samples.
 
         It may be called again: with another loader; with a frozen model, such as a teacher; with a
-        new optimizer in the place of one that has the same parameters. Where every rank holds
-        whole parameters (ddp), also after layers were frozen or thawed, and with further models.
+        new optimizer in the place of one that has the same parameters. Under ddp and zero also
+        after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
 
@@ -131,7 +128,9 @@ class Run:
         """
         check_compute_loss(compute_loss, batch)
         check_step_options(rows, reduction)
-        self._local_model()
+        self._prepared.local_model()
+        self._guards.check_weights()
+        is_mean_of_rows = reduction == "rows"
         local_batch = make_batch(
             compute_loss,
             batch,
@@ -141,12 +140,25 @@ class Run:
             rows=rows,
             reduction=reduction,
             stop_requested=self._stop_requested,
+            objection=self._trials.objection if is_mean_of_rows else None,
         )
-        with self._gathering.step(local_batch), self._memory.explaining(local_batch):
-            if reduction == "rows":
+        self._gathering.begin_step(local_batch)
+        try:
+            if is_mean_of_rows:
                 local_batch = self._trials.before_step(local_batch)
-            output = self._step_of(local_batch).forward_backward(local_batch)
-            self._trials.after_step(output.totals)
+            step = self._step_of(local_batch)
+            if self._settings.accumulate > 1 and self._settings.draws == "rank":
+                with self._prepared.in_step():
+                    local_batch = self._gathering.before_passes(
+                        local_batch, compute_loss, self._prepared.local_model()
+                    )
+            output = step.forward_backward(local_batch)
+            self._trials.after_step(output)
+        except torch.OutOfMemoryError as error:
+            self._memory.explain(error, local_batch)
+            raise
+        finally:
+            self._gathering.end_step()
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
@@ -211,24 +223,6 @@ class Run:
             )
         return gather_gradients(local_model)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the full model's `state_dict`, under the model's own names. Collective.
-
-        Buffers are those of rank 0, as in the file that `save` writes.
-        """
-        local_model = self._local_model()
-        self.synchronize()
-        self.mesh.data.broadcast_buffers(local_model.module)
-        return train_state.full_state_dict(local_model)
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, under the full model's names. Shards are DTensors."""
-        local_model = self._local_model()
-        return {
-            local_model.pipeline.tied_names.get(name, name): parameter
-            for name, parameter in local_model.module.named_parameters()
-        }
-
     def report(self) -> list[str]:
         """Return lines for the end of a run, such as the staleness that servers have measured."""
         return self._local_model().strategy_state.report()
@@ -251,24 +245,6 @@ class Run:
         `diloco` and servers with staleness it is about this rank alone.
         """
         return self._prepared.nonfinite_steps.is_finite
-
-    def wait(self) -> None:
-        """Wait until this rank holds the weights of the last step, before you read parameters.
-
-        The model's next forward pass waits by itself. Only parameter servers leave work behind.
-        """
-        self._local_model().strategy_state.wait()
-
-    def synchronize(self) -> bool:
-        """Wait until all ranks hold the same weights, those of all steps. Collective.
-
-        Weights differ between ranks between the steps of parameter servers with staleness, and
-        between the averaging steps of `local` and `diloco`. `evaluate`, `save`, `state` and
-        `weights` call this first.
-
-        Returns: True if the weights differed.
-        """
-        return self._local_model().strategy_state.synchronize()
 
     def check_replicas(self) -> list[str]:
         """Compare the bits of weights and optimizer state on ranks that hold the same. Collective.
@@ -355,16 +331,6 @@ class Run:
         """
         return self.totals is not None and bool(self.totals[base.STOP] > 0)
 
-    def save(self, path: str | Path) -> None:
-        """Write the full model's `state_dict`, as `torch.save` does. Collective.
-
-        The file has the model's own names, and is replaced in one piece or not at all. Read it with
-        `torch.load(path, weights_only=True)`.
-        """
-        local_model = self._local_model()
-        self.synchronize()
-        train_state.save_model(local_model, self.mesh, path)
-
     def outside_step(self, doing: str) -> AbstractContextManager[None]:
         """Return a context for work that belongs to no step, such as a save of your own.
 
@@ -376,74 +342,6 @@ class Run:
         """Write the steps traced so far, if the run ends within the traced window. Collective."""
         if self._tracing is not None:
             self._tracing.finish()
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
-        """Return all that the rest of the run depends on: (tensors, info, private). Collective.
-
-        `tensors` are the same on every rank, `info` consists of JSON values, `private`
-        is this rank's random state. After `load_state` the run goes on bit for bit at the same
-        number of ranks.
-
-        Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
-            `nonfinite="ignore"`.
-        """
-        resumable = self._train_state()
-        self.synchronize()
-        self._prepared.nonfinite_steps.check_weights()
-        return resumable.state()
-
-    def layout_of(self) -> Callable[[str], Tensor | None]:
-        """Return a function from a name in `state`'s tensors to this rank's tensor, or None.
-
-        From it, `Checkpoints.load` knows which shard of a tensor this rank needs to read.
-        """
-        return train_state.layout_of(self._local_model())
-
-    def load_state(
-        self,
-        tensors: Mapping[str, Tensor],
-        info: Mapping[str, Any],
-        private: Mapping[str, Tensor],
-        accept_data: bool = False,
-    ) -> list[str]:
-        """Load what `state` returned. Collective; call it after `prepare`.
-
-        Args:
-            private: this rank's own; empty if the number of ranks has changed.
-            accept_data: go on although the data set has shrunk, grown or changed. The position in
-                the epoch stays the same number of samples.
-
-        Returns: sentences about data that has changed, and about state that was lost with a change
-            of the number of ranks.
-
-        Raises: DataError: the data set of a prepared loader is not the one of the saved run.
-        """
-        resumable = self._train_state()
-        train_state.check_complete(info)
-        change = resumable.check_data(info)
-        if change and not accept_data:
-            raise DataError(
-                f"{change}. Some samples of the epoch would come twice, and others never. Restore "
-                "the data, begin a new run, or accept it: run.load_state(..., accept_data=True), "
-                "--train.accept_data changed."
-            )
-        self.wait()
-        notes = resumable.load(tensors, info, private)
-        self._guards.accept_weights()
-        return [f"{change}; accepted", *notes] if change else notes
-
-    def _train_state(self) -> train_state.TrainState:
-        local_model, prepared = self._local_model(), self._prepared
-        if not prepared.optimizers:
-            raise UsageError("state: no optimizer was prepared, so there is no training state.")
-        return train_state.TrainState(
-            local_model, prepared.optimizers, prepared.loaders, self._loss_scale, self.mesh
-        )
-
-    def _local_model(self) -> base.LocalModel:
-        local_model = self._prepared.local_model()
-        self._guards.check_weights()
-        return local_model
 
     def _check_has_gradients(self, call: str, reason: str) -> None:
         """Raise UsageError if gradients are stepped and freed in the backward pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,15 +32,18 @@ def make_batch(
     rows: int | None,
     reduction: str,
     stop_requested: bool,
+    objection: Callable[[], int] | None,
 ) -> base.LocalBatch:
     """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
     # A dict: the arguments are no list of samples, though there may be as many.
-    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    found = sizes.resolve(arguments, rows, mesh.data.size)
+    arguments: dict[Any, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
+    data = mesh.data
+    found = sizes.resolve(arguments, rows, data.size)
     weight = None
     if reduction == "ranks":
         # Each rank with samples counts alike, however many it has.
-        ranks = min(mesh.data.size, found.global_rows)
+        ranks = min(data.size, found.global_rows)
         weight = found.global_rows / (ranks * max(found.rows, 1))
     return base.LocalBatch(
         compute_loss,
@@ -51,7 +54,8 @@ def make_batch(
         stop_requested=stop_requested,
         loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
-        first_row=row_window(found.global_rows, mesh.data.rank, mesh.data.size).start,
+        objection=objection,
+        first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from torch import Tensor
-
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
+from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
 
@@ -24,6 +23,9 @@ class StepTrials:
 
     Args:
         announce: prints a note, on one rank of all.
+
+    Attributes:
+        objection: returns 1 if this rank objects to the loss; None if nothing is tried.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
@@ -31,27 +33,34 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
+        self.objection = self._objection if guards.enabled else None
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
-        with self._guards.in_step(), ExitStack() as stack:
+        with ExitStack() as stack:
             if self._trial is None:
+                stack.enter_context(self._guards.in_step())
                 self._trial = self._make(stack.enter_context(self._whole_models()))
-            trial = self._trial
-            watched: base.LocalBatch = trial.before_step(batch)
-        return watched._replace(objection=lambda: trial.objection)
+            if not self._trial.is_due(batch):
+                return batch
+            stack.enter_context(self._guards.in_step())
+            watched: base.LocalBatch = self._trial.begin(batch)
+        return watched
 
-    def after_step(self, totals: Tensor) -> None:
-        """Raise UsageError on all ranks if one of them objects to the loss.
-
-        Args: totals: (TOTALS_LENGTH,), of the step over all ranks.
-        """
+    def after_step(self, output: StepOutput) -> None:
+        """Raise UsageError on all ranks if one of them objects to the loss."""
         trial = self._trial
-        # On a GPU a look at the totals waits for the step, so it is taken in some steps only.
-        if trial is not None and (totals.device.type == "cpu" or trial.is_scheduled):
-            trial.after_step(round(totals[base.OBJECTIONS].item()))
+        if trial is None:
+            return
+        if output.numbers is not None:
+            trial.after_step(round(output.numbers[base.OBJECTIONS]))
+        elif trial.is_scheduled:  # a look at the totals waits for the step, so it is taken in few
+            trial.after_step(round(output.totals[base.OBJECTIONS].item()))
+
+    def _objection(self) -> int:
+        return 0 if self._trial is None else self._trial.objection
 
     def _whole_models(self) -> AbstractContextManager[bool]:
         """Return a context that yields True if this rank can run the models alone in it.

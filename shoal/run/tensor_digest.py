@@ -19,7 +19,7 @@ from shoal.comm.norm import to_local
 ROW = 4096
 """Values of eight bytes that one sum adds up."""
 MULTIPLIER = 6364136223846793005
-"""Of the linear congruential generator of Knuth's MMIX, mod 2^64: the factors are its powers."""
+"""The multiplier of Knuth's MMIX, a linear congruential generator; factors are its powers."""
 
 
 def tensor_digest(tensor: Tensor) -> Tensor:

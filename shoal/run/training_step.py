@@ -6,8 +6,8 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,22 +20,9 @@ from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.random_notes import noting_draws
+from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
-
-
-class StepOutput(NamedTuple):
-    """The result of a step for the training loop.
-
-    Attributes:
-        loss: the global mean loss, a detached scalar.
-        extra: values beside the loss, for this rank's samples; None if there are none.
-        totals: (TOTALS_LENGTH,), of the step over all ranks.
-    """
-
-    loss: Tensor
-    extra: Any
-    totals: Tensor
 
 
 class FirstStepNotes(NamedTuple):
@@ -85,36 +72,37 @@ class TrainingStep:
         self._tracing = tracing
         self._notes = notes
         self._has_stepped = False
+        # The sum over ranks for counts; None where each rank steps by itself.
+        synchronous = mesh.data.size > 1 and local_model.strategy_state.is_synchronous
+        self._sum_counts = mesh.data.all_reduce if synchronous else None
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
         """Leave the global mean gradients in `.grad`. Collective."""
         self._guards.before_step()
         if self.optimizer_in_backward is not None:
             batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
-        batch = batch._replace(sum_counts=self._sum_counts())
+        if self._sum_counts is not None:
+            batch = batch._replace(sum_counts=self._sum_counts)
         batch = self._nonfinite_steps.begin(batch)
         result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
             self._has_stepped = True
-        local_step.rescale_by_count(self._local_model, result, batch.global_batch_size)
+        totals = result.step_totals
+        numbers = numbers_at_hand(totals)
+        divisor = local_step.loss_divisor(result, batch.global_batch_size, numbers)
+        if result.is_sum_and_count:
+            local_step.rescale_by_count(self._local_model, batch.global_batch_size, divisor)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
-        self._nonfinite_steps.judge(result.step_totals, earlier.values())
+        self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
-        totals = result.step_totals
         extra = extras.join(result.extras, totals) if result.extras else None
-        loss = _mean_loss(result, batch.global_batch_size)
+        output = StepOutput(totals[base.LOSS_SUM] / divisor, extra, totals, numbers)
+        # The loss scale of fp16 looks for overflows, and skips steps.
         is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
-        self._guards.after_step(None if is_judged else loss)
-        return StepOutput(loss, extra, totals)
-
-    def _sum_counts(self) -> Any:
-        """Return the sum over ranks for counts, or None where each rank steps by itself."""
-        state = self._local_model.strategy_state
-        if self._mesh.data.size == 1 or not state.is_synchronous:
-            return None
-        return self._mesh.data.all_reduce
+        self._guards.after_step(output, looks_at_loss=not is_judged)
+        return output
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -134,25 +122,17 @@ class TrainingStep:
         self, batch: base.LocalBatch
     ) -> tuple[base.StepResult, dict[nn.Parameter, Tensor]]:
         """Run all passes of a batch. Return their result, and the gradients of earlier calls."""
-        earlier: dict[nn.Parameter, Tensor] = {}
-        stepping: AbstractContextManager[None] = nullcontext()
-        if self.optimizer_in_backward is None:
-            earlier = detach_gradients(self._local_model)
-        else:
-            stepping = self.optimizer_in_backward.stepping()
-        noting = nullcontext() if self._has_stepped else self._noting()
-        with self._guards.in_step(), stepping, noting:
-            if self._tracing is None:
-                result = local_step.forward_backward(self._local_model, batch)
-            else:
-                result = self._tracing.run_passes(self._local_model, batch)
-        return result, earlier
+        if self.optimizer_in_backward is not None:
+            with self._guards.in_step(), self.optimizer_in_backward.stepping(), self._noting():
+                return self._compute(batch), {}
+        earlier = detach_gradients(self._local_model)
+        if self._has_stepped:
+            with self._guards.in_step():
+                return self._compute(batch), earlier
+        with self._guards.in_step(), self._noting():
+            return self._compute(batch), earlier
 
-
-def _mean_loss(result: base.StepResult, global_batch_size: int) -> Tensor:
-    """Return the global mean loss, a scalar."""
-    totals = result.step_totals
-    if result.is_sum_and_count:
-        return totals[base.LOSS_SUM] / local_step.count_or_one(totals)
-    divisor = local_step.cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
-    return totals[base.LOSS_SUM] / divisor
+    def _compute(self, batch: base.LocalBatch) -> base.StepResult:
+        if self._tracing is not None:
+            return self._tracing.run_passes(self._local_model, batch)
+        return local_step.forward_backward(self._local_model, batch)

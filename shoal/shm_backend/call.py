@@ -24,6 +24,7 @@ KINDS = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
+    "gloo",
 )
 OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 MAX_RANKS = 1 << 10
@@ -61,6 +62,8 @@ class CallSignature(NamedTuple):
         """Describe this call for error messages, such as `all_reduce(1,000 x float32, sum)`."""
         if self.kind == "barrier":
             return "barrier()"
+        if self.kind == "gloo":
+            return f"a collective of {self.dtype} that Gloo makes"
         arguments = [str(self.dtype)]
         if self.length:
             arguments = [f"{self.length:,} x {str(self.dtype).removeprefix('torch.')}"]

@@ -235,14 +235,22 @@ class CallQueue:
                 self._turn.release()
         return self._enqueue(job, is_sync, has_turn=True)
 
-    def close(self) -> None:
-        """Refuse new calls, and finish those that were made if other ranks come within GRACE_S."""
+    def close(self) -> bool:
+        """Refuse new calls, and finish those that were made if other ranks come within GRACE_S.
+
+        Returns: False if the thread still runs, because it is the caller.
+        """
         self._waiter.set_deadline(GRACE_S)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
+            if self._thread is threading.current_thread():
+                return False
             self._thread.join()
+        if self.error is None:
+            self.error = CollectiveFailed("the group was destroyed.")
+        return True
 
     def _enqueue(self, job: QueuedCall, is_sync: bool, has_turn: bool = False) -> Work:
         """Leave a call to the thread.
@@ -318,6 +326,8 @@ class CallQueue:
             self._board.fail(str(error) or repr(error))
 
     def _repeat_error(self) -> CollectiveFailed:
+        if self._closed:
+            return CollectiveFailed(f"this group cannot be used any more: {self.error}")
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
 

@@ -63,6 +63,8 @@ def exchange_slices(
         read: reads a slice from a slot; None if this rank needs nothing.
         root: the rank that must have published before a later read; None for all ranks.
     """
+    if board.size == 1:
+        return
     first = board.phase + 1
     for index in range(count + 1):
         if index < count:
@@ -87,6 +89,8 @@ def barrier(board: PhaseBoard) -> Steps:
 
 def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """Reduce `tensor` over all ranks in the order of ranks, in place."""
+    if board.size == 1:
+        return ()
     if tensor.nbytes * (board.size - 2) > ONE_PASS_BYTES:
         return all_reduce_in_two_passes(board, tensor, operation)
     return all_reduce_in_one_pass(board, tensor, operation)
@@ -189,6 +193,8 @@ def reduce_scatter(
     `tensor` may be this rank's row itself.
     """
     rank = board.rank
+    if board.size == 1:
+        tensor.copy_(rows[0])
     bounds = row_bounds(tensor, board.size)
     # Ranks 0 and 1 read their values from their row and not from their slot. On later ranks the
     # result could overwrite the row before the turn of its values in the order of ranks.

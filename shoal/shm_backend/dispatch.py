@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from shoal.platform.tensors import DTYPES
 from shoal.platform.torch_private.c10d import backend_for
+from shoal.shm_backend import collectives
+from shoal.shm_backend.announced_work import AnnouncedWork
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.inter_host import InterHost
@@ -92,6 +94,13 @@ class CollectiveDispatch(Base):
                 tensor.dtype in DTYPES if operation is None else can_reduce(tensor.dtype, operation)
             )
         )
+
+    def _takes(self, tensors: Sequence[Tensor], root: int) -> bool:
+        """Return True for one tensor and a root in the group.
+
+        Other calls go to Gloo, whose error says what is wrong with them.
+        """
+        return len(tensors) == 1 and 0 <= root < self.size()
 
     def _all_same_size(self, tensor: Tensor, rows: Sequence[Tensor]) -> bool:
         """Return True if there is a row with the length and dtype of `tensor` for each rank.
@@ -185,12 +194,30 @@ class CollectiveDispatch(Base):
             )
         # The backend is asked directly: the base class would call this method again.
         backend = backend_for(self, tensors[0].device if tensors else torch.device("cpu"))
-        call: Callable[[], Work] = partial(getattr(backend, name), *args)
+        call: Callable[[], Work] = partial(self._announced, getattr(backend, name), tensors, args)
         if self.recorder is None:
             return call()
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         flight = self._trace_start(self.recorder, name, size_bytes, args)
         return trace_work(self.recorder, flight, call, has_future=True)
+
+    def _announced(
+        self, start: Callable[..., Work], tensors: Sequence[Tensor], args: tuple[Any, ...]
+    ) -> Work:
+        """Start a call of Gloo, and show the other ranks of the host that Gloo makes it.
+
+        A rank whose call is in shared memory would wait in vain for this one.
+        """
+        work = start(*args)
+        if self._queue is None or self._inter_host is not None or not tensors:
+            return work
+        if not tensors[0].is_cpu:
+            return work
+        dtype = tensors[0].dtype
+        signature = CallSignature("gloo", dtype if dtype in DTYPES else torch.uint8)
+        steps = partial(collectives.barrier, self._board)
+        shown = self._queue.call(signature, signature.encoded, steps, (), args[-1])
+        return work if shown.is_completed() else AnnouncedWork(work, shown)
 
     def _fall_back_each(
         self, name: str, tensors: Sequence[Tensor], calls: list[tuple[Any, ...]]

@@ -16,6 +16,7 @@ from shoal.platform.torch_private.c10d import Options, add_backend, timeout_of
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
+from shoal.shm_backend.direct_forms import with_direct_forms
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.messages import Messages
@@ -65,7 +66,8 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._label = label
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
-        self._gloo = gloo
+        # Without the group in it: the waiter would keep the group alive.
+        self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._signatures = {}
         self._fast_paths = {}
@@ -96,7 +98,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._board = self._join_board(host_ranks, topology.memory, topology.attached)
         # With more ranks than cores, spinning would take the core from the rank that is late.
         spin_s = SPIN_S if len(host_ranks) <= len(os.sched_getaffinity(0)) else 0.0
-        if topology.compiled and len(host_ranks) <= MAX_NATIVE_RANKS:
+        if topology.compiled and 1 < len(host_ranks) <= MAX_NATIVE_RANKS:
             self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:
             self._inter_host = InterHost(store, topology.hosts, self.rank(), timeout)
@@ -113,10 +115,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         peers = {host_ranks.index(rank): segment for rank, segment in attached.items()}
         names = [self._ranks[rank] for rank in host_ranks]
         return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names)
-
-    def _timeout_s(self) -> float:
-        """Return the present timeout. torch changes that of the Gloo backend, which it knows."""
-        return timeout_of(self._gloo).total_seconds()
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"
@@ -137,8 +135,8 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         """True if all ranks of the group use one phase board."""
         return self._queue is not None and self._inter_host is None
 
-    def barrier(self, opts: Any = None) -> Work:
-        opts = opts or Options.BarrierOptions()
+    @with_direct_forms(Options.BarrierOptions, {})
+    def barrier(self, opts: Any) -> Work:
         if not self.on_one_host:
             return self._fall_back_to_gloo("barrier", (), opts)
         call = self._signatures.setdefault(
@@ -148,8 +146,11 @@ class ShoalGroup(Reductions, MovementOps, Messages):
 
     def shutdown(self) -> None:
         """Finish the calls that have been made, and leave the group."""
-        if self._queue is not None:
-            self._queue.close()
+        if self._queue is not None and self._queue.close():
+            # Later calls are refused, so nothing reads this memory any more.
+            self._native_calls = None
+            self._fast_paths.clear()
+            self._board.close()
         if self._peers is not None:
             self._peers.close()
         super().shutdown()
@@ -159,10 +160,11 @@ def _unsupported_reason(topology: Topology, size: int) -> str:
     """Return why Gloo must make all calls; an empty string if shared memory can be used."""
     if topology.reason:
         return topology.reason
-    if size == 1 or size > MAX_RANKS:
+    if size > MAX_RANKS:
         return f"{size} ranks"
     # Between hosts each rank works with the rank of the same index on the other hosts.
-    if len({len(ranks) for ranks in topology.hosts}) > 1 or len(topology.hosts) == size:
+    uneven = len({len(ranks) for ranks in topology.hosts}) > 1
+    if len(topology.hosts) > 1 and (uneven or len(topology.hosts) == size):
         counts = ", ".join(str(len(ranks)) for ranks in topology.hosts)
         return f"{counts} ranks on {len(topology.hosts)} hosts"
     return ""

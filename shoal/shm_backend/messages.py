@@ -120,7 +120,7 @@ class Messages(CollectiveDispatch):
             state = f" (process {self._peers.pids[index]}), which {self._peers.state(index)}"
         return (
             f"{waited} for rank {self._ranks[message.peer]}{state}. Every send needs its recv, "
-            "with the same tag; a rank that computes for longer needs a longer timeout= in "
+            "with the same tag; a rank that computes for longer needs a longer timeout in "
             "init_process_group."
         )
 

@@ -7,6 +7,7 @@ it flattens tensors, and gives the steps of `collectives.py` to `_run`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.platform.torch_private.c10d import ALL_GATHER_FLAT, Options
 from shoal.shm_backend import collectives
+from shoal.shm_backend.direct_forms import make_options, with_direct_forms
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
 
@@ -22,8 +24,9 @@ from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
 class MovementOps(CollectiveDispatch):
     """broadcast, all_gather, gather, scatter, all_to_all."""
 
+    @with_direct_forms(Options.BroadcastOptions, {"tensors": 1}, ("root", "timeout"))
     def broadcast(self, tensors: Any, opts: Any) -> Work:
-        if not self._supports(tensors[0]) or len(tensors) > 1:
+        if not self._takes(tensors, opts.rootRank) or not self._supports(tensors[0]):
             return self._fall_back_to_gloo("broadcast", tensors, tensors, opts)
         flat, root = flattened(tensors[0]), opts.rootRank
         return self._run(
@@ -35,8 +38,10 @@ class MovementOps(CollectiveDispatch):
             opts,
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        opts = opts or Options.AllgatherOptions()
+    @with_direct_forms(Options.AllgatherOptions, {"outputs": 2, "inputs": 1})
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        if len(outputs) != 1 or len(inputs) != 1:
+            return self._fall_back_to_gloo("allgather", inputs, outputs, inputs, opts)
         return self._all_gather(
             [outputs[0]], inputs, outputs[0], opts, "allgather", [(outputs, inputs, opts)]
         )
@@ -101,11 +106,17 @@ class MovementOps(CollectiveDispatch):
             opts,
         )
 
+    @with_direct_forms(Options.GatherOptions, {"outputs": 2, "inputs": 1}, ("root", "timeout"))
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         root = opts.rootRank
         is_root = root == self.rank()
-        rows = list(outputs[0]) if is_root else []
-        if not self._supports(inputs[0]) or (is_root and not self._all_same_size(inputs[0], rows)):
+        rows = list(outputs[0]) if is_root and outputs else []
+        if (
+            not self._takes(inputs, root)
+            or len(outputs) != is_root
+            or not self._supports(inputs[0])
+            or (is_root and not self._all_same_size(inputs[0], rows))
+        ):
             return self._fall_back_to_gloo("gather", inputs, outputs, inputs, opts)
         flat = flattened(inputs[0])
         flat_rows = [flattened(row) for row in rows]
@@ -118,14 +129,19 @@ class MovementOps(CollectiveDispatch):
             opts,
         )
 
+    @with_direct_forms(Options.ScatterOptions, {"outputs": 1, "inputs": 2}, ("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         root = opts.rootRank
-        rows = [flattened(row) for row in inputs[0]] if root == self.rank() else None
-        if not self._supports(outputs[0]) or (
-            rows is not None and not self._all_same_size(outputs[0], rows)
+        is_root = root == self.rank()
+        if (
+            not self._takes(outputs, root)
+            or len(inputs) != is_root
+            or not self._supports(outputs[0])
+            or (is_root and not self._all_same_size(outputs[0], inputs[0]))
         ):
             return self._fall_back_to_gloo("scatter", outputs, outputs, inputs, opts)
         flat = flattened(outputs[0])
+        rows = [flattened(row) for row in inputs[0]] if is_root else None
         return self._run(
             self._call("scatter", flat, root=root),
             lambda: collectives.scatter(self._board, flat, rows, root),
@@ -148,8 +164,11 @@ class MovementOps(CollectiveDispatch):
         out_sizes: list[int],
         sizes: list[int],
         opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
     ) -> Work:
-        opts = opts or Options.AllToAllOptions()
+        if opts is None or isinstance(opts, timedelta):
+            opts = make_options(Options.AllToAllOptions, {"timeout": opts or timeout})
         args = (output, tensor, out_sizes, sizes, opts)
         rows = split_for(tensor, sizes, self.size())
         out_rows = split_for(output, out_sizes, self.size())
@@ -167,7 +186,14 @@ class MovementOps(CollectiveDispatch):
         gloo_calls: list[tuple[Any, ...]],
     ) -> Work:
         """Send `inputs[r]` to rank r, and receive `outputs[r]` from it. Arguments as above."""
-        if not all(self._supports(tensor) for tensor in inputs):
+        if len(inputs) != self.size() or len(outputs) != self.size():
+            raise ValueError(
+                f"all_to_all takes one tensor for each of the {self.size()} ranks of the group, "
+                f"not {len(inputs)} to send and {len(outputs)} to receive into"
+            )
+        if len({tensor.dtype for tensor in (*inputs, *outputs)}) != 1:
+            raise ValueError("all_to_all takes tensors of one dtype, to send and to receive into")
+        if not all(self._supports(tensor) for tensor in (*inputs, *outputs)):
             return self._fall_back_each(gloo_name, inputs, gloo_calls)
         flats = [flattened(output) for output in outputs]
         rows = [flattened(tensor) for tensor in inputs]

@@ -72,7 +72,7 @@ class SlotViews:
                 [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
                 for start in starts
             ]
-        step = -(-length // (self.size * 64)) * 64
+        step = -(-length // (max(self.size, 1) * 64)) * 64
         self.bounds = [
             (min(step * piece, length), min(step * (piece + 1), length))
             for piece in range(self.size)
@@ -131,6 +131,15 @@ class PhaseBoard:
         self.calls = 0
         self.call = CallSignature("barrier")
         self.word = 0
+
+    def close(self) -> None:
+        """Let go of the memory of all ranks. The board cannot be used afterwards."""
+        self._views.clear()
+        self._last_views = SlotViews((), torch.uint8, 0)
+        self.words.clear()
+        self._peer_words.clear()
+        self.memories.clear()
+        self._self_words = memoryview(bytearray(WORDS_BYTES)).cast("q")
 
     def begin(self, call: CallSignature, word: int) -> None:
         """Start a call. `word` is the encoding of `call`, which callers cache."""

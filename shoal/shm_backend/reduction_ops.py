@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
 from shoal.shm_backend import collectives, inter_host
+from shoal.shm_backend.direct_forms import with_direct_forms
 from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
 from shoal.shm_backend.native import CODES
 from shoal.shm_backend.phase_board import Steps
@@ -22,12 +23,19 @@ from shoal.shm_backend.tensor_utils import (
     rows_of,
 )
 
+ALLREDUCE_OPTIONS = Options.AllreduceOptions
+
 
 class Reductions(CollectiveDispatch):
     """all_reduce, reduce, reduce_scatter."""
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        opts = opts or Options.AllreduceOptions()
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Work:
+        if type(opts) is not ALLREDUCE_OPTIONS or type(tensors) is not list or not tensors:
+            args = [value for value in (tensors, opts) if value is not None]
+            more = named if timeout is None else {**named, "timeout": timeout}
+            return self._allreduce_in_any_form(*args, **more)
         tensor = tensors[0]
         op_code = opts.reduceOp.op.value
         key = tensor.dtype, tensor.numel(), op_code
@@ -52,6 +60,12 @@ class Reductions(CollectiveDispatch):
         return self._run(
             call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts
         )
+
+    @with_direct_forms(ALLREDUCE_OPTIONS, {"tensors": 1}, ("op", "timeout"))
+    def _allreduce_in_any_form(self, tensors: Any, opts: Any) -> Work:
+        if not tensors:
+            return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
+        return self.allreduce(list(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or Options.AllreduceCoalescedOptions()
@@ -86,9 +100,10 @@ class Reductions(CollectiveDispatch):
             return collectives.all_reduce(self._board, flat, operation)
         return inter_host.all_reduce(self._board, self._inter_host, flat, operation)
 
+    @with_direct_forms(Options.ReduceOptions, {"tensors": 1}, ("root", "op", "timeout"))
     def reduce(self, tensors: Any, opts: Any) -> Work:
         operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
-        if not self._supports(tensors[0], operation):
+        if not self._takes(tensors, root) or not self._supports(tensors[0], operation):
             return self._fall_back_to_gloo("reduce", tensors, tensors, opts)
         flat = flattened(tensors[0])
         return self._run(
@@ -100,8 +115,10 @@ class Reductions(CollectiveDispatch):
             opts,
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        opts = opts or Options.ReduceScatterOptions()
+    @with_direct_forms(Options.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ("op", "timeout"))
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        if len(outputs) != 1 or len(inputs) != 1:
+            return self._fall_back_to_gloo("reduce_scatter", outputs, outputs, inputs, opts)
         return self._reduce_scatter(
             outputs, [inputs[0]], opts, "reduce_scatter", [(outputs, inputs, opts)]
         )

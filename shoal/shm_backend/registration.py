@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -34,14 +35,44 @@ def register_with(module: ModuleType) -> None:
         module.Backend.register_backend(
             GLOO_BACKEND_NAME, _create_gloo, extended_api=True, devices=["cpu"]
         )
+        _extend_monitored_barrier(module)
 
 
-def _create(options: Any, _: Any, shared_memory: bool = True) -> Any:
+def _extend_monitored_barrier(module: ModuleType) -> None:
+    """Let `torch.distributed.monitored_barrier` take groups of this backend.
+
+    Its Gloo can do it, but torch asks for the name of the backend.
+    """
+    of_gloo = module.monitored_barrier
+
+    @wraps(of_gloo)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        from shoal.shm_backend.group import ShoalGroup
+
+        chosen = module.GroupMember.WORLD if group is None else group
+        if not isinstance(chosen, ShoalGroup):
+            of_gloo(group, timeout, wait_all_ranks)
+            return
+        limit = module.default_pg_timeout if timeout is None else timeout
+        if not isinstance(limit, timedelta):
+            limit = timedelta(seconds=limit)
+        chosen.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, "monitored_barrier", None) is of_gloo:
+        package.monitored_barrier = monitored_barrier  # type: ignore[union-attr]
+
+
+def _create(options: Any, backend_options: Any, shared_memory: bool = True) -> Any:
     """Make a group. torch calls this function with its own two option objects."""
+    from shoal.platform.torch_private import mixed_backends
     from shoal.shm_backend.group import ShoalGroup
 
     timeout: timedelta = options.timeout
-    return ShoalGroup(
+    group = ShoalGroup(
         options.store,
         options.group_rank,
         options.group_size,
@@ -50,6 +81,11 @@ def _create(options: Any, _: Any, shared_memory: bool = True) -> Any:
         str(options.group_id),
         shared_memory,
     )
+    backends = mixed_backends.configured_backends()
+    own = backends.get("cpu")
+    others = {device: name for device, name in backends.items() if name != own}
+    mixed_backends.add_other_backends(group, others, options, backend_options, timeout)
+    return group
 
 
 def _create_gloo(options: Any, backend_options: Any) -> Any:

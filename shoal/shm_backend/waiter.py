@@ -177,5 +177,5 @@ class Waiter:
             f"rank {board.names[board.rank]} waited {limit_s:g} s in "
             f"{board.call.describe()} (call {board.calls} of a group of ranks {board.names}) for "
             f"{', '.join(late) or 'others'}. Every rank must make the same calls; a rank that "
-            "computes for longer needs a longer timeout= in init_process_group."
+            "computes for longer needs a longer timeout in init_process_group."
         )

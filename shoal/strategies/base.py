@@ -249,8 +249,8 @@ class Strategy(StrategyOptions, ABC):
         needs_helper_processes: it starts processes beside the ranks.
         needs_example_batch: it needs `Planning.example`: it applies before all others, when the
             first batch is there.
-        can_apply_again: it leaves every parameter whole and in its place, so that it can be applied
-            anew after `OutsideStep.close`.
+        can_apply_again: after `OutsideStep.close` every parameter is whole and in its place, so
+            that it can be applied anew.
     """
 
     needs_helper_processes: ClassVar[bool] = False

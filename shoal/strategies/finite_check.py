@@ -71,6 +71,8 @@ def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
         else:
             small.setdefault(local.dtype, []).append(local)
     sums += [_sum(flatten_tensors(joined)) for joined in small.values()]
+    if sums and not sums[0].is_cpu:  # one wait for the device
+        return bool(torch.stack([torch.isfinite(value) for value in sums]).all())
     return all(cmath.isfinite(value.item()) for value in sums)
 
 

@@ -4,12 +4,13 @@ compute_weighted_loss   the user's function on a micro-batch, and its loss with 
                         all losses sum to the global mean
 run_microbatch      its forward and backward passes on one rank
 forward_backward    `run` and `reduce_gradients` of a local model
+loss_divisor        the divisor of the loss sum: a number of samples, or a count
 rescale_by_count    the division by a count that no rank knew before
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -65,10 +66,9 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
     Raises: UsageError: it is no loss, or has too many summed values.
     """
     terms, extra = split_result(result)
-    value, count, weight = combine_terms(terms, batch)
-    is_sum_and_count = count is not None
+    value, is_sum, count, weight = combine_terms(terms, batch)
     # A sum is taken once, a mean once for each sample, and the loss of a stand-in not at all.
-    multiplier = min(batch.num_samples, 1) if is_sum_and_count else batch.num_samples * weight
+    multiplier = min(batch.num_samples, 1) if is_sum else batch.num_samples * weight
     # Few operations: each takes as long as a small layer.
     detached = value.detach()
     if batch.note_loss is not None:
@@ -95,7 +95,7 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
     factor_of_loss = multiplier / batch.global_batch_size * batch.grad_weight
     weighted = value if factor_of_loss == 1.0 else value * factor_of_loss
     returned = None if extra is None else Extra(batch.num_samples, detach(extra))
-    return ForwardOutput(weighted, totals, is_sum_and_count, returned)
+    return ForwardOutput(weighted, totals, is_sum, returned)
 
 
 @lru_cache(maxsize=64)
@@ -135,14 +135,32 @@ def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     return result
 
 
-def rescale_by_count(model: LocalModel, result: StepResult, global_batch_size: int) -> None:
-    """Divide owned gradients by the global count, if the loss is one sum with a count.
+def loss_divisor(
+    result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
+) -> Tensor:
+    """Return the scalar by which the loss sum of a step is divided to become the global mean.
+
+    A count of 0 counts as 1: a batch of ignored tokens gives zeros, no NaN.
+
+    Args: numbers: the totals as Python's numbers; None on a device.
+    """
+    totals = result.step_totals
+    if not result.is_sum_and_count:
+        return cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
+    if numbers is not None:
+        return cached_scalar_tensor(numbers[COUNT] or 1.0, totals.dtype, totals.device)
+    count = totals[COUNT]
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+def rescale_by_count(model: LocalModel, global_batch_size: int, count: Tensor) -> None:
+    """Divide owned gradients by the global count, for a loss that is one sum with a count.
 
     `weighted_loss` has divided by `global_batch_size`, because no rank knew the global count then.
+
+    Args: count: as `loss_divisor` returns it.
     """
-    if not result.is_sum_and_count:
-        return
-    scale_gradients(model, global_batch_size / count_or_one(result.step_totals))
+    scale_gradients(model, global_batch_size / count)
 
 
 def scale_gradients(model: LocalModel, factor: Tensor) -> None:
@@ -178,9 +196,3 @@ def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:
     # clip by the same factor.
     square = local_norm.to(model.pipeline.axis.device, torch.float64).square()
     return model.pipeline.axis.all_reduce(square).sqrt()
-
-
-def count_or_one(totals: Tensor) -> Tensor:
-    """Return the global count, or 1 if it is 0: a batch of ignored tokens gives zeros, no NaN."""
-    count = totals[COUNT]
-    return torch.where(count == 0, torch.ones_like(count), count)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.errors import UsageError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Term:
     """One addend of a loss."""
 

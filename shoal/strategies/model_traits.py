@@ -45,6 +45,8 @@ class PipelineTraits:
 
     axis: Axis | None = None
     """Axis of the ranks that hold the other stages. None if this rank has all layers."""
+    num_microbatches: int = 1
+    """Micro-batches of a local batch."""
     full_model: FullModel | None = None
     """The full model, of which `LocalModel.module` has one or more stages."""
     duplicated_params: Set[str] = frozenset()

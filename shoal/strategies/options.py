@@ -8,14 +8,14 @@ raises ConfigError with all of its problems.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
 from shoal.comm import compression_spec
 from shoal.comm.algorithms.algorithm_names import refuse_unknown
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, problems_of, raise_problems
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 PARALLEL_STYLES = ("column", "row")
@@ -92,7 +92,7 @@ class PipelineOptions(StrategyOptions):
             if num_cuts != num_stages - 1:
                 need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
                 messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
-        _raise_problems(messages)
+        raise_problems(messages)
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -127,7 +127,7 @@ class TensorOptions(StrategyOptions):
             if style not in PARALLEL_STYLES or not pattern:
                 word = f"{pattern}:{style}" if style else pattern
                 messages.append(f"cut_by: '{word}' is not PATTERN:column or PATTERN:row")
-        _raise_problems(messages)
+        raise_problems(messages)
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -210,9 +210,9 @@ class DdpOptions(StrategyOptions):
         messages = []
         if not 0 < self.bucket_mb < inf:
             messages.append(f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite")
-        messages += _problems_of(lambda: refuse_unknown(self.allreduce, self.table))
-        messages += _problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
-        _raise_problems(messages)
+        messages += problems_of(lambda: refuse_unknown(self.allreduce, self.table))
+        messages += problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
+        raise_problems(messages)
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,8 @@ class ServerOptions(StrategyOptions):
             messages.append(f"connections={self.connections}: must be from 1 to {_MAX_CONNECTIONS}")
         if self.tls != "none":
             messages.append(f"tls={self.tls}: {_NO_TLS}")
-        messages += _problems_of(lambda: compression_spec.read(self.compress))
-        _raise_problems(messages)
+        messages += problems_of(lambda: compression_spec.read(self.compress))
+        raise_problems(messages)
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class LocalOptions(StrategyOptions):
     every: int = 16
 
     def __post_init__(self) -> None:
-        _raise_problems(self._problems())
+        raise_problems(self._problems())
 
     def _problems(self) -> list[str]:
         if self.every > 0:
@@ -345,17 +345,3 @@ class DilocoOptions(LocalOptions):
             momentum = self.outer_momentum
             messages.append(f"outer_momentum={momentum}: must be at least 0 and less than 1")
         return messages
-
-
-def _problems_of(check: Callable[[], object]) -> list[str]:
-    """Return the problems of the ConfigError that a check raises, if it raises one."""
-    try:
-        check()
-    except ConfigError as error:
-        return [*error.problems]
-    return []
-
-
-def _raise_problems(messages: Sequence[str]) -> None:
-    if messages:
-        raise ConfigError(messages)

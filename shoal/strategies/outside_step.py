@@ -31,7 +31,7 @@ class OutsideStep:
     """Return a context in which this rank may run the models without the others; it yields False
     if it cannot. Collective. None if nothing is to be done for that, or nothing can be."""
     close: Callable[[], None] = no_op
-    """Release what the strategies have put around the models, before they are applied again."""
+    """Make the models what they were, before the strategies are applied again. Collective."""
 
 
 NEEDS_NOTHING = OutsideStep()

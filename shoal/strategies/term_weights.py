@@ -8,6 +8,7 @@ several counts            divided by the global counts before it: one small mess
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +18,38 @@ from shoal.strategies.base import LocalBatch
 from shoal.strategies.loss_terms import Term
 
 
-def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> tuple[Tensor, Tensor | None, float]:
-    """Return (value, count, weight of a sample).
+class CombinedLoss(NamedTuple):
+    """The terms of a loss as one value.
 
-    With a count, `value` is a sum that is still to be divided by the global count. Without one it
-    is a mean over the samples of this micro-batch, or counts as such: the sum over all ranks of
-    value x weight x num_samples / global_batch_size is the loss. Collective over the data axis if
-    the terms have several counts.
+    Attributes:
+        value: scalar. A sum that is still to be divided by the global count; or a mean over the
+            samples of this micro-batch, or what counts as such: the sum over all ranks of
+            value x weight x num_samples / global_batch_size is the loss.
+        is_sum: `value` is a sum.
+        divisor: the count of the sum, a scalar; None if it is the number of samples.
+        weight: of a sample.
+    """
+
+    value: Tensor
+    is_sum: bool = False
+    divisor: Tensor | None = None
+    weight: float = 1.0
+
+
+def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
+    """Return the terms as one value. Collective over the data axis if they have several counts.
 
     Raises: UsageError: several counts, and the batch is divided into micro-batches.
     """
     if batch.loss_weight is not None:
-        return _mean_of_rank(terms), None, batch.loss_weight
+        return CombinedLoss(_mean_of_rank(terms), weight=batch.loss_weight)
+    if len(terms) == 1:
+        return _single(terms[0], batch)
     if not batch.sizes_known:
         terms = [_with_count(term, batch.num_samples) for term in terms]
     terms = _merged(terms)
     if len(terms) == 1:
-        return terms[0].value, terms[0].count, 1.0
+        return _single(terms[0], batch)
     counts = [term.count for term in terms if term.count is not None]
     if not batch.is_last_microbatch or batch.previous_totals is not None:
         raise UsageError(
@@ -57,7 +73,16 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> tuple[Tensor, Ten
             scale = batch.global_batch_size / samples / next(divisors)
             value = value + term.value * scale.to(term.value.dtype)
     assert isinstance(value, Tensor)
-    return value, None, 1.0
+    return CombinedLoss(value)
+
+
+def _single(term: Term, batch: LocalBatch) -> CombinedLoss:
+    """Return the loss of one term."""
+    if term.count is not None:
+        return CombinedLoss(term.value, is_sum=True, divisor=term.count)
+    if batch.sizes_known:
+        return CombinedLoss(term.value)
+    return CombinedLoss(term.value * batch.num_samples, is_sum=True)
 
 
 def _mean_of_rank(terms: Sequence[Term]) -> Tensor:

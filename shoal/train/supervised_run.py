@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from shoal.launch.control_channel import ControlServer
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts
+from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
 from shoal.train import entry
@@ -39,10 +42,15 @@ def train(job: Job, line: StrategyLine, processes: int, restarts: int = RESTARTS
         return run_with_restarts(spec, processes, control, restarts)
 
 
-def _server_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return a directory for the key of parameter servers.
+@contextmanager
+def _server_directory() -> Iterator[str]:
+    """Make a directory for the key of parameter servers.
 
     This process removes it in the end: a rank that is killed could not.
     """
     parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
-    return tempfile.TemporaryDirectory(prefix="shoal-run-", dir=parent, ignore_cleanup_errors=True)
+    directory = make_private_directory("shoal-run-", parent)
+    try:
+        yield str(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

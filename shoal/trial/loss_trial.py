@@ -102,16 +102,22 @@ class LossTrial:
 
         Args: batch: a LocalBatch of all samples of this rank.
         """
+        return self.begin(batch) if self.is_due(batch) else batch
+
+    def is_due(self, batch: Any) -> bool:
+        """Return True if the loss is to be tried in this step. To be called once in each step."""
         self._steps += 1
         self._is_scheduled = self._steps >= self._due_step
-        if not self.objection:
+        if self._is_scheduled:
+            self._due_step = 2 * self._steps
+        if self._verdict is not None and not self._verdict.objects:
             self._verdict = None
         looks = self._steps <= LOOKS_ALWAYS or self._steps % LOOKS_EVERY == 0
         is_new = looks and self._news.has(batch.args, batch.kwargs)
-        if self._is_scheduled:
-            self._due_step = 2 * self._steps
-        if not (self._is_scheduled or is_new) or batch.num_samples < 2:
-            return batch
+        return (self._is_scheduled or is_new) and batch.num_samples >= 2
+
+    def begin(self, batch: Any) -> Any:
+        """Do what `before_step` does in a step whose trial is due."""
         # Later the models may be divided among ranks.
         is_first = self._steps == 1
         if is_first and self._whole_models:

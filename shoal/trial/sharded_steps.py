@@ -67,10 +67,8 @@ def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -
             generators.restore()
             found = _stepped(optimizer, layouts, in_shards=True)
     except Exception as error:  # noqa: BLE001 - of the optimizer, on all ranks alike
-        text = str(error).split("\n")[0][:200].rstrip(".")
-        return OptimizerAnswer(
-            False, f"with sharded ones it fails ({type(error).__name__}: {text})"
-        )
+        text = f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+        return OptimizerAnswer(False, f"with sharded ones it fails ({text})")
     finally:
         generators.restore()
     start = [value for _ in optimizer.param_groups for value in _numbers(layouts, 0)]

@@ -94,6 +94,7 @@ def test_an_array_of_names_is_a_list_of_them() -> None:
     class Arrays(Files):
         def __init__(self, paths: list[Path]) -> None:
             super().__init__(paths)
-            self.samples = np.array([str(path).encode() for path in paths])  # type: ignore[assignment]
+            names: Any = np.array([str(path).encode() for path in paths])
+            self.samples = names
 
     assert fingerprint(Arrays(names[:9])) != fingerprint(Arrays(names[1:10]))

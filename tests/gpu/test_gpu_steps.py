@@ -127,7 +127,8 @@ def pinned_batches(workers: int) -> list[bool]:
     found = []
     for batch in loader:
         on_device = run.to_device(batch)
-        found += [a.is_pinned() and a.device != b.device for a, b in zip(batch, on_device)]  # noqa: B905
+        pairs = zip(batch, on_device, strict=False)
+        found += [a.is_pinned() and a.device != b.device for a, b in pairs]
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.platform.files import Durability, atomic_write
+from shoal.platform.files import Durability, atomic_write, make_private_directory
 
 KILLED_IN_THE_MIDDLE = """
 import os, signal, sys
@@ -158,3 +158,14 @@ def test_a_directory_in_the_place_of_the_partial_file_is_an_error_and_stays(tmp_
     with pytest.raises(OSError, match=r"notes\.tmp"), atomic_write(tmp_path / "notes"):
         pass
     assert (tmp_path / "notes.tmp").is_dir()
+
+
+def test_a_directory_of_ones_own_is_made_elsewhere_if_its_place_is_gone(tmp_path: Path) -> None:
+    first = make_private_directory("shoal-test-", str(tmp_path))
+    assert first.parent == tmp_path
+    assert first.stat().st_mode & 0o777 == 0o700
+    second = make_private_directory("shoal-test-", str(tmp_path / "gone"))
+    try:
+        assert second.is_dir()
+    finally:
+        second.rmdir()

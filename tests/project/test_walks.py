@@ -18,6 +18,7 @@ PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py", "run/prepared.py"),
+    *("run/step_output.py", "run/guards/process_wide.py", "strategies/outside_step.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/loss_watch.py", "run/guards/foreign_optimizer.py"),
     *("run/guards/group_numbers.py", "run/guards/mixed_shards.py"),
@@ -74,3 +75,9 @@ def test_a_step_enters_the_files_of_the_walk_in_their_order(title: str, strategy
         assert [file for file in entered if file in walk] == walk
         deciding = {file for file in entered if file.startswith(DECIDING)}
         assert deciding - set(walk) <= HELPERS
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", PAGE)) - {"utils.py"}
+    paths = [path.as_posix() for path in PACKAGE.parent.rglob("*.py") if ".venv" not in path.parts]
+    assert [name for name in sorted(named) if not any(p.endswith(f"/{name}") for p in paths)] == []

@@ -40,7 +40,8 @@ def trained(
     compute_loss = make_loss(run, model)
     losses = []
     for x, z, y in loader:
-        losses.append(float(run.forward_backward(compute_loss, x, z, y)))
+        result = run.forward_backward(compute_loss, x, z, y)
+        losses.append(float(result[0] if isinstance(result, tuple) else result))
         optimizer.step()
         optimizer.zero_grad()
     return run.weights(), losses, lines
@@ -68,6 +69,9 @@ def trained_plainly(
     # An iterator of a plain loader would draw a seed.
     for x, z, y in DistributedBatchLoader(pairs(batch_size), rank=0, ranks=1, seed=0):
         loss = compute_loss(x, z, y)
+        if isinstance(loss, tuple):
+            (term,) = loss[0].terms
+            loss = term.value / term.count
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -101,6 +105,36 @@ def contrastive_loss_of_one_call(run: Any, model: nn.Module) -> Loss:
         a, b = model(torch.cat((x, z))).chunk(2)
         everyone = run.gather(b)
         return F.cross_entropy(a @ everyone.T, torch.arange(len(everyone))[run.rows])
+
+    return compute_loss
+
+
+def counted_contrastive_loss(run: Any, model: nn.Module) -> Loss:
+    """Of own rows, with weights; labels are gathered too."""
+
+    def compute_loss(x: Tensor, z: Tensor, y: Tensor) -> Any:
+        own, everyone, labels = model(x), run.gather(model(z)), run.gather(y)
+        losses = (labels == y[:, None]) * (own @ everyone.T).cos()
+        return shoal.counted((losses.sum(1) * (y + 1)).sum(), (y + 1).sum()), {"own": own}
+
+    return compute_loss
+
+
+def contrastive_loss_behind_layers(run: Any, model: nn.Module) -> Loss:
+    """Gathered rows go through a layer of the model once more."""
+
+    def compute_loss(x: Tensor, z: Tensor, _y: Tensor) -> Tensor:
+        own = model(x)
+        everyone = model[2](model[1](run.gather(model[0](z))))
+        return F.cross_entropy(own @ everyone.T, torch.arange(len(everyone))[run.rows])
+
+    return compute_loss
+
+
+def gathered_twice_loss(run: Any, model: nn.Module) -> Loss:
+    def compute_loss(x: Tensor, _z: Tensor, _y: Tensor) -> Tensor:
+        rows = run.gather(model(x))
+        return run.gather(rows[run.rows] - rows.square().mean(0)).square().mean()
 
     return compute_loss
 

@@ -52,6 +52,9 @@ GATHERING: list[Case] = [
     ("ddp", script.tower, script.contrastive_loss_of_own_rows, {}),
     ("zero3", script.tower, script.contrastive_loss_of_one_call, {}),
     ("server=1", script.tower, script.contrastive_loss_of_one_call, {}),
+    ("ddp", script.tower, script.whole_contrastive_loss, {"accumulate": 2}),
+    ("ddp", script.tower, script.counted_contrastive_loss, {"accumulate": 3}),
+    ("zero3", script.tower, script.contrastive_loss_behind_layers, {"accumulate": 2}),
 ]
 
 
@@ -73,6 +76,16 @@ def test_batchnorm_over_all_ranks_trains_as_on_one_device(ranks: int) -> None:
         ("server=1", script.batchnorm_model, script.plain_loss, synced),
     ]
     for lines in check_equal(ranks, cases):
+        assert not any("BatchNorm" in line for line in lines)
+
+
+def test_batchnorm_of_stages_takes_statistics_over_the_ranks_that_hold_them() -> None:
+    synced = {"sync_batchnorm": True, "batch_size": 8}
+    cases: list[Case] = [
+        ("pipeline=2,microbatches=1,ddp", script.batchnorm_model, script.plain_loss, synced),
+        ("pipeline=2,schedule=naive,zero1", script.batchnorm_model, script.plain_loss, synced),
+    ]
+    for lines in check_equal(4, cases):
         assert not any("BatchNorm" in line for line in lines)
 
 
@@ -99,7 +112,8 @@ def refusals() -> None:
             script.trained(strategy, script.batchnorm_over_space(), make_loss, **options)
 
     gathering = script.whole_contrastive_loss
-    refused("ddp", gathering, "accumulate=4 would make 4 batches", accumulate=4)
+    refused("ddp", script.gathered_twice_loss, "follow from rows", accumulate=4)
+    refused("ddp", gathering, "draws for one batch", accumulate=4, draws="global")
     refused("local=2", gathering, "different weights")
     refused("diloco=2", gathering, "different weights")
     refused("local=2", script.plain_loss, "sync_batchnorm=True needs", sync_batchnorm=True)

@@ -29,8 +29,10 @@ OVER_THE_CPU = {
     "lockstep.py:unused",
     "executor.py:_common_seed",
     "random_streams.py:draw_seed",
+    "step_output.py:numbers_at_hand",
 }
-"""Reads of numbers that hosts have drawn, or sent to each other over the CPU: none waits for a GPU.
+"""Reads of numbers that hosts have drawn or sent to each other over the CPU, or that are made only
+of tensors of the CPU: none waits for a GPU.
 """
 
 
@@ -55,7 +57,9 @@ def test_a_step_needs_no_number_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, strategy: str, accumulate: int, loss: str
 ) -> None:
     monkeypatch.setattr(mesh, "_device", lambda place: torch.device("meta"))
-    run = shoal.init(strategy, accumulate=accumulate, guards=False, announce=lambda _: None)
+    run = shoal.init(
+        strategy, accumulate=accumulate, guards=False, nonfinite="ignore", announce=lambda _: None
+    )
     model = net().to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.randn(12, 4), torch.zeros(12, dtype=torch.int64))
@@ -85,10 +89,13 @@ STRATEGIES = [
 def reads_of(strategies: list[str]) -> dict[str, dict[str, int]]:
     """Return for each strategy the reads of its fourth to sixth step."""
     # Not the device of the tensors, as on a mesh of GPUs.
-    Axis.host_device = property(lambda self: torch.device("cpu", 0))  # type: ignore[method-assign,assignment]
+    setattr(Axis, "host_device", property(lambda self: torch.device("cpu", 0)))  # noqa: B010
     found = {}
     for strategy in strategies:
-        run, model = shoal.init(strategy, guards=False, announce=lambda _: None), net()
+        run, model = (
+            shoal.init(strategy, guards=False, nonfinite="ignore", announce=lambda _: None),
+            net(),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data = TensorDataset(torch.randn(96, 4), torch.zeros(96, dtype=torch.int64))
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 16))

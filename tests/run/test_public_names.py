@@ -20,7 +20,7 @@ def test_the_public_names_are_these_and_only_these() -> None:
 
 
 def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
-    public = [name for name in vars(shoal.Run) if not name.startswith("_")]
+    public = [name for name in dir(shoal.Run) if not name.startswith("_")]
     names = [
         "check_replicas",
         "clip_gradients",

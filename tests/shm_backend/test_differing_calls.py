@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +57,34 @@ def _reduce_overlapping() -> list[list[float]]:
         group.allreduce_coalesced([other[:4], other[2:], other[1:2]]).wait()
         results.append([*whole.tolist(), *other.tolist()])
     return results[dist.get_rank()]
+
+
+def test_a_call_that_gloo_makes_on_one_rank_alone_is_an_error_at_once() -> None:
+    assert world.run(2, _differ_in_transport) == [6, 6]
+
+
+def _differ_in_transport() -> int:
+    """Send a dtype or an operation on rank 1 that is not the other's, or that only Gloo knows."""
+    sparse = torch.eye(3).to_sparse()
+    plans: list[tuple[torch.Tensor, Any]] = [
+        (torch.ones(3, dtype=dtype), dist.ReduceOp.SUM)
+        for dtype in (torch.float8_e4m3fn, torch.uint16, torch.complex64)
+    ]
+    plans.append((sparse, dist.ReduceOp.SUM))
+    failed = 0
+    for (tensor, op), asynchronous in ((plan, a) for plan in plans for a in (False, True)):
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        given = tensor.clone() if dist.get_rank() else torch.ones(4)
+        if asynchronous and tensor is not sparse and tensor.dtype is not torch.uint16:
+            continue
+        with pytest.raises(CollectiveFailed, match=r" calls (all_reduce\(|a collective of)"):
+            _reduce(given, op, group, asynchronous)
+        failed += 1
+        dist.barrier()
+    return failed
+
+
+def _reduce(tensor: torch.Tensor, op: Any, group: Any, asynchronous: bool) -> None:
+    work = dist.all_reduce(tensor, op, group=group, async_op=asynchronous)
+    if work is not None:
+        work.wait()

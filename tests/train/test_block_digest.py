@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from dataclasses import replace
+from pathlib import Path
 
+from test_checkpoint_store import data_file, filled, flip_a_bit, saved
+
+from shoal.train.checkpoint import manifest
 from shoal.train.checkpoint.block_digest import BLOCK_BYTES, BlockDigest
 
 
@@ -45,3 +51,22 @@ def test_flipped_bits_swapped_words_and_equal_flips_in_two_words_are_found() -> 
     assert digest_of(bytes(signs)) != expected
     assert digest_of(data[8:16] + data[:8] + data[16:]) != expected
     assert digest_of(data[:4096], bytes(4096), data[8192:]) != expected
+
+
+def test_a_checkpoint_of_format_1_with_sha256_alone_is_verified_and_read(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    path = tmp_path / "step-00000001"
+    contents = manifest.read(path)
+    files = {
+        name: manifest.StoredFile(
+            stored.size_bytes, hashlib.sha256((path / name).read_bytes()).hexdigest()
+        )
+        for name, stored in contents.files.items()
+    }
+    manifest.write(path, replace(contents, files=files, format=1))
+    assert manifest.problems(path) == []
+    loaded = store.load(print)
+    assert loaded is not None
+    assert loaded.tensors["weight"].equal(filled(1)["weight"])
+    flip_a_bit(data_file(tmp_path, 1))
+    assert "SHA-256" in manifest.problems(path)[0]

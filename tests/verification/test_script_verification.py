@@ -79,6 +79,7 @@ def test_a_loop_on_shoal_is_exact_under(strategy: str) -> None:
 def test_strategies_that_do_not_step_together_differ_by_design() -> None:
     report = shoal.verify_script(LOOP, ranks=2, strategy="local=2", steps=4)
     assert report.verdict == "differs by design", str(report)
+    assert report.cause.kind == "own steps"
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ class CoordinatorServer:
             config.owners, self.sizes, config.shards, settings.lease_s, config.replicas
         )
         if config.file.exists():
+            # Another one has died before: go on with the views and the placement that it published,
+            # for servers and workers refuse older ones.
             self.coordinator.from_json(config.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
         self._worker_left = threading.Condition(self.lock)

@@ -142,6 +142,7 @@ class ClusterWatcher:
     def _on_view(self, view: View) -> None:
         with self._updated:
             known = self._views.get(view.shard)
+            # A connection that was replaced may deliver an older view late.
             if known is not None and known.epoch >= view.epoch:
                 return
             self._views[view.shard] = view

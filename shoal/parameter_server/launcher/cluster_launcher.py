@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from shoal.parameter_server.launcher.server_pool import (
 from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
+from shoal.platform.files import make_private_directory
 
 CLOSE_LIMIT_S = 30.0
 """Time for the other workers to disconnect after this one has."""
@@ -133,7 +133,7 @@ class ClusterLauncher:
         text = ""
         if self.mesh.rank == 0:
             parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
-            self._folder = Path(tempfile.mkdtemp(prefix="shoal-servers-", dir=parent))
+            self._folder = make_private_directory("shoal-servers-", parent)
             text = f"{secrets.token_hex(8)} {new_key_file(self._folder)}"
         name, file = self.mesh.broadcast_str(text).split(" ")
         return Transport(read_key(Path(file)), name), Path(file).parent

@@ -170,6 +170,7 @@ class Membership:
             "present": update.grad_mask.hex(),
             "settings": message.settings,
         }
+        # Two frames, so that the gradient is sent from where it lies: nothing is packed around it.
         connection.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
         connection.post(
             Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch

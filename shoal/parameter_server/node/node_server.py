@@ -96,6 +96,8 @@ class ServerNode:
         self.shard = self._new_shard()
         self.buffers = ReceiveBuffers(self.shard.parts, settings.compression)
         self.workers = ConnectedWorkers()
+        # One lock around the pure shard: a thread holds it for one event and until the answers
+        # are queued, so that they leave in the order of the events.
         self.lock = threading.Lock()
         self._view_changed = threading.Condition(self.lock)
         self.deferred_replies: list[Outgoing] = []

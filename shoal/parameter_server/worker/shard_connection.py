@@ -246,6 +246,8 @@ class ShardConnection:
                 self._deliver(NotOwnerMessage(header.partition, Op(header.step)))
             case Op.REFUSED:
                 reason = bytes(payload).decode()
+                # A server that is no primary any more is like a lost connection: the next view
+                # tells where to go. Any other refusal would come again.
                 if "is not the primary" not in reason:
                     raise Refusal(reason)
                 raise WireError(reason)

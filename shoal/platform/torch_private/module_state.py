@@ -39,6 +39,13 @@ calls as a whole would be lost in silence. Checked: 2.11, 2.13, 2.15.
 """
 
 
+HOOKS_OF_STATE = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Names of the tables of hooks around a module's state dict. Why and without: see HOOKS."""
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the table of a module's own parameters, to read and to change.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,15 +22,14 @@ from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 
 
-def guard_backward(guarded: GuardedModels, phase: StepPhase) -> Iterator[Removable]:
+def guard_backward(guarded: GuardedModels) -> Iterator[Removable]:
     """Refuse backward passes that reach trainable parameters outside of steps; yield a handle."""
-    _phases[guarded] = phase
     yield _backward_call.add(guarded)
 
 
 def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        outside = [guarded for guarded in patch.active if not _phases[guarded].in_passes]
+        outside = [guarded for guarded in patch.active if not guarded.phase.in_passes]
         if not outside:
             return original(*args, **kwargs)
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
@@ -49,7 +47,7 @@ def _hooks(guarded: GuardedModels) -> Iterator[Removable]:
     for name, parameter in guarded.parameters.items():
         if not parameter.requires_grad:
             continue
-        hook = _refusing(name, _phases[guarded])
+        hook = _refusing(name, guarded.phase)
         if isinstance(parameter, DTensor):
             # Hooks on the tensor do not run where fully_shard computes with another one.
             yield parameter.register_post_accumulate_grad_hook(hook)
@@ -73,5 +71,4 @@ def _refusing(name: str, phase: StepPhase) -> Any:
     return unserializable_hook(check)
 
 
-_phases: WeakKeyDictionary[GuardedModels, StepPhase] = WeakKeyDictionary()
 _backward_call = ProcessWidePatch(replaced_by(replace_backward_call, _make_backward_call))

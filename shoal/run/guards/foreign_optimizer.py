@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.errors import UsageError
 from shoal.run.guards.call_site import call_site
-from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
+from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.state_access import is_access_by_shoal
 
 
@@ -37,14 +37,12 @@ class ParameterNames:
         return name if reference is not None and reference() is parameter else None
 
 
-def guard_foreign_optimizers(
-    guarded: GuardedModels, names: ParameterNames, phase: StepPhase
-) -> Iterator[Removable]:
+def guard_foreign_optimizers(guarded: GuardedModels, names: ParameterNames) -> Iterator[Removable]:
     """Check every optimizer that steps in this process; yield the handle of the hook."""
     prepared = {id(optimizer) for optimizer in guarded.optimizers}
 
     def check(optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in prepared or phase.in_passes or is_access_by_shoal():
+        if id(optimizer) in prepared or guarded.phase.in_passes or is_access_by_shoal():
             return
         held = [
             name

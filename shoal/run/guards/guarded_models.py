@@ -22,7 +22,7 @@ class Removable(Protocol):
 
 
 class StepPhase:
-    """The phase of a run that guards ask about.
+    """The phase of a run that guards ask about. As a context it is the passes of a step.
 
     Attributes:
         in_passes: the passes of `forward_backward` run now.
@@ -34,6 +34,15 @@ class StepPhase:
         self.in_passes = False
         self.in_edit = False
         self.has_gradients = False
+        self._depth = 0  # such contexts may lie in one another
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        self.in_passes = True
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self.in_passes = self._depth > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +54,7 @@ class GuardedModels:
         group_names: for each optimizer and each of its groups, the names of parameters as they
             were before `prepare`.
         strategy: name for messages, such as "zero3"; may be empty.
+        phase: of the run.
         steps_in_backward: gradients are used and freed in the backward pass.
     """
 
@@ -54,6 +64,7 @@ class GuardedModels:
     local_model: LocalModel
     mesh: Mesh
     strategy: str
+    phase: StepPhase
     steps_in_backward: bool = False
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from shoal.run.guards.loss_watch import LossWatch
 from shoal.run.guards.mixed_shards import guard_mixed_shards
 from shoal.run.guards.partial_numbers import guard_partial_numbers
 from shoal.run.guards.weight_writes import WeightWatch
+from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
 
 
@@ -93,6 +94,7 @@ class Guards:
             local_model,
             mesh,
             self._strategy,
+            self.phase,
             steps_in_backward,
         )
         self._guarded = guarded
@@ -107,11 +109,12 @@ class Guards:
         handles += guard_mixed_shards(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
-        handles += guard_foreign_optimizers(guarded, self._names, self.phase)
-        handles += [optimizer.register_step_post_hook(self._on_step) for optimizer in optimizers]
+        handles += guard_foreign_optimizers(guarded, self._names)
+        if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
+            handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
         if not self.enabled:
             return
-        handles += guard_backward(guarded, self.phase)
+        handles += guard_backward(guarded)
         handles += guard_group_numbers(guarded)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
@@ -150,26 +153,20 @@ class Guards:
         if self._weights is not None:
             self._weights.accept()
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Let backward passes reach parameters in this context."""
-        before = self.phase.in_passes
-        self.phase.in_passes = True
-        try:
-            yield
-        finally:
-            self.phase.in_passes = before
+    def in_step(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes may reach parameters."""
+        return self.phase
 
-    def after_step(self, loss: Tensor | None) -> None:
+    def after_step(self, output: StepOutput, looks_at_loss: bool) -> None:
         """Show stand-ins for gradients that are elsewhere, and look at the loss.
 
-        Args: loss: the global mean, a detached scalar; None where another check looks at it.
+        Args: looks_at_loss: False where another check does.
         """
         self.phase.has_gradients = True
         if self._absent is not None:
             self._absent.show()
-        if self.enabled and loss is not None:
-            self._loss_watch.look(loss)
+        if self.enabled and looks_at_loss:
+            self._loss_watch.look(output)
 
     @contextmanager
     def edit(self) -> Iterator[None]:

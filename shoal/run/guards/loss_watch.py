@@ -6,10 +6,11 @@ steps 1, 2, 4, ... 64, and then at every 64th; a loss that is not a number stays
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from math import isfinite
 
-from torch import Tensor
+from shoal.run.step_output import StepOutput
+from shoal.strategies.base import LOSS_SUM
 
 LONGEST_INTERVAL = 64
 
@@ -26,19 +27,24 @@ class LossWatch:
         self._steps = 0
         self._announced = False
 
-    def look(self, loss: Tensor) -> None:
+    def look(self, output: StepOutput) -> None:
         """Look at the global loss of a step. It is the same on every rank."""
         self._steps += 1
+        if output.numbers is not None:
+            # The sum over samples, which is at hand, is finite if their mean is.
+            if not isfinite(output.numbers[LOSS_SUM]):
+                self._announce_once(output.loss.item(), "in")
+        elif self._is_due() and not isfinite(loss := output.loss.item()):
+            self._announce_once(loss, "in or before")
+
+    def _is_due(self) -> bool:
         step = self._steps
-        if self._announced:
-            return
-        is_due = step % LONGEST_INTERVAL == 0 or (step <= LONGEST_INTERVAL and not step & step - 1)
-        if loss.device.type == "cpu" or is_due:
-            value = loss.item()
-            if not math.isfinite(value):
-                self._announced = True
-                at = "in" if loss.device.type == "cpu" else "in or before"
-                self._announce(
-                    f"note: the loss is {value} {at} step {step}, and so are the gradients; a step "
-                    "by them makes all weights so. This is noted once."
-                )
+        return step % LONGEST_INTERVAL == 0 or (step <= LONGEST_INTERVAL and not step & step - 1)
+
+    def _announce_once(self, value: float, when: str) -> None:
+        if not self._announced:
+            self._announced = True
+            self._announce(
+                f"note: the loss is {value} {when} step {self._steps}, and so are the gradients; a "
+                "step by them makes all weights so. This is noted once."
+            )

@@ -102,7 +102,9 @@ class PipelineExecutor:
         self.model = divided.units.model
         self.stages = table.stages_of(axis.rank)
         self.last_stage = table.num_stages - 1
-        modules = [module for stage in self.stages for module in divided.modules(stage)]
+        # One micro-batch is the batch: a BatchNorm updates its statistics itself.
+        stages = self.stages if table.num_microbatches > 1 else []
+        modules = [module for stage in stages for module in divided.modules(stage)]
         self.batchnorm = DeferredBatchNorm(modules, set(map(id, divided.units.modules.values())))
         divided.units.on_run = self.batchnorm.on_call
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]

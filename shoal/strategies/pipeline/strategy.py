@@ -218,7 +218,11 @@ def _keep_local_stages(
             grads_not_ready_reason=GRADS_NOT_READY,
         ),
         pipeline=PipelineTraits(
-            axis, staged.full_model, ties.owned_by_earlier_stage, tied_names=aliases
+            axis,
+            staged.table.num_microbatches,
+            staged.full_model,
+            ties.owned_by_earlier_stage,
+            tied_names=aliases,
         ),
         summary_lines=(*model.summary_lines, *summary),
     )

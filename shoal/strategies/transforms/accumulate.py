@@ -10,6 +10,7 @@ local batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,16 +35,9 @@ class Accumulate(Strategy):
             return model
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
-            min_count = 1
-            if model.pass_traits.collective_forward:
-                # All ranks must make as many forward passes as the rank with the largest local
-                # batch. This is its number of samples; stand-ins fill up the others.
-                min_count = -(-batch.global_batch_size // mesh.data.size)
-                if not batch.sizes_known:
-                    min_count = self.parts
             result = None
             extras: tuple[Extra, ...] = ()
-            for microbatch in split_microbatches(batch, self.parts, min_count):
+            for microbatch in accumulated(batch, self.parts, model, mesh):
                 totals = None if result is None else result.step_totals
                 result = model.run(forward, microbatch._replace(previous_totals=totals))
                 extras += result.extras
@@ -51,3 +45,17 @@ class Accumulate(Strategy):
             return result._replace(extras=extras)
 
         return replace(model, run=run)
+
+
+def accumulated(
+    batch: LocalBatch, parts: int, model: LocalModel, mesh: Mesh
+) -> Iterator[LocalBatch]:
+    """Return the micro-batches of a local batch, as `Accumulate` computes them."""
+    min_count = 1
+    if model.pass_traits.collective_forward:
+        # All ranks must make as many forward passes as the rank with the largest local batch. This
+        # is its number of samples; stand-ins fill up the others.
+        min_count = -(-batch.global_batch_size // mesh.data.size)
+        if not batch.sizes_known:
+            min_count = parts
+    return split_microbatches(batch, parts, min_count)

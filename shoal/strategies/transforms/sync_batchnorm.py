@@ -8,7 +8,8 @@ Both all-reduces are differentiable, so the backward pass sums over ranks too. O
 and running statistics are those of one device, for shares of any sizes. The difference of two large
 sums of squares would lose all digits, so deviations are summed after the mean is known.
 
-With accumulate the statistics are those of one micro-batch on all ranks.
+With accumulate the statistics are those of one micro-batch on all ranks. In a pipeline with one
+micro-batch they are summed over the ranks that hold the same stage.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class SyncBatchNorm(Strategy):
                 "with this strategy they do not, so statistics over all ranks would mix models. "
                 "Use sync_batchnorm=False, or ddp, zero1, zero2, zero3 or server with staleness=0."
             )
-        if model.is_partial:
+        if model.pipeline.num_microbatches > 1:
             # A checkpoint that recomputes a micro-batch later would not know if it is a stand-in.
             raise StrategyRefused(
-                "sync_batchnorm=True: a pipeline normalises over micro-batches, so its numbers "
-                "differ from one device all the same. Use sync_batchnorm=False, or no pipeline."
+                f"sync_batchnorm=True: {model.pipeline.num_microbatches} micro-batches of a "
+                "pipeline are normalised one after the other, so statistics over all ranks are "
+                "not those of the batch. Use microbatches=1 (or schedule=naive), "
+                "sync_batchnorm=False, or no pipeline."
             )
         rows = CountedRows()
         for norm in norms.values():

@@ -124,6 +124,23 @@ class ShardedStep:
             return nullcontext(False)
         return self._whole_models.whole(is_bounded=self.stage == 3)
 
+    def close(self) -> None:
+        """Make the models whole again, so that they can be sharded anew. Collective.
+
+        Raises: StrategyRefused: parameters are offloaded.
+        """
+        if self._offloads:
+            raise StrategyRefused(
+                f"zero{self.stage} with offload cannot train other parameters than at first: whole "
+                "ones may not fit the device. Save with run.save(path) and train the next phase in "
+                "a run of its own, or leave out offload."
+            )
+        self.release()
+        if self.lockstep is not None:
+            self.lockstep.close()
+        self._whole_models.restore()
+        self.model.outside_step.close()
+
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
         self._configure(reduces=False, frees=False, is_last=False)

@@ -35,6 +35,7 @@ from shoal.strategies.zero.sharded_step import ShardedStep
 class Zero1(ZeroOptions, Strategy):
     """ZeRO-1: shard optimizer states."""
 
+    can_apply_again: ClassVar[bool] = True
     stage: ClassVar[int] = 1
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -71,6 +72,7 @@ class Zero1(ZeroOptions, Strategy):
                 call=engine.call,
                 reshard=engine.release,
                 whole_models=engine.whole_models,
+                close=engine.close,
             ),
             pass_traits=replace(
                 model.pass_traits,

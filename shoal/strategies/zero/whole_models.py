@@ -1,7 +1,8 @@
-"""Whole parameters in the place of shards, for passes that one rank makes without the others.
+"""Whole parameters in the place of shards: for a while, or for good.
 
 A trial of the loss runs the models on a few rows, another number of times on each rank. So the
-engine's hooks, which gather and reduce with all ranks, are taken off meanwhile.
+engine's hooks, which gather and reduce with all ranks, are taken off meanwhile. Where other layers
+are to be trained, the models become what they were, and are sharded anew.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import full_tensor
-from shoal.platform.torch_private.module_state import HOOKS, own_parameters
+from shoal.platform.torch_private.fsdp import forget_module
+from shoal.platform.torch_private.module_state import HOOKS, HOOKS_OF_STATE, own_parameters
 
 MOST_BYTES = 1 << 30
 """Whole parameters that zero3 puts beside its shards on the CPU."""
@@ -36,13 +38,16 @@ class WholeModels:
     def __init__(self, model: nn.Module, data: Axis) -> None:
         self._model = model
         self._data = data
-        self._before = {module: _hook_ids(module) for module in model.modules()}
+        self._before = {
+            module: _Before(_hook_ids(module), type(module), {*vars(module)})
+            for module in model.modules()
+        }
         self._added: dict[nn.Module, set[int]] = {}
 
     def note_hooks(self) -> None:
         """Note the hooks that were added since the beginning: those of the engine."""
         self._added = {
-            module: _hook_ids(module) - before for module, before in self._before.items()
+            module: _hook_ids(module) - before.hooks for module, before in self._before.items()
         }
 
     @contextmanager
@@ -56,20 +61,10 @@ class WholeModels:
         if is_bounded and not self._fits():
             yield False
             return
-        tables = [own_parameters(module) for module in self._model.modules()]
-        shards = [
-            (table, key, parameter)
-            for table in tables
-            for key, parameter in table.items()
-            if parameter is not None and isinstance(parameter, DTensor)
-        ]
+        shards: list[tuple[Any, str, Any]] = []
         hooks: list[tuple[dict[str, Any], str, Any]] = []
-        whole: dict[int, nn.Parameter] = {}
         try:
-            for table, key, shard in shards:
-                if id(shard) not in whole:  # tied parameters stay one
-                    whole[id(shard)] = nn.Parameter(full_tensor(shard), shard.requires_grad)
-                table[key] = whole[id(shard)]
+            self._put_whole(shards)
             hooks += self._take_off_hooks()
             yield True
         finally:
@@ -78,9 +73,29 @@ class WholeModels:
             for table, key, shard in shards:
                 table[key] = shard
 
+    def restore(self) -> None:
+        """Make the models what they were before they were sharded. Collective."""
+        self._put_whole([])
+        for _ in self._take_off_hooks():
+            pass
+        for module, before in self._before.items():
+            forget_module(module, before.kind, before.attributes)
+
+    def _put_whole(self, shards: list[tuple[Any, str, Any]]) -> None:
+        """Put whole parameters into the models; add what was there to `shards`. Collective."""
+        whole: dict[int, nn.Parameter] = {}
+        for module in self._model.modules():
+            table: dict[str, Any] = own_parameters(module)
+            for key, shard in table.items():
+                if isinstance(shard, DTensor):
+                    shards.append((table, key, shard))
+                    if id(shard) not in whole:  # tied parameters stay one
+                        whole[id(shard)] = nn.Parameter(full_tensor(shard), shard.requires_grad)
+                    table[key] = whole[id(shard)]
+
     def _take_off_hooks(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module, added in self._added.items():
-            for name in HOOKS:
+            for name in (*HOOKS, *HOOKS_OF_STATE):
                 found = vars(module)[name]
                 if added & found.keys():
                     yield vars(module), name, found
@@ -99,5 +114,18 @@ class WholeModels:
         return not self._data.all_reduce_max(is_too_large).item()
 
 
+class _Before(NamedTuple):
+    """A module before it was given to the engine.
+
+    Attributes:
+        hooks: ids of its hooks.
+        attributes: names in its `__dict__`.
+    """
+
+    hooks: set[int]
+    kind: type[nn.Module]
+    attributes: set[str]
+
+
 def _hook_ids(module: nn.Module) -> set[int]:
-    return {key for name in HOOKS for key in vars(module)[name]}
+    return {key for name in (*HOOKS, *HOOKS_OF_STATE) for key in vars(module)[name]}

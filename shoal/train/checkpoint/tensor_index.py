@@ -204,7 +204,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
         )
     },
 }
-"""What each name in torch's index stands for. None of them is a function that does anything."""
+"""Stand-ins for the names in torch's index. None of them is a function that does anything."""
 
 
 class _Unpickler(pickle.Unpickler):

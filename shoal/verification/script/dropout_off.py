@@ -1,4 +1,4 @@
-"""Dropout is off in scripts without Shoal, whose ranks draw masks that one process cannot draw."""
+"""Dropout is off where ranks draw masks that one process cannot draw: in scripts without Shoal."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ _FUNCTIONS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout"),
 )
-_NOTE = "dropout is off in both runs: without Shoal nobody can draw the masks of one device."
+_NOTE = "dropout is off in both runs: these ranks cannot draw the masks of one device."
 
 
-def turn_off(record: RankRecord) -> list[Callable[[], None]]:
+def turn_off(record: RankRecord, under_shoal: bool) -> list[Callable[[], None]]:
     """Let functions of dropout return their input; return functions that put them back.
 
-    Args: record: of this rank; it gets a note, and says if Shoal draws for the script.
+    Args:
+        record: of this rank; it gets a note, and says if Shoal draws for the script.
+        under_shoal: also in scripts with Shoal.
     """
     undo: list[Callable[[], None]] = []
     for name in (*_FUNCTIONS, "scaled_dot_product_attention"):
         original = getattr(torch.nn.functional, name)
         replacement = _without_p if name in _FUNCTIONS else _without_dropout_p
-        setattr(torch.nn.functional, name, replacement(original, record))
+        setattr(torch.nn.functional, name, replacement(original, record, under_shoal))
         undo.append(partial(setattr, torch.nn.functional, name, original))
     return undo
 
 
-def _without_p(original: Any, record: RankRecord) -> Any:
+def _without_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and p > 0 and not record.by_shoal:
+        if training and p > 0 and (under_shoal or not record.by_shoal):
             _tell(record)
             p = 0.0
         return original(input, p, training, inplace)
@@ -41,11 +43,11 @@ def _without_p(original: Any, record: RankRecord) -> Any:
     return dropout
 
 
-def _without_dropout_p(original: Any, record: RankRecord) -> Any:
+def _without_dropout_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
     def attention(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any
     ) -> Any:
-        if dropout_p > 0 and not record.by_shoal:
+        if dropout_p > 0 and (under_shoal or not record.by_shoal):
             _tell(record)
             dropout_p = 0.0
         return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)

@@ -32,6 +32,7 @@ class RecordingPlan:
             `shoal.init` what to compute in, and leave scripts without Shoal as they are.
         like: the record of the run on many ranks, whose batches and weights this one process
             gets; None for that run itself.
+        without_dropout: dropout is off under Shoal too, not only in other scripts.
         perturb: (rounding unit, seed) by which weights are moved; None leaves them.
     """
 
@@ -40,6 +41,7 @@ class RecordingPlan:
     precision: Arithmetic = "fp64"
     like: str | None = None
     perturb: tuple[float, int] | None = None
+    without_dropout: bool = False
 
 
 def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
@@ -51,7 +53,7 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     with ExitStack() as stack:
         if plan.precision == "fp64":
             stack.enter_context(Float64Everywhere())
-        for undo in turn_off(record):
+        for undo in turn_off(record, plan.without_dropout):
             stack.callback(undo)
         recorder = _recorder(writer, record, plan, stack)
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

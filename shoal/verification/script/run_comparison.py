@@ -9,10 +9,19 @@ from typing import Literal
 from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
 from shoal.verification.script.loader_batches import axes_of_batches
 from shoal.verification.script.run_record import RankRecord, read_run
-from shoal.verification.script.script_report import BY_DESIGN, ScriptDifference, ScriptReport
+from shoal.verification.script.script_report import (
+    BY_DESIGN,
+    ScriptCause,
+    ScriptDifference,
+    ScriptReport,
+)
 from shoal.verification.script.step_comparison import RecordedRun, StepComparison
 from shoal.verification.script.tolerances import EXACT, Tolerances
 
+OWN_STEPS = ScriptCause(
+    "own steps",
+    "the strategy lets each rank step with gradients of its own, and brings them together later.",
+)
 MAX_OTHERS = 20  # differences beside the first one in a report
 
 
@@ -58,7 +67,7 @@ def compare_runs(
         )
     first = found[0]
     at = [step for step in steps if step.step <= first.step]
-    cause = likely_cause(first, found, at, len(ranks))
+    cause = likely_cause(first, found, at, len(ranks)) if ranks[0].is_synchronous else OWN_STEPS
     verdict: Literal["differs", "differs by design"] = (
         "differs by design" if cause.kind in BY_DESIGN else "differs"
     )

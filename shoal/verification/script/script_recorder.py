@@ -199,6 +199,8 @@ class ScriptRecorder:
             tensors |= self._tensors
             tensors |= {f"weight/{name}": weight for name, weight in weights.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
+        if self._run is not None:
+            self.record.is_synchronous = self._run.is_synchronous
         self._writer.step(step.number, tensors)
         self.record.steps.append(step)
         self._tensors, self._step = {}, StepRecord(step.number + 1)

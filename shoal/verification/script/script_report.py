@@ -26,9 +26,10 @@ CauseClass = Literal[
     "random numbers",  # other draws
     "buffer",  # a buffer that depends on a rank's samples
     "wrong buffer",  # a buffer that is wrong and the same on all ranks
+    "own steps",  # each rank steps by itself for a while
     "none",
 ]
-BY_DESIGN = ("batch statistics", "random numbers", "buffer")
+BY_DESIGN = ("batch statistics", "random numbers", "buffer", "own steps")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -127,20 +127,19 @@ class _Recording:
 
     def candidate(self, ranks: int, variables: Mapping[str, str]) -> list[RankRecord]:
         """Run on many ranks; again with draws of each rank where those of one are refused."""
-        plan = RecordingPlan(str(self.many), self.steps, self.precision)
-        self._run(ranks, plan, variables)
+        self._run(ranks, self._plan(self.many), variables)
         records = read_run(self.many)
         refusals = [record.refusal or "" for record in records]
         if any(refusal.startswith('draws="global"') for refusal in refusals):
             self.draws = "rank"
-            self._run(ranks, plan, variables)
+            self._run(ranks, self._plan(self.many), variables)
             records = read_run(self.many)
         return records
 
     def reference(self, name: str, perturb: tuple[float, int] | None = None) -> Path:
         """Run alone; return the folder of the record."""
         folder = self.folder / name
-        plan = RecordingPlan(str(folder), self.steps, self.precision, str(self.many), perturb)
+        plan = replace(self._plan(folder), like=str(self.many), perturb=perturb)
         self._run(1, plan, {"SHOAL_STRATEGY": "single"})
         return folder
 
@@ -152,6 +151,11 @@ class _Recording:
         weight_unit = WEIGHT_UNITS * rounding_unit(self.one, "weight")
         moved = [self.reference(f"perturbed-{seed}", (unit, seed)) for seed in range(RUNS)]
         return measured(self.one, moved, max(unit, tolerance), max(weight_unit, tolerance))
+
+    def _plan(self, folder: Path) -> RecordingPlan:
+        return RecordingPlan(
+            str(folder), self.steps, self.precision, without_dropout=self.draws == "rank"
+        )
 
     def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
         for file in Path(plan.folder).glob("rank-*/*"):

@@ -34,6 +34,11 @@ class ShoalValues:
         """Return the model, or the group of all models; None before one is prepared."""
         return models_of(self._run)
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Return True if all ranks take each step together."""
+        return self._run.is_synchronous
+
     def has(self, optimizer: Optimizer) -> bool:
         """Return True if the run has prepared this optimizer."""
         return any(optimizer is known for known in optimizers_of(self._run))

@@ -93,9 +93,11 @@ def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:
     torch.optim.Adam(other.parameters()).step()
 
 
-def test_the_first_loss_that_is_not_finite_is_noted_once() -> None:
+def test_the_first_loss_that_is_not_finite_is_noted_once_where_steps_are_taken_all_the_same() -> (
+    None
+):
     said: list[str] = []
-    run = shoal.init(announce=said.append)
+    run = shoal.init(announce=said.append, nonfinite="ignore")
     model, _, loader = run.prepare(*parts())
     x, y = next(iter(loader))
     del said[:]

@@ -1,0 +1,340 @@
+"""`Run.gather` with micro-batches: the gathered rows and their gradients, before the step itself.
+
+    1. values      all micro-batches without a graph      own rows of each gather
+                   one message for each gather            rows of all micro-batches of all ranks
+    2. gradients   each micro-batch, with these rows      what its loss asks of all rows
+                   one sum over ranks for each gather     what the whole loss asks of each row
+    3. step        each micro-batch as always             its loss, plus own rows x what is asked
+
+No graph of more than one micro-batch is in memory, and the gradients are those of one batch: three
+forward passes instead of one. A function that gathers nothing makes the first pass once, in its
+first step, and leaves no trace in it.
+
+Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial, wraps
+from io import StringIO
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.axis import Axis
+from shoal.comm.row_collectives import count_rows, gather_rows
+from shoal.data.seeds import derive_seed, preserve_rng_state
+from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies import base
+from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.loss_terms import Counted, Term, split_result
+from shoal.strategies.module_snapshot import ModelSnapshot
+from shoal.trial.loss_verdict import CannotTry
+from shoal.trial.saved_objects import SavedObjects
+from shoal.trial.untouched import devices_of
+
+TOLERANCE = 1e-3
+"""Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
+
+
+class GatheredRows(NamedTuple):
+    """The result of one `gather` of a step, for all micro-batches of this rank.
+
+    Attributes:
+        rows: of all ranks; a leaf while its gradient is taken.
+        windows: the rows of each micro-batch of this rank.
+        asked: what the whole loss asks of the rows; None for rows without a gradient.
+    """
+
+    rows: Tensor
+    windows: list[slice]
+    asked: Tensor | None = None
+
+
+class MicrobatchGathering:
+    """Answers `gather` inside of the passes of a step with micro-batches.
+
+    Args:
+        data: the ranks with other samples.
+        models: the prepared models, which may become more.
+    """
+
+    def __init__(self, data: Axis, models: Sequence[nn.Module]) -> None:
+        self._data = data
+        self._models = models
+        self._known: dict[str, bool] = {}
+        self._answer: Callable[[Tensor], tuple[Tensor, slice]] | None = None
+        self._given: list[Tensor] = []
+
+    @property
+    def is_answering(self) -> bool:
+        """True inside of a pass that gathers here."""
+        return self._answer is not None
+
+    def gather(self, x: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of all micro-batches, and where those of this one are."""
+        assert self._answer is not None
+        if x.dim() == 0:
+            raise UsageError(
+                "gather was given a scalar tensor; it gathers rows. Give it a tensor with one row "
+                "for each sample."
+            )
+        self._given.append(x)
+        return self._answer(x)
+
+    def prepare(
+        self,
+        batch: base.LocalBatch,
+        microbatches: list[base.LocalBatch],
+        model: base.LocalModel,
+    ) -> base.LocalBatch:
+        """Return the batch that the step is to compute. Collective.
+
+        A function that reads from an iterator is left alone, for it cannot be called again.
+
+        Args: microbatches: of the batch, as the step will compute them, with the user's function.
+
+        Raises: StrategyRefused: rows that are gathered follow from others.
+        """
+        function = microbatches[0].compute_loss
+        key = _place_of(function)
+        if not self._known.get(key, True):
+            return batch
+        with self._leaving_no_trace(function) as can_repeat:
+            seeds = _Seeds(devices_of(self._models))
+            values = []
+            if not self._on_any_rank(not can_repeat):
+                values = self._values(microbatches, model, seeds)
+        num_gathers = self._on_any_rank(bool(values))
+        self._known[key] = self._known.get(key, False) or num_gathers
+        if not num_gathers:
+            return batch
+        gathered = [self._gathered(own, microbatches) for own in values]
+        with self._leaving_no_trace(function):
+            asked = self._asked(gathered, values, microbatches, model, seeds)
+        _Seeds(devices_of(self._models))  # the next step draws others
+        return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
+
+    def _values(
+        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: _Seeds
+    ) -> list[list[Tensor]]:
+        """[1] Return for each gather the own rows of each micro-batch. Collective."""
+        found: list[list[Tensor]] = []
+        for index, micro in enumerate(microbatches):
+            share = micro.global_batch_size / max(micro.num_samples, 1)
+
+            def stand_in(x: Tensor, share: float = share) -> tuple[Tensor, slice]:
+                # Any rows will do, if what is gathered later does not follow from them.
+                order = torch.arange(max(round(len(x) * share), len(x)), device=x.device)
+                return x.detach()[order % max(len(x), 1)], slice(0, len(x))
+
+            with torch.no_grad(), self._answering(stand_in), seeds.of(index):
+                model.outside_step.call(micro.compute_loss, *micro.args, **micro.kwargs)
+            model.outside_step.reshard()
+            found.append([x.detach().clone() for x in self._given])
+        if len({len(given) for given in found}) > 1:
+            raise UsageError(
+                f"run.gather was called {' and '.join(str(len(given)) for given in found)} times "
+                "in the micro-batches of one step. Every part of a batch must call it equally "
+                "often."
+            )
+        return [list(own) for own in zip(*found, strict=True)]
+
+    def _gathered(self, own: list[Tensor], microbatches: list[base.LocalBatch]) -> GatheredRows:
+        """Return the rows of all micro-batches of all ranks. Collective."""
+        rows = [
+            x if micro.num_samples else x[:0] for x, micro in zip(own, microbatches, strict=True)
+        ]
+        together = torch.cat(rows)
+        counts = count_rows(together, self._data)
+        start = sum(counts[: self._data.rank])
+        windows = []
+        for x, micro in zip(own, microbatches, strict=True):
+            # A stand-in is the first sample of the batch, so its row is among those of others.
+            windows.append(slice(start, start + len(x)) if micro.num_samples else slice(0, len(x)))
+            start += len(x) if micro.num_samples else 0
+        return GatheredRows(gather_rows(together, self._data, counts), windows)
+
+    def _asked(
+        self,
+        gathered: list[GatheredRows],
+        values: list[list[Tensor]],
+        microbatches: list[base.LocalBatch],
+        model: base.LocalModel,
+        seeds: _Seeds,
+    ) -> list[GatheredRows]:
+        """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
+        leaves = [
+            g._replace(rows=g.rows.detach().requires_grad_(g.rows.is_floating_point()))
+            for g in gathered
+        ]
+        roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
+        sums = [torch.zeros_like(root) for root in roots]
+        is_same = True
+        for index, micro in enumerate(microbatches):
+
+            @wraps(micro.compute_loss)  # strategies know functions by their names
+            def gradients(*args: Any, micro: base.LocalBatch = micro, **kwargs: Any) -> Any:
+                loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
+                if not (loss.requires_grad and roots):
+                    return [None] * len(roots)
+                return torch.autograd.grad(loss, roots, allow_unused=True)
+
+            answer = self._rows_of(leaves, index)
+            with torch.enable_grad(), self._answering(answer), seeds.of(index):
+                found = model.outside_step.call(gradients, *micro.args, **micro.kwargs)
+            model.outside_step.reshard()
+            for total, gradient in zip(sums, found, strict=True):
+                if gradient is not None and micro.num_samples:
+                    total += gradient
+            before = [own[index] for own in values]
+            is_same = is_same and len(before) == len(self._given)
+            is_same = is_same and all(map(_close, self._given, before))
+        if self._on_any_rank(not is_same):
+            raise StrategyRefused(
+                "run.gather with accumulate: the rows that are gathered are others when "
+                "compute_loss runs again. They follow from rows that were gathered before, or from "
+                "random numbers that are not torch's, Python's or NumPy's. Use accumulate=1."
+            )
+        totals = iter([self._data.all_reduce(total) for total in sums])
+        return [
+            leaf._replace(asked=next(totals) if leaf.rows.requires_grad else None)
+            for leaf in leaves
+        ]
+
+    def _on_any_rank(self, fact: bool) -> bool:
+        """Return whether a fact holds on any rank. Collective."""
+        flag = torch.tensor([float(fact)], device=self._data.device)
+        return bool(self._data.all_reduce_max(flag).item())
+
+    def _rows_of(
+        self, gathered: list[GatheredRows], index: int
+    ) -> Callable[[Tensor], tuple[Tensor, slice]]:
+        """Return the answer to the gathers of one micro-batch."""
+
+        def answer(x: Tensor) -> tuple[Tensor, slice]:
+            found = gathered[len(self._given) - 1]
+            return found.rows.to(x.dtype), found.windows[index]
+
+        return answer
+
+    def _injecting(
+        self,
+        batch: base.LocalBatch,
+        microbatches: list[base.LocalBatch],
+        gathered: list[GatheredRows],
+        seeds: _Seeds,
+    ) -> base.ComputeLoss:
+        """[3] Return the function of the step. It is called for each micro-batch in turn."""
+        compute_loss = batch.compute_loss
+        constant = [g._replace(rows=g.rows.detach()) for g in gathered]
+        index = -1
+
+        @wraps(compute_loss)  # strategies know functions by their names
+        def injecting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal index
+            index = (index + 1) % len(microbatches)
+            micro = microbatches[index]
+            with self._answering(self._rows_of(constant, index)), seeds.of(index):
+                result = compute_loss(*args, **kwargs)
+            addend: Any = 0.0
+            for x, found in zip(self._given, constant, strict=True):
+                if found.asked is not None and x.requires_grad:
+                    # A stand-in asks nothing, and needs a graph all the same.
+                    asked = found.asked[found.windows[index]] if micro.num_samples else 0.0
+                    addend = addend + (asked * x).sum()
+            if not isinstance(addend, Tensor):
+                return result
+            # The gradient alone: the value of the loss stays what it is.
+            return _with_gradient(result, addend - addend.detach(), micro)
+
+        return injecting
+
+    @contextmanager
+    def _answering(self, answer: Callable[[Tensor], tuple[Tensor, slice]]) -> Iterator[None]:
+        self._given = []
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    @contextmanager
+    def _leaving_no_trace(self, function: Any) -> Iterator[bool]:
+        """Put models, the script and generators back. Yields False if the script cannot be."""
+        models = [ModelSnapshot(model) for model in self._models]
+        objects, can_repeat = SavedObjects(), True
+        objects.skip(module for model in self._models for module in model.modules())
+        try:
+            objects.save(function)
+        except CannotTry:
+            can_repeat = False
+        try:
+            with redirect_stdout(StringIO()), preserve_rng_state(devices_of(self._models)):
+                yield can_repeat
+        finally:
+            objects.restore()
+            for state in reversed(models):
+                state.restore()
+
+
+class _Seeds:
+    """The seeds of a step's micro-batches, so that every pass draws the same random numbers."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices = devices
+        self._torch = int(torch.randint(2**62, ()))
+        # Equal on all ranks, as the generators of Python and NumPy are.
+        self._python = random.getrandbits(31)
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Draw the numbers of one micro-batch in this context."""
+        with preserve_rng_state(self._devices):
+            torch.manual_seed(derive_seed(self._torch, microbatch))
+            random.seed(derive_seed(self._python, microbatch))
+            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
+            yield
+
+
+def _place_of(function: Any) -> str:
+    """Return where a function stands in a script: the same on all ranks and in all steps."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+
+
+def _with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
+    """Return a result of compute_loss whose loss has `addend` more, undivided by any weight."""
+    terms, _ = split_result(result)
+    weight = 1.0 if micro.loss_weight is None else micro.loss_weight
+    first = terms[0]
+    scale: Any = float(micro.global_batch_size)  # what `weighted_loss` divides a sum by
+    if first.count is None or micro.loss_weight is not None:
+        scale = scale / (max(micro.num_samples, 1) * weight)
+    if first.count is not None and micro.loss_weight is not None:
+        scale = scale * first.count.clamp(min=1)
+    replaced = Term(first.value + addend * scale, first.count)
+    loss: Any = Counted((replaced, *terms[1:])) if _is_counted(result) else replaced.value
+    return (loss, result[1]) if isinstance(result, tuple) else loss
+
+
+def _is_counted(result: Any) -> bool:
+    return isinstance(result[0] if isinstance(result, tuple) else result, Counted)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.detach(), other, rtol=TOLERANCE, atol=1e-6, equal_nan=True)

@@ -1,0 +1,149 @@
+"""The state of a run: the weights, and all that the rest of a run depends on.
+
+These are methods of `Run`, which computes steps beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import DataError, UsageError
+from shoal.run import train_state
+from shoal.run.guards import Guards
+from shoal.run.prepared import Prepared
+from shoal.strategies import base
+from shoal.strategies.transforms.precision import LossScale
+
+
+class StatefulRun:
+    """A run whose state can be read, saved and loaded.
+
+    Args: loss_scale: None without fp16.
+    """
+
+    def __init__(
+        self, mesh: Mesh, prepared: Prepared, guards: Guards, loss_scale: LossScale | None
+    ) -> None:
+        self.mesh = mesh
+        self._prepared = prepared
+        self._guards = guards
+        self._loss_scale = loss_scale
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the full model's `state_dict`, under the model's own names. Collective.
+
+        Buffers are those of rank 0, as in the file that `save` writes.
+        """
+        local_model = self._local_model()
+        self.synchronize()
+        self.mesh.data.broadcast_buffers(local_model.module)
+        return train_state.full_state_dict(local_model)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters, under the full model's names. Shards are DTensors."""
+        local_model = self._local_model()
+        return {
+            local_model.pipeline.tied_names.get(name, name): parameter
+            for name, parameter in local_model.module.named_parameters()
+        }
+
+    def wait(self) -> None:
+        """Wait until this rank holds the weights of the last step, before you read parameters.
+
+        The model's next forward pass waits by itself. Only parameter servers leave work behind.
+        """
+        self._local_model().strategy_state.wait()
+
+    def synchronize(self) -> bool:
+        """Wait until all ranks hold the same weights, those of all steps. Collective.
+
+        Weights differ between ranks between the steps of parameter servers with staleness, and
+        between the averaging steps of `local` and `diloco`. `evaluate`, `save`, `state` and
+        `weights` call this first.
+
+        Returns: True if the weights differed.
+        """
+        return self._local_model().strategy_state.synchronize()
+
+    def save(self, path: str | Path) -> None:
+        """Write the full model's `state_dict`, as `torch.save` does. Collective.
+
+        The file has the model's own names, and is replaced in one piece or not at all. Read it with
+        `torch.load(path, weights_only=True)`.
+        """
+        local_model = self._local_model()
+        self.synchronize()
+        train_state.save_model(local_model, self.mesh, path)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+        """Return all that the rest of the run depends on: (tensors, info, private). Collective.
+
+        `tensors` are the same on every rank, `info` consists of JSON values, `private`
+        is this rank's random state. After `load_state` the run goes on bit for bit at the same
+        number of ranks.
+
+        Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
+            `nonfinite="ignore"`.
+        """
+        resumable = self._train_state()
+        self.synchronize()
+        self._prepared.nonfinite_steps.check_weights()
+        return resumable.state()
+
+    def layout_of(self) -> Callable[[str], Tensor | None]:
+        """Return a function from a name in `state`'s tensors to this rank's tensor, or None.
+
+        From it, `Checkpoints.load` knows which shard of a tensor this rank needs to read.
+        """
+        return train_state.layout_of(self._local_model())
+
+    def load_state(
+        self,
+        tensors: Mapping[str, Tensor],
+        info: Mapping[str, Any],
+        private: Mapping[str, Tensor],
+        accept_data: bool = False,
+    ) -> list[str]:
+        """Load what `state` returned. Collective; call it after `prepare`.
+
+        Args:
+            private: this rank's own; empty if the number of ranks has changed.
+            accept_data: go on although the data set has shrunk, grown or changed. The position in
+                the epoch stays the same number of samples.
+
+        Returns: sentences about data that has changed, and about state that was lost with a change
+            of the number of ranks.
+
+        Raises: DataError: the data set of a prepared loader is not the one of the saved run.
+        """
+        resumable = self._train_state()
+        train_state.check_complete(info)
+        change = resumable.check_data(info)
+        if change and not accept_data:
+            raise DataError(
+                f"{change}. Some samples of the epoch would come twice, and others never. Restore "
+                "the data, begin a new run, or accept it: run.load_state(..., accept_data=True), "
+                "--train.accept_data changed."
+            )
+        self.wait()
+        notes = resumable.load(tensors, info, private)
+        self._guards.accept_weights()
+        return [f"{change}; accepted", *notes] if change else notes
+
+    def _train_state(self) -> train_state.TrainState:
+        local_model, prepared = self._local_model(), self._prepared
+        if not prepared.optimizers:
+            raise UsageError("state: no optimizer was prepared, so there is no training state.")
+        return train_state.TrainState(
+            local_model, prepared.optimizers, prepared.loaders, self._loss_scale, self.mesh
+        )
+
+    def _local_model(self) -> base.LocalModel:
+        local_model = self._prepared.local_model()
+        self._guards.check_weights()
+        return local_model

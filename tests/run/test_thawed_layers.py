@@ -1,0 +1,139 @@
+"""Phases of training: layers are thawed by a second `prepare`, or rest at a learning rate of 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import StrategyRefused
+from shoal.testing import world
+
+QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(10, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (10,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=5)
+
+
+class Net(nn.Module):
+    """Blocks, which are units of zero, a tied weight, a scalar and statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[1].weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("calls", torch.zeros(()))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.scale
+        scores: Tensor = self.head(x)
+        return scores
+
+
+def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the head, all layers, then all but the head, beside a model whose optimizer stays."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, accumulate=accumulate, **QUIET)
+    net, other = Net().double(), nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+    net.blocks.requires_grad_(False)
+    net.scale.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1, momentum=0.9)
+    stays = torch.optim.AdamW(other.parameters(), lr=0.01)
+    net, other, optimizer, stays, batches = run.prepare(net, other, optimizer, stays, loader())
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net(x) + other(x), y)
+
+    losses = []
+    for phase in range(3):
+        if phase == 1:
+            net.requires_grad_(True)
+            optimizer = run.prepare(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+        if phase == 2:
+            net.head.requires_grad_(False)
+            rest = [p for p in net.parameters() if p.requires_grad]
+            optimizer = run.prepare(torch.optim.SGD(rest, lr=0.05))
+        for x, y in batches:
+            losses.append(run.forward_backward(compute_loss, x, y).item())
+            run.clip_gradients(0.5)
+            for each in (optimizer, stays):
+                each.step()
+                each.zero_grad()
+        sums = run.evaluate(lambda x, y: {"sum": net(x).square().sum()}, loader())
+        losses.append(sums["sum"])
+    return losses, run.weights()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [
+        ("zero3", 2, 1),
+        pytest.param("ddp", 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero1", 3, 1, marks=pytest.mark.slow),
+        pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
+        pytest.param("zero3,hybrid=2", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_are_thawed_and_frozen_as_on_one_device(
+    strategy: str, ranks: int, accumulate: int
+) -> None:
+    losses, weights = in_phases("single")
+    del weights["model0.calls"]  # evaluations and micro-batches are counted on each rank
+    for their_losses, their_weights in world.run(ranks, in_phases, strategy, accumulate):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        for name, value in weights.items():
+            assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
+    """Train the last layer, then all, by learning rates alone; then ask for other parameters."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, **QUIET)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    groups = [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    net, optimizer, batches = run.prepare(net, optimizer, loader())
+    losses = []
+    for phase in range(2):
+        if phase == 1:
+            optimizer.param_groups[0]["lr"] = 0.05
+        for x, y in batches:
+            loss = run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in run.weights().items()}
+    refusal = ""
+    if strategy != "single":
+        net[0].requires_grad_(False)
+        with pytest.raises(StrategyRefused) as caught:
+            run.prepare(torch.optim.SGD(net[2].parameters(), lr=0.1))
+        refusal = str(caught.value)
+    return refusal, losses, weights
+
+
+def all_at_rest(strategies: list[str]) -> list[Any]:
+    return [at_rest(strategy) for strategy in strategies]
+
+
+def test_where_other_layers_cannot_be_trained_later_the_cure_is_a_rate_of_zero() -> None:
+    _, losses, weights = at_rest("single")
+    for found in world.run(2, all_at_rest, ["tensor=2", "pipeline=2", "server=1"]):
+        for refusal, their_losses, their_weights in found:
+            assert "a learning rate of 0 for those that rest" in refusal
+            assert their_losses == pytest.approx(losses, rel=1e-10)
+            for name, value in weights.items():
+                assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name

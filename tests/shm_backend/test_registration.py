@@ -1,0 +1,97 @@
+"""What torch makes of the names "shoal" and "cpu:shoal", with other backends and without."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.errors import CollectiveFailed
+from shoal.platform.torch_private.c10d import backend_for
+from shoal.shm_backend.group import ShoalGroup
+from shoal.testing import world
+
+
+def test_the_backend_of_another_device_is_kept() -> None:
+    assert world.run(2, _mix_backends) == [(True, "gloo", "fake")] * 2
+
+
+def _mix_backends() -> tuple[bool, str, str]:
+    import torch.testing._internal.distributed.fake_pg  # registers a backend of all devices
+
+    found = []
+    for name in ("gloo", "fake"):
+        group = dist.new_group(backend=f"cpu:shoal,cuda:{name}")
+        found.append(str(backend_for(group, torch.device("cuda")).name()))
+        dist.all_reduce(tensor := torch.ones(2), group=group)
+        assert tensor.tolist() == [2.0, 2.0]
+        assert isinstance(group, ShoalGroup)
+        assert group.on_one_host
+    return True, found[0], found[1]
+
+
+def test_a_monitored_barrier_names_the_ranks_that_did_not_come() -> None:
+    assert world.run(3, _wait_for_all) == ["2", "", ""]
+
+
+def _wait_for_all() -> str:
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    group, said = dist.new_group(timeout=timedelta(seconds=30)), ""
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"Ranks? 2") as caught:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=1), wait_all_ranks=True)
+        said = "2" if "2 failed" in str(caught.value) else str(caught.value)
+    elif dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"monitoredBarrier|rank 0"):
+            dist.monitored_barrier(group, timeout=timedelta(seconds=1))
+    dist.barrier()
+    return said
+
+
+def test_a_destroyed_group_keeps_no_more_descriptors_than_one_of_gloo() -> None:
+    assert world.run(2, _count_descriptors) == [True, True]
+
+
+def _count_descriptors() -> bool:
+    kept = {}
+    for backend in ("cpu:shoal", "gloo"):
+        _use_a_group(backend)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(4):
+            _use_a_group(backend)
+        kept[backend] = len(os.listdir("/proc/self/fd")) - before
+    assert kept["cpu:shoal"] <= kept["gloo"], kept
+    return True
+
+
+def _use_a_group(backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_gather([torch.ones(5), torch.ones(5)], torch.ones(5), group=group)
+    work = dist.all_reduce(torch.ones(3, dtype=torch.int32), group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_a_group_that_was_destroyed_refuses_calls_and_a_pending_one_takes_no_5_seconds() -> None:
+    first, second = world.run(2, _leave)
+    assert "left its group" in first
+    assert "destroyed" in second
+
+
+def _leave() -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        assert work is not None
+    begin = time.monotonic()
+    dist.destroy_process_group(group)
+    assert time.monotonic() - begin < 4.0
+    with pytest.raises(CollectiveFailed) as caught:
+        group.allreduce([torch.ones(3)]).wait()
+    dist.barrier()
+    return str(caught.value)
