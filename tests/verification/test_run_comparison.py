@@ -166,3 +166,14 @@ def test_a_buffer_that_differs_alone_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_a_whole_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="of its ranks there are none"):
         compare_runs(tmp_path, tmp_path)
+
+
+def test_a_file_that_differs_after_right_steps_is_named(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("many", 2.0)):
+        record(tmp_path / name)
+        (tmp_path / name / "rank-0/files").mkdir()
+        torch.save({"a": torch.full((2,), value)}, tmp_path / name / "rank-0/files/0-model.pt")
+    report = compare_runs(tmp_path / "one", tmp_path / "many")
+    assert report.first is not None
+    assert (report.first.phase, report.first.parameter) == ("files", "model.pt")
+    assert report.cause.kind == "file"

@@ -72,17 +72,20 @@ class RanksOfStep:
             if len(pieces) < self._ranks[0].axis("data")[1]:
                 continue
             wholes.append(pieces)
-        return _versions(wholes, like)
+        return _versions(wholes, like, has_stand_ins=self._ranks[0].by_shoal)
 
 
-def _versions(groups: list[Pieces], like: Tensor) -> list[Tensor]:
-    """Return what the pieces of each tensor rank give, as tensors of the shape of `like`."""
+def _versions(groups: list[Pieces], like: Tensor, has_stand_ins: bool) -> list[Tensor]:
+    """Return what the pieces of each tensor rank give, as tensors of the shape of `like`.
+
+    Args: has_stand_ins: ranks without rows of their own have computed one of another rank.
+    """
     for dim in range(min(2, like.dim())):
         joined = [_along(dim, [part for rank in group for part in rank]) for group in groups]
         found = [tensor for tensor in joined if tensor is not None]
         if len(found) != len(groups) or not found:
             continue
-        cut = [_without_stand_ins(tensor, like, dim) for tensor in found]
+        cut = [_without_stand_ins(t, like, dim) for t in found] if has_stand_ins else found
         if all(tensor.shape == like.shape for tensor in cut):
             return cut
         whole = _columns(cut, like)

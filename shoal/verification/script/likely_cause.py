@@ -52,7 +52,13 @@ def likely_cause(
             return _backward(first, found, steps, ranks)
         case "update":
             return _update(first, found, steps)
-        case _:
+        case "files":
+            return ScriptCause(
+                "file",
+                f"all steps are right, and {first.parameter}, which the script wrote, is not: it "
+                "holds a part of the model, or other weights.",
+            )
+        case "buffers":
             return _buffer(first, step)
 
 

@@ -10,7 +10,7 @@ of one tensor group do, count once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ class JoinedBatches:
         self, folder: Path, ranks: Sequence[RankRecord], enabled: Callable[[], bool]
     ) -> None:
         self._folder = folder
-        self._ranks = ranks
+        axes = axes_of_batches(folder, ranks)
+        self._members = [record for record in ranks if axes[record.rank]["tensor"][0] == 0]
         self._enabled = enabled
         self._order = LoaderOrder()
         self._rounds: dict[int, int] = {}
@@ -124,7 +125,7 @@ class JoinedBatches:
             count = length(loader)
             if not self._enabled() or not self._is_shared_out(self._order.number(loader)):
                 return count
-            return -(-count // len(self._ranks))
+            return -(-count // len(self._members))
 
         DataLoader.__iter__ = joined  # type: ignore[assignment,method-assign]
         DataLoader.__len__ = shorter  # type: ignore[method-assign]
@@ -138,18 +139,21 @@ class JoinedBatches:
     def _given(self, number: int, own: Any) -> Iterator[Any]:
         turn = self._rounds[number] = self._rounds.get(number, -1) + 1
         for position, batch in enumerate(own):
-            parts = self._parts(f"{number}-{turn}-{position}")
+            parts = self._parts(number, f"{number}-{turn}-{position}")
             if not parts:
                 return  # the ranks took no further batch
             yield _replaced(batch, iter(join(parts)))
 
-    def _parts(self, key: str) -> list[list[Tensor]]:
-        """Return the batches of all ranks that took one, each once."""
-        return distinct(batches_of_ranks(self._folder, self._ranks, key))
+    def _parts(self, number: int, key: str) -> list[list[Tensor]]:
+        """Return the batches of all data ranks that took one."""
+        members = self._members if self._is_shared_out(number) else self._members[:1]
+        found = batches_of_ranks(self._folder, members, key)
+        return [batch for batch in found if batch is not None]
 
     def _is_shared_out(self, number: int) -> bool:
-        found = batches_of_ranks(self._folder, self._ranks, f"{number}-0-0")
-        return len(distinct(found)) > 1
+        """Return False for a loader of which every rank takes all, for an evaluation say."""
+        first, *others = batches_of_ranks(self._folder, self._members, f"{number}-0-0")
+        return first is None or any(b is None or not _equal(first, b) for b in others)
 
 
 def batches_of_ranks(
@@ -163,40 +167,32 @@ def batches_of_ranks(
     return found
 
 
-def distinct(batches: Sequence[list[Tensor] | None]) -> list[list[Tensor]]:
-    """Return the batches that differ, in order of ranks."""
-    kept: list[list[Tensor]] = []
-    for batch in batches:
-        if batch is not None and not any(_equal(batch, other) for other in kept):
-            kept.append(batch)
-    return kept
+def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
+    """Return for each rank its axes: ranks of the same batches are a tensor group.
 
-
-def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> Mapping[int, dict[str, Any]]:
-    """Return for each rank its axes: ranks of one batch are a tensor group.
-
-    A script that takes no batches from a loader tells by what it gives to its model.
+    The first batch of each loader counts, and what the first step gives to the model, for scripts
+    that take batches from elsewhere.
     """
-    key = f"{ranks[0].loaders[0]}-0" if ranks[0].loaders else ""
-    batches: list[Any] = list(batches_of_ranks(folder, ranks, key)) if key else []
-    if not key or any(batch is None for batch in batches):
-        batches = [_inputs(record) for record in ranks]
-    groups: list[tuple[Any, list[int]]] = []
-    for rank, batch in enumerate(batches):
+    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
+    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
+    groups: list[tuple[list[Tensor], list[int]]] = []
+    for rank, record in enumerate(ranks):
+        taken = [tensor for column in columns for tensor in column[rank] or ()]
+        taken += _inputs(record)
         for first, members in groups:
-            if _equal(first, batch):
+            if _equal(first, taken):
                 members.append(rank)
                 break
         else:
-            groups.append((batch, [rank]))
-    return {
-        rank: {"data": (index, len(groups)), "tensor": (place, len(members))}
-        for index, (_, members) in enumerate(groups)
-        for place, rank in enumerate(members)
-    }
+            groups.append((taken, [rank]))
+    axes: list[dict[str, Any]] = [{} for _ in ranks]
+    for index, (_, members) in enumerate(groups):
+        for place, rank in enumerate(members):
+            axes[rank] = {"data": (index, len(groups)), "tensor": (place, len(members))}
+    return axes
 
 
-def _inputs(record: RankRecord) -> list[Any]:
+def _inputs(record: RankRecord) -> list[Tensor]:
     digests = record.steps[0].digests if record.steps else {}
     return [torch.tensor(value) for name, value in digests.items() if name.startswith("input/")]
 
@@ -225,7 +221,9 @@ def join(parts: Sequence[list[Tensor]]) -> list[Tensor]:
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _replaced(batch: Any, leaves: Iterator[Tensor]) -> Any:

@@ -10,6 +10,7 @@ further one the name of its class before them: `Discriminator.body.0.weight`.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class ModelNames:
         self.roots: list[nn.Module] = []
         self._prefixes: list[str] = []
         self._modules: dict[int, str] = {}
+        self._strangers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def use(self, root: nn.Module) -> None:
         """Take the names of this module alone, which holds all models."""
@@ -56,12 +58,16 @@ class ModelNames:
 
     def find(self, module: nn.Module) -> str | None:
         """Return the same as `name_of`; look for the model where the module is new."""
-        if id(module) not in self._modules:
+        if id(module) not in self._modules and module not in self._strangers:
             root = _root_of(module)
-            if next(root.parameters(), None) is not None:
+            if any(root is known for known in self.roots):  # a layer that was added later
+                self.refresh()
+            elif next(root.parameters(), None) is not None:
                 self._prefixes.append(self._new_prefix(root))
                 self.roots.append(root)
                 self._add(root, self._prefixes[-1])
+            else:
+                self._strangers.add(module)
         return self.name_of(module)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,6 +17,7 @@ from shoal.verification.script.perturbation import Perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
 from shoal.verification.script.same_start import SameStart
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
+from shoal.verification.script.written_files import WrittenFiles
 
 Arithmetic = Literal["fp64", "fp32", "bf16", "fp16", "script"]
 
@@ -53,6 +54,8 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     with ExitStack() as stack:
         if plan.precision == "fp64":
             stack.enter_context(Float64Everywhere())
+        for undo in WrittenFiles(writer.folder / "files").start():
+            stack.callback(undo)
         for undo in turn_off(record, plan.without_dropout):
             stack.callback(undo)
         recorder = _recorder(writer, record, plan, stack)

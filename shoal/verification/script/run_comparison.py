@@ -17,10 +17,15 @@ from shoal.verification.script.script_report import (
 )
 from shoal.verification.script.step_comparison import RecordedRun, StepComparison
 from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.script.written_files import compare_files
 
 OWN_STEPS = ScriptCause(
     "own steps",
     "the strategy lets each rank step with gradients of its own, and brings them together later.",
+)
+SAME_BATCHES = (
+    "all ranks took the same batches. That is right for tensor parallelism; in data parallelism it "
+    "means that nothing shares the samples out."
 )
 MAX_OTHERS = 20  # differences beside the first one in a report
 
@@ -47,17 +52,24 @@ def compare_runs(
     candidate = RecordedRun(Path(candidate_dir), read_run(Path(candidate_dir)))
     ranks = candidate.ranks
     if not ranks[0].by_shoal:
-        for rank, axes in axes_of_batches(candidate.folder, ranks).items():
-            ranks[rank].axes = axes
+        for record, axes in zip(ranks, axes_of_batches(candidate.folder, ranks), strict=True):
+            record.axes = axes
     notes = list(
         dict.fromkeys(note for record in (*ranks, *reference.ranks) for note in record.notes)
     )
+    if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
+        notes.append(SAME_BATCHES)
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
         return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
     count = min(reference.steps, candidate.steps)
     if count == 0:
         return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
+    if reference.steps != candidate.steps:
+        notes.append(
+            f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
+            f"{count} are compared."
+        )
     found, steps = _until_difference(reference, candidate, count, tolerances)
     largest = max((error for step in steps for error in step.errors.values()), default=None)
     layers = list(_layers(steps[-1]))
@@ -96,7 +108,20 @@ def _until_difference(
             read = [b for b in buffers if b.module == module and others[0].phase == "forward"]
             return (read or []) + others, steps
         buffers += found
-    return buffers, steps
+    return buffers or _files(reference, candidate, count, tolerances), steps
+
+
+def _files(
+    reference: RecordedRun, candidate: RecordedRun, step: int, tolerances: Tolerances
+) -> list[ScriptDifference]:
+    """Return the files of rank 0 that differ, after runs in which nothing else does."""
+    one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
+    allowed = tolerances.of(step, "weight/") if tolerances.measured else tolerances.default
+    return [
+        ScriptDifference(step, "files", None, name, error, allowed)
+        for name, error in compare_files(one, many).items()
+        if not error <= allowed
+    ]
 
 
 def _at_start(ranks: list[RankRecord], tolerances: Tolerances) -> list[ScriptDifference]:

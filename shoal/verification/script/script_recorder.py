@@ -135,7 +135,8 @@ class ScriptRecorder:
         return result
 
     def _before_model(self, module: nn.Module | None, args: Any) -> None:
-        if self._run is None and not any(name.startswith("input/") for name in self._step.digests):
+        known = any(name.startswith("input/") for name in self._step.digests)
+        if self._run is None and not known and torch.is_grad_enabled():
             inputs = {str(index): tensor for index, tensor in enumerate(tensors_in(args))}
             self._step.digests |= digests(inputs, "input")
         if module is not None and self.names.find(module) is None:

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["start", "forward", "loss", "backward", "update", "buffers"]
-PHASES = ("start", "forward", "loss", "backward", "update", "buffers")
-"""The order of the phases in a step; "start" lies before the first."""
+Phase = Literal["start", "forward", "loss", "backward", "update", "buffers", "files"]
+"""The phases of a step, in their order; "start" lies before the first, "files" after the last."""
 
 CauseClass = Literal[
     "scale",  # all gradients are the same multiple
@@ -26,6 +25,7 @@ CauseClass = Literal[
     "random numbers",  # other draws
     "buffer",  # a buffer that depends on a rank's samples
     "wrong buffer",  # a buffer that is wrong and the same on all ranks
+    "file",  # all steps are right, and a file that the script wrote is not
     "own steps",  # each rank steps by itself for a while
     "none",
 ]
@@ -38,9 +38,9 @@ class ScriptDifference:
 
     Attributes:
         step: from 1.
-        phase: where in the step; see `PHASES`.
+        phase: where in the step.
         module: the module's name; "" is the model itself; None: no module.
-        parameter: the name of the parameter or buffer; None: an output, or a loss.
+        parameter: the name of the parameter, buffer or file; None: an output, or a loss.
         error: relative to the largest entry of the tensor of one process.
         allowed: the tolerance that it exceeds.
         line: the user's line, "train.py:31"; "" where none is known.

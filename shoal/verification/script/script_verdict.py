@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -90,10 +91,7 @@ def verify_script(
             return ScriptReport("refused", None, NO_CAUSE, 0, ranks, None, notes=refusals[:1])
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
-    made: AbstractContextManager[str] = tempfile.TemporaryDirectory(prefix="shoal-proof-")
-    if keep is not None:
-        made = nullcontext(str(keep))
-    with made as folder:
+    with _folder(keep) as folder:
         recording = _Recording(
             Path(script), arguments, Path(folder), steps, precision, timeout_s, draws
         )
@@ -103,6 +101,13 @@ def verify_script(
         _check_record(Path(script), recording.many, many)
         recording.reference("reference")
         return compare_runs(recording.one, recording.many, recording.tolerances(tolerance))
+
+
+def _folder(keep: str | Path | None) -> AbstractContextManager[str]:
+    """Return a context with the folder to keep, or with one that is deleted at its end."""
+    if keep is None:
+        return tempfile.TemporaryDirectory(prefix="shoal-proof-")
+    return nullcontext(str(keep))
 
 
 @dataclass
@@ -158,10 +163,14 @@ class _Recording:
         )
 
     def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
-        for file in Path(plan.folder).glob("rank-*/*"):
-            if file.is_file():
-                file.unlink()  # of an earlier record in the same folder
-        settings = {"OMP_NUM_THREADS": "1", "SHOAL_DRAWS": self.draws, **variables}
+        for rank in Path(plan.folder).glob("rank-*"):
+            shutil.rmtree(rank)  # of an earlier record in the same folder
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "SHOAL_DRAWS": self.draws,
+            "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
+            **variables,
+        }
         if self.precision != "script":
             settings["SHOAL_PRECISION"] = self.precision
         processes = start(

@@ -52,3 +52,4 @@ for (x,) in loader:
     loss = run.forward_backward(compute_loss, x)
     optimizer.step()
     print(loss.item())
+run.save("shoal_loop.pt")

@@ -1,0 +1,105 @@
+"""Files of tensors that a script writes: kept with the record, away from the user's own files.
+
+torch.save(state, "model.pt")     the record's files/0-model.pt
+run.save("model.pt")              the record's files/1-model.pt
+torch.load("model.pt")            reads what this run has written there last, else the user's
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.data.tree_map import items_of
+from shoal.run import Run
+from shoal.verification.differences import differences
+
+
+class WrittenFiles:
+    """Redirects what this process writes by `torch.save` and `Run.save`.
+
+    Args: folder: for the files; it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._places: dict[str, Path] = {}
+        self._count = 0
+
+    def start(self) -> list[Callable[[], None]]:
+        """Begin to redirect; return functions that end it."""
+        save, load, run_save = torch.save, torch.load, Run.save
+
+        def redirected_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            target = self._place(f) if isinstance(f, (str, os.PathLike)) else f
+            save(obj, target, *args, **kwargs)
+
+        def redirected_load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, (str, os.PathLike)):
+                f = self._places.get(os.path.realpath(f), f)
+            return load(f, *args, **kwargs)
+
+        def redirected_run_save(run: Run, path: str | Path) -> None:
+            run_save(run, self._place(path))  # which writes through an open file
+
+        torch.save, torch.load = redirected_save, redirected_load
+        Run.save = redirected_run_save  # type: ignore[assignment,method-assign]
+        return [
+            partial(setattr, torch, "save", save),
+            partial(setattr, torch, "load", load),
+            partial(setattr, Run, "save", run_save),
+        ]
+
+    def _place(self, path: str | os.PathLike[str]) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        place = self._folder / f"{self._count}-{Path(path).name}"
+        self._count += 1
+        self._places[os.path.realpath(path)] = place
+        return place
+
+
+def compare_files(reference: Path, candidate: Path) -> dict[str, float]:
+    """Return the largest relative error of each file that two records hold, by its name.
+
+    It is infinite for a file that only one run has written, or that has other tensors. Files of
+    anything but tensors, numbers and texts are not read.
+
+    Args: reference, candidate: folders of one rank's files.
+    """
+    names = sorted({file.name for folder in (reference, candidate) for file in folder.glob("*")})
+    errors = {}
+    for name in names:
+        one, many = _tensors(reference / name), _tensors(candidate / name)
+        if one is None or many is None:
+            continue
+        known = {**dict.fromkeys(many), **one}
+        errors[name.partition("-")[2]] = max(differences(known, many).values(), default=0.0)
+    return errors
+
+
+def _tensors(file: Path) -> dict[str, Tensor] | None:
+    """Return the tensors of a file by their places; None for one that cannot be read safely."""
+    if not file.exists():
+        return {}
+    try:
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever pickle may say of a file with other objects
+        return None
+    return dict(_leaves(value, ""))
+
+
+def _leaves(value: Any, place: str) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(place, value)]
+    keys = list(value) if isinstance(value, dict) else range(len(items_of(value) or ()))
+    items = items_of(value) or ()
+    found: list[tuple[str, Tensor]] = []
+    for key, item in zip(keys, items, strict=True):
+        found += _leaves(item, f"{place}/{key}")
+    return found

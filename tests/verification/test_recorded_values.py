@@ -1,0 +1,87 @@
+"""Parts of the proof of scripts: joined ranks, ratios of gradients, names, and float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.verification.script.float64_everywhere import Float64Everywhere
+from shoal.verification.script.gradient_ratios import (
+    common_factor,
+    in_words,
+    ratios,
+    row_factors,
+)
+from shoal.verification.script.joined_ranks import _versions
+from shoal.verification.script.model_names import ModelNames, plain_name
+from shoal.verification.script.tolerances import Tolerances
+
+
+def test_rows_of_data_ranks_and_micro_batches_are_joined_in_order() -> None:
+    whole = torch.arange(10.0).reshape(5, 2)
+    pieces = [[whole[:2], whole[2:3]], [whole[3:]]]
+    assert [v.tolist() for v in _versions([pieces], whole, has_stand_ins=False)] == [whole.tolist()]
+
+
+def test_columns_of_tensor_ranks_are_joined_and_copies_stay_apart() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    slices = [[[whole[:, :2]]], [[whole[:, 2:]]]]
+    assert torch.equal(_versions(slices, whole, has_stand_ins=False)[0], whole)
+    assert len(_versions([[[whole]], [[whole]]], whole, has_stand_ins=False)) == 2
+    assert _versions([[[whole[:, :3]]]], whole, has_stand_ins=False) == []
+
+
+def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
+    whole = torch.ones(2, 3)
+    pieces = [[[torch.ones(1, 3)], [torch.ones(1, 3)], [torch.zeros(1, 3)]]]
+    assert len(_versions(pieces, whole, has_stand_ins=True)) == 1
+    assert _versions(pieces, whole, has_stand_ins=False) == []
+
+
+def test_one_factor_is_told_from_several_and_from_another_direction() -> None:
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    halved = {name: value / 2 for name, value in one.items()}
+    assert common_factor(ratios(one, halved), 1e-6) == pytest.approx(0.5)
+    assert common_factor(ratios(one, {**one, "b": one["b"] * 2}), 1e-6) is None
+    assert common_factor(ratios(one, {**one, "a": torch.tensor([2.0, 1.0])}), 1e-6) is None
+
+
+def test_rows_have_factors_of_their_own() -> None:
+    one = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
+    many = one * torch.tensor([[0.9], [1.0], [1.1]])
+    assert row_factors(one, many, 1e-6) == pytest.approx([0.9, 1.1])
+    assert row_factors(one, many.flip(1), 1e-6) is None
+
+
+def test_factors_are_written_as_people_write_them() -> None:
+    assert in_words(0.5, 2) == "1/2 (there are 2 ranks)"
+    assert in_words(1 / 3, 2) == "1/3"
+    assert in_words(0.70710678, 2) == "0.7071"
+
+
+def test_names_are_those_of_the_model_within_its_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    names = ModelNames()
+    assert names.find(model[1][0]) == "1.0"
+    assert [name for name, _ in names.parameters()][-1] == "1.0.bias"
+    assert names.find(nn.MSELoss()) is None
+    wrapper = nn.ModuleDict({"_orig_mod": model, "module": model})
+    assert plain_name(wrapper, "_orig_mod.1.0.bias") == "1.0.bias"
+    assert plain_name(wrapper, "module.1.0.bias") == "module.1.0.bias"
+
+
+def test_a_script_that_means_float32_computes_in_float64() -> None:
+    with Float64Everywhere():
+        layer = nn.Linear(2, 2, dtype=torch.float32)
+        layer.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        from_numpy = torch.from_numpy(torch.ones(3, 2, dtype=torch.float32).numpy())
+        assert layer(from_numpy).dtype == torch.float64
+        assert from_numpy.to(torch.float32).dtype == torch.float64
+        assert torch.ones(2).float().dtype == torch.float64
+    assert torch.ones(2).dtype == torch.float32
+
+
+def test_a_measured_tolerance_is_never_below_its_floor() -> None:
+    tolerances = Tolerances(1e-3, {1: {"loss": 1e-2, "weight/a": 1e-9}}, weights=1e-6)
+    assert tolerances.of(1, "loss") == 1e-2
+    assert tolerances.of(2, "loss") == 1e-3
+    assert tolerances.of(1, "weight/a") == 1e-6
