@@ -24,15 +24,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
 BEGIN, END = "<!-- planted bugs: begin -->", "<!-- planted bugs: end -->"
 
 TEXT = """\
-{bugs} bugs were planted in right hand-written loops of two ranks ([tests/mutants](../tests/mutants)),
-{linked} of them after public reports. Each loop runs three steps on two ranks and, unchanged, in one
-process on the same batches, under the recorder and the comparison of `shoal.verify_script`. No bug
-acts where there is one process.
+{bugs} bugs were planted in right hand-written loops of two ranks, in
+[tests/mutants](../tests/mutants), {linked} of them after public reports. Each loop runs three steps
+on two ranks and, unchanged, in one process on the same batches, under the recorder and the
+comparison of `shoal.verify_script`. No bug acts where there is one process.
 
 {summary}
 
-*Curve*: the losses of a step differ by more than {curve:g}, which one may see in a plot. *1e-3*: the
-same comparison at a tolerance of 1e-3 in float64. *bf16*: computed under autocast, with a measured
+*Curve*: the losses of a step differ by more than {curve:g}, which one may see in a plot. *1e-3*: as
+before, at a tolerance of 1e-3 in float64. *bf16*: computed under autocast, with a measured
 tolerance for each tensor. A module or cause in brackets is not the expected one.
 
 {table}
