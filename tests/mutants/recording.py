@@ -60,7 +60,7 @@ def record_reference(
 def _prepare(stack: ExitStack, record: RankRecord, low: bool) -> None:
     if not low:
         stack.enter_context(Float64Everywhere())
-    for undo in turn_off(record):
+    for undo in turn_off(record, under_shoal=False):
         stack.callback(undo)
 
 
