@@ -21,7 +21,10 @@ from tests.mutants.mutant import OF_LOSS, Mutant, mutants
 from tests.mutants.runner import CURVE, Case, Found, as_json, judge
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
+PRECISIONS = ("fp64", "bf16")
 BEGIN, END = "<!-- planted bugs: begin -->", "<!-- planted bugs: end -->"
+
+Results = Mapping[str, Mapping[str, Found]]
 
 TEXT = """\
 {bugs} bugs were planted in right hand-written loops of two ranks, in
@@ -48,33 +51,40 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
     parser.add_argument("--healthy", type=int, default=0, help="runs of right loops, by seeds")
+    parser.add_argument("--precision", nargs="*", choices=PRECISIONS, help="default: both")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
     data = json.loads(options.data.read_text()) if options.data.exists() else {}
-    if not options.table:
-        data |= measured()
+    for precision in () if options.table else options.precision or PRECISIONS:
+        data[precision], data[f"seconds {precision}"] = measured(precision)
+        write(options.data, data)
     if options.healthy:
         data["healthy"] = healthy(options.healthy)
-    options.data.write_text(as_text(data))
+        write(options.data, data)
+    print(summary(mutants(), results(data)))
+
+
+def write(file: Path, data: Mapping[str, Any]) -> None:
+    """Write the JSON, and the table into the page."""
+    file.write_text(as_text(data))
+    PAGE.write_text(with_table(PAGE.read_text(), page(mutants(), results(data), data)))
+
+
+def results(data: Mapping[str, Any]) -> Results:
+    """Return what was found in each precision, by name."""
     known = mutants()
-    found = {
-        precision: {name: Found(**values) for name, values in data[precision].items()}
-        for precision in ("fp64", "bf16")
+    return {
+        precision: {n: Found(**v) for n, v in data.get(precision, {}).items() if n in known}
+        for precision in PRECISIONS
     }
-    PAGE.write_text(with_table(PAGE.read_text(), page(known, found, data)))
-    print(summary(known, found, data))
 
 
-def measured() -> dict[str, Any]:
-    """Return the results of all mutants in both precisions."""
+def measured(precision: str) -> tuple[dict[str, Any], int]:
+    """Return the results of all mutants in a precision, and the seconds that they took."""
     start_s = time.perf_counter()
-    names = [*mutants()]
-    results = {}
-    for precision in ("fp64", "bf16"):
-        cases = [Case(name, 0, precision == "bf16") for name in names]
-        found = judge(cases, timeout_s=600.0)
-        results[precision] = {case.name: as_json(value) for case, value in found.items()}
-    return {**results, "seconds": round(time.perf_counter() - start_s)}
+    found = judge([Case(name, 0, precision == "bf16") for name in mutants()], timeout_s=600.0)
+    values = {case.name: as_json(value) for case, value in found.items()}
+    return values, round(time.perf_counter() - start_s)
 
 
 def healthy(count: int) -> dict[str, Any]:
@@ -103,9 +113,6 @@ def as_text(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-Results = Mapping[str, Mapping[str, Found]]
-
-
 def page(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -> str:
     """Return the section in Markdown."""
     bugs = [m for m in known.values() if m.is_bug]
@@ -113,7 +120,7 @@ def page(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -
     return TEXT.format(
         bugs=len(bugs),
         linked=sum(bool(m.links) for m in bugs),
-        summary=summary(known, found, data),
+        summary=summary(known, found),
         curve=CURVE,
         table=table(bugs, found),
         harmless=harmless_text(silent, found, data),
@@ -123,20 +130,23 @@ def page(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -
     )
 
 
-def summary(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -> str:
+def summary(known: Mapping[str, Mutant], found: Results) -> str:
     """Return a small table of shares."""
     bugs = [m for m in known.values() if m.is_bug]
     rows = ["| of planted bugs | float64 | bf16 |", "|---|---|---|"]
 
     def row(title: str, test: Callable[[Mutant, Found], bool]) -> None:
-        cells = [share(test(m, found[p][m.name]) for m in bugs) for p in ("fp64", "bf16")]
+        cells = [
+            share(test(m, found[p][m.name]) for m in bugs if m.name in found[p]) for p in PRECISIONS
+        ]
         rows.append(f"| {title} | {' | '.join(cells)} |")
 
     row("caught", lambda m, f: f.is_caught)
     row("caught, and the right module named first", lambda m, f: f.names_module(m))
     row("caught, and the right class of cause", lambda m, f: f.names_cause(m))
     row("seen in the losses of these steps", lambda m, f: f.curve > CURVE)
-    loose = share(found["fp64"][m.name].loose.startswith("differs") for m in bugs)
+    tried = [found["fp64"][m.name] for m in bugs if m.name in found["fp64"]]
+    loose = share(f.loose.startswith("differs") for f in tried)
     rows.append(f"| caught at a tolerance of 1e-3 | {loose} | |")
     return "\n".join(rows)
 
@@ -144,6 +154,8 @@ def summary(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]
 def share(values: Iterable[bool]) -> str:
     """Return "72 of 78 (92 %)"."""
     flags = [*values]
+    if not flags:
+        return "not run"
     return f"{sum(flags)} of {len(flags)} ({100 * sum(flags) / len(flags):.0f} %)"
 
 
@@ -154,7 +166,9 @@ def table(bugs: Iterable[Mutant], found: Results) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for mutant in bugs:
-        result, low = found["fp64"][mutant.name], found["bf16"][mutant.name]
+        result, low = found["fp64"].get(mutant.name), found["bf16"].get(mutant.name)
+        if result is None:
+            continue
         first, cause = "**missed**", ""
         if result.is_caught:
             name = result.module or ("the model" if result.module == "" else OF_LOSS)
@@ -168,7 +182,7 @@ def table(bugs: Iterable[Mutant], found: Results) -> str:
             cause,
             "yes" if result.curve > CURVE else "no",
             "yes" if result.loose.startswith("differs") else "no",
-            "yes" if low.is_caught else "no",
+            "" if low is None else "yes" if low.is_caught else "no",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -184,7 +198,8 @@ def harmless_text(silent: list[Mutant], found: Results, data: Mapping[str, Any])
     """Return which changes stayed silent, and the number of false alarms."""
     changes = [m for m in silent if not m.change.startswith("none")]
     alarms = {
-        p: [m.name for m in silent if found[p][m.name].verdict != "exact"] for p in ("fp64", "bf16")
+        p: [m.name for m in silent if m.name in found[p] and found[p][m.name].verdict != "exact"]
+        for p in PRECISIONS
     }
     text = (
         f"{len(silent) - len(changes)} right loops and {len(changes)} harmless changes must stay "

@@ -105,7 +105,7 @@ class BucketNotZeroed(Accumulating):
 
 @planted(
     "zero_grad leaves out the parameters of which another rank is the owner",
-    module="norm",
+    module="head",
     cause="not zeroed",
 )
 class OthersNotZeroed(Accumulating):

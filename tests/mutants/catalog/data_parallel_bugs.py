@@ -186,9 +186,9 @@ class RowDropped(DataParallel):
 
 
 @planted(
-    "ranks without ignored labels leave the count's all-reduce out of their loss",
+    "all ranks divide by the number of tokens of rank 0",
     module=(OF_LOSS, "head"),
-    cause="weights of samples",
+    cause="scale",
     links=("vllm-project/speculators#942",),
 )
 class CountOfRankZero(DataParallel):

@@ -130,7 +130,7 @@ class StateByNumber(ShardedSGD):
 
 @planted(
     "two tensors of one shape share one momentum: state is kept by shape, not by name",
-    module=("blocks.0.norm",),
+    module="blocks.0.down",
     cause="update",
 )
 class SharedMomentum(Sharded):
