@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from tests.mutants.runner import CURVE, Case, Found, as_json, judge
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
 PRECISIONS = ("fp64", "bf16")
+AT_ONCE = 54
+"""Mutants of one world, after which the results are written."""
 BEGIN, END = "<!-- planted bugs: begin -->", "<!-- planted bugs: end -->"
 
 Results = Mapping[str, Mapping[str, Found]]
@@ -52,12 +53,17 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--healthy", type=int, default=0, help="runs of right loops, by seeds")
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, help="default: both")
+    parser.add_argument("--more", action="store_true", help="keep what is measured")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
     data = json.loads(options.data.read_text()) if options.data.exists() else {}
     for precision in () if options.table else options.precision or PRECISIONS:
-        data[precision], data[f"seconds {precision}"] = measured(precision)
-        write(options.data, data)
+        if not options.more:
+            data.pop(precision, None)
+        names = [name for name in mutants() if name not in data.setdefault(precision, {})]
+        for start in range(0, len(names), AT_ONCE):
+            data[precision] |= measured(names[start : start + AT_ONCE], precision)
+            write(options.data, data)
     if options.healthy:
         data["healthy"] = healthy(options.healthy)
         write(options.data, data)
@@ -79,12 +85,10 @@ def results(data: Mapping[str, Any]) -> Results:
     }
 
 
-def measured(precision: str) -> tuple[dict[str, Any], int]:
-    """Return the results of all mutants in a precision, and the seconds that they took."""
-    start_s = time.perf_counter()
-    found = judge([Case(name, 0, precision == "bf16") for name in mutants()], timeout_s=600.0)
-    values = {case.name: as_json(value) for case, value in found.items()}
-    return values, round(time.perf_counter() - start_s)
+def measured(names: Sequence[str], precision: str) -> dict[str, Any]:
+    """Return the results of some mutants in a precision."""
+    found = judge([Case(name, 0, precision == "bf16") for name in names], timeout_s=600.0)
+    return {case.name: as_json(value) for case, value in found.items()}
 
 
 def healthy(count: int) -> dict[str, Any]:
