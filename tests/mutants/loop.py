@@ -147,7 +147,8 @@ class Loop:
 
 def token_losses(output: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of all labels that count."""
-    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    output = output.flatten(0, 1).float()  # as autocast does on a GPU
+    return F.cross_entropy(output, labels.flatten(), reduction="sum")
 
 
 def count(batches: list[Batch]) -> Tensor:

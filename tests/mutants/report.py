@@ -56,22 +56,29 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="keep what is measured")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    data = json.loads(options.data.read_text()) if options.data.exists() else {}
-    for precision in () if options.table else options.precision or PRECISIONS:
+    data = read(options.data)
+    precisions = options.precision or PRECISIONS
+    for precision in () if options.table or options.healthy else precisions:
         if not options.more:
             data.pop(precision, None)
         names = [name for name in mutants() if name not in data.setdefault(precision, {})]
         for start in range(0, len(names), AT_ONCE):
             data[precision] |= measured(names[start : start + AT_ONCE], precision)
-            write(options.data, data)
-    if options.healthy:
-        data["healthy"] = healthy(options.healthy)
-        write(options.data, data)
-    print(summary(mutants(), results(data)))
+            write(options.data, {precision: data[precision]})
+    for precision in precisions if options.healthy else ():
+        write(options.data, {f"healthy {precision}": healthy(options.healthy, precision)})
+    write(options.data, {})
+    print(summary(mutants(), results(read(options.data))))
 
 
-def write(file: Path, data: Mapping[str, Any]) -> None:
-    """Write the JSON, and the table into the page."""
+def read(file: Path) -> dict[str, Any]:
+    """Return the JSON as it is now."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write(file: Path, more: Mapping[str, Any]) -> None:
+    """Write results into the JSON, and the table into the page."""
+    data = {**read(file), **more}
     file.write_text(as_text(data))
     PAGE.write_text(with_table(PAGE.read_text(), page(mutants(), results(data), data)))
 
@@ -91,18 +98,15 @@ def measured(names: Sequence[str], precision: str) -> dict[str, Any]:
     return {case.name: as_json(value) for case, value in found.items()}
 
 
-def healthy(count: int) -> dict[str, Any]:
-    """Return how many right loops raised an alarm, in float64 and in bfloat16."""
+def healthy(count: int, precision: str) -> dict[str, Any]:
+    """Return which runs of right loops, each with a seed of its own, raised an alarm."""
     names = [name for name, mutant in mutants().items() if not mutant.is_bug]
-    results: dict[str, Any] = {"runs": count}
-    for low in (False, True):
-        cases = [Case(names[i % len(names)], 1 + i // len(names), low) for i in range(count)]
-        found = judge(cases, timeout_s=1800.0)
-        alarms = [f"{c.name} {c.seed}" for c, value in found.items() if value.verdict != "exact"]
-        results["bf16" if low else "fp64"] = alarms
-        errors = [value.largest for value in found.values() if value.largest is not None]
-        results[f"largest {'bf16' if low else 'fp64'}"] = max(errors, default=None)
-    return results
+    low = precision == "bf16"
+    cases = [Case(names[i % len(names)], 1 + i // len(names), low) for i in range(count)]
+    found = judge(cases, timeout_s=1800.0)
+    errors = [value.largest for value in found.values() if value.largest is not None]
+    alarms = [f"{c.name} {c.seed}" for c, value in found.items() if value.verdict != "exact"]
+    return {"runs": count, "alarms": alarms, "largest": max(errors, default=None)}
 
 
 def as_text(data: Mapping[str, Any]) -> str:
@@ -212,12 +216,13 @@ def harmless_text(silent: list[Mutant], found: Results, data: Mapping[str, Any])
         + "; ".join(m.change for m in changes)
         + "."
     )
-    runs = data.get("healthy")
-    if runs:
-        text += (
-            f"\n\nOf {runs['runs']} healthy runs with other seeds, {len(runs['fp64'])} raised an "
-            f"alarm in float64 and {len(runs['bf16'])} in bf16."
-        )
+    for precision in PRECISIONS:
+        if runs := data.get(f"healthy {precision}"):
+            text += (
+                f"\n\nOf {runs['runs']} runs of these with other seeds in {precision}, "
+                f"{len(runs['alarms'])} raised an alarm; the largest error of the others is "
+                f"{runs['largest']:.1e}."
+            )
     return text
 
 

@@ -73,7 +73,7 @@ class MeanOfUnevenShares(DataParallel):
     def objective(self, batch: Batch, total: Tensor) -> Tensor:
         tokens, labels = batch
         losses = nn.functional.cross_entropy(
-            self.call(tokens).flatten(0, 1), labels.flatten(), reduction="none"
+            self.call(tokens).flatten(0, 1).float(), labels.flatten(), reduction="none"
         )
         return losses.view(labels.shape).mean(1).mean()
 
