@@ -90,6 +90,7 @@ mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds i
 bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
 	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
+	for own in "" --own-batches; do $(BENCH)/bin/python -m benchmarks.overhead.step_parts $$own --out benchmarks/overhead/step_parts.json; done
 	$(BENCH)/bin/python -m benchmarks.overhead.report
 
 bench-launch: $(BENCH)/.done  ## Measure the time until training starts, against torchrun, accelerate launch and mpirun.

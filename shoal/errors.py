@@ -23,6 +23,7 @@ A message states the fact, the values and the cure. `assert` is kept for our own
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
@@ -132,3 +133,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+
+
+BAD_INPUT = (ConfigError, EnvironmentConflict, UsageError)
+"""Errors in what was given; a command that ends with one has exit status 2."""
+LONGEST_WORD = 200
+
+
+def printable(message: str) -> str:
+    """Return a message for a terminal: control characters are written out, long words cut.
+
+    What a message quotes may come from a file or a directory of somebody else, and an escape
+    sequence could rewrite the screen.
+    """
+    text = "".join(
+        character if character.isprintable() or character == "\n" else repr(character)[1:-1]
+        for character in message
+    )
+    return re.sub(
+        rf"\S{{{LONGEST_WORD},}}",
+        lambda match: f"{match[0][:80]}... ({len(match[0])} characters)",
+        text,
+    )

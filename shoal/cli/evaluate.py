@@ -7,20 +7,37 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoal.cli import execution
+from shoal.cli import argument_types, execution
+from shoal.config.job import is_path
+from shoal.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.config.job import Job
 
 HELP = "evaluate a run on every validation sample"
 EXAMPLES = """\
   shoal eval runs/digits                        the newest checkpoint
   shoal eval runs/digits -n 4 --checkpoint best --json
+  shoal eval --cfg resnet18.yaml MODEL.WEIGHTS ckpt_ep_100.pth.tar     a file of distribuuuu's
 """
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
-        "-n", "--processes", type=int, help="processes on this machine (default: 1)"
+        "run", nargs="*", help="run directory; with --cfg: distribuuuu's KEY VALUE pairs"
+    )
+    parser.add_argument(
+        "--cfg",
+        type=argument_types.path,
+        help="a distribuuuu YAML file; evaluates MODEL.WEIGHTS, without a run",
+    )
+    parser.add_argument(
+        "-n",
+        "--processes",
+        type=argument_types.processes_or_fewer,
+        help="processes on this machine (default: 1)",
     )
     parser.add_argument(
         "--checkpoint",
@@ -37,6 +54,33 @@ def run(options: argparse.Namespace) -> int:
     from shoal.train.run_directory import job_of
 
     info = execution.rank_info(options.processes)
-    job_of(options.run)  # reports a wrong directory before any process starts
-    arguments = (options.run, options.checkpoint, options.json)
-    return execution.call(info.world, options.processes or info.world, "evaluate_run", arguments)
+    world = options.processes or info.world
+    if options.cfg is not None:
+        job = _job_of_cfg(options, world)
+        return execution.call(info.world, world, "evaluate_weights", (job, options.json))
+    if len(options.run) != 1 or not is_path(options.run[0]):
+        raise UsageError("one run directory is needed, as in `shoal eval runs/digits`.")
+    directory = Path(options.run[0])
+    job_of(directory)  # reports a wrong directory before any process starts
+    arguments = (directory, options.checkpoint, options.json)
+    return execution.call(info.world, world, "evaluate_run", arguments)
+
+
+def _job_of_cfg(options: argparse.Namespace, ranks: int) -> Job:
+    """Return the job of a distribuuuu command line whose weights are to be evaluated.
+
+    Raises:
+        ConfigError: the command line is wrong, or names something that is not there.
+        UsageError: it names no weights.
+    """
+    from shoal.config import translate
+    from shoal.train import job_precheck
+
+    settings, _ = translate(options.cfg, options.run, ranks)
+    if settings.job.model.weights is None:
+        raise UsageError(
+            "--cfg: no weights are named; add MODEL.WEIGHTS and a file, such as ckpt_ep_100.pth.tar"
+        )
+    if problems := job_precheck.problems(settings.job):
+        raise ConfigError(problems)
+    return settings.job

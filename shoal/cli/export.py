@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shoal.cli import argument_types
+
 HELP = "write a run's whole model to one safetensors file, whatever strategy has trained it"
 EXAMPLES = """\
   shoal export runs/digits                           the newest checkpoint, as model.safetensors
@@ -16,11 +18,11 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=argument_types.path, help="run directory")
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=argument_types.path,
         default=Path("model.safetensors"),
         help="(default: %(default)s)",
     )

@@ -6,9 +6,9 @@ It is `shoal train` with the setting `model.weights`.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from shoal.cli import train
+from shoal.cli import argument_types, train
+from shoal.errors import UsageError
 
 HELP = "train an experiment from the weights in a file: .safetensors, or a state dict of torch's"
 EXAMPLES = """\
@@ -19,11 +19,16 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="weights of this very model, under its own names"
+        "file",
+        type=argument_types.path,
+        metavar="FILE",
+        help="weights of this very model, under its own names",
     )
     train.arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if not options.file.is_file():
+        raise UsageError(f"there is no file {options.file}")
     options.settings = [*options.settings, ("model.weights", str(options.file))]
     return train.run(options)

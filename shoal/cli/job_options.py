@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli import argument_types
 from shoal.config.fields import all_settings
 from shoal.config.yaml_subset import write
 from shoal.errors import ConfigError, UsageError
@@ -37,13 +38,15 @@ def arguments(
         processes: the help of -n.
         shown: settings that the help names.
     """
-    parser.add_argument("-n", "--processes", type=int, help=processes)
+    parser.add_argument("-n", "--processes", type=argument_types.processes_or_fewer, help=processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )
     allreduce_argument(parser)
     parser.add_argument(
-        "--cfg", type=Path, help="a distribuuuu YAML file; KEY VALUE pairs may follow"
+        "--cfg",
+        type=argument_types.path,
+        help="a distribuuuu YAML file; KEY VALUE pairs may follow",
     )
     parser.add_argument(
         "--import",

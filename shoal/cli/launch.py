@@ -7,9 +7,10 @@ Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import execution, job_options, trace_flag
+from shoal.cli import argument_types, execution, job_options, trace_flag
 from shoal.config import trace_window
 from shoal.errors import UsageError
 
@@ -25,14 +26,20 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", "--processes", type=int, required=True, help="processes on this machine"
+        "-n",
+        "--processes",
+        type=argument_types.processes,
+        required=True,
+        help="processes on this machine",
     )
     parser.add_argument(
         "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
     )
     job_options.allreduce_argument(parser, "; needs --strategy")
     parser.add_argument(
-        "--accumulate", type=int, help="parts that each rank's share of a batch is computed in"
+        "--accumulate",
+        type=argument_types.integer(1),
+        help="parts that each rank's share of a batch is computed in",
     )
     parser.add_argument(
         "--output",
@@ -43,11 +50,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     trace_flag.argument(parser)
     parser.add_argument(
         "--trace-to",
+        type=argument_types.path,
         default=".",
         metavar="DIR",
         help="where the script's trace.json goes (default: here)",
     )
-    parser.add_argument("script", help="Python file")
+    parser.add_argument("script", type=argument_types.path, help="Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
@@ -63,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         )
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
+    if problems := _problems(options, line):
+        raise UsageError("\n  ".join(problems))
     # shoal.init() reads these variables in the script.
     variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
     if options.trace is not None:
@@ -70,8 +80,21 @@ def run(options: argparse.Namespace) -> int:
         variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
     environment = {name: str(value) for name, value in variables.items() if value is not None}
     return run_script(
-        options.script, options.arguments, options.processes, environment, options.output
+        str(options.script), options.arguments, options.processes, environment, options.output
     )
+
+
+def _problems(options: argparse.Namespace, line: StrategyLine | None) -> list[str]:
+    """Return a line for each thing that is not there, or that so many ranks cannot do."""
+    from shoal.strategies.precheck import check
+
+    found = [] if line is None else check(line, options.processes)
+    script = Path(options.script)
+    if not script.is_file():
+        found.append(f"there is no script {script} in {Path.cwd()}")
+    if options.trace is not None and not Path(options.trace_to).is_dir():
+        found.append(f"--trace-to {options.trace_to}: there is no such directory")
+    return found
 
 
 def _strategy_line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.cli import job_options
+from shoal.cli import argument_types, job_options
 
 HELP = "list which module of a model tensor=T cuts how, and what stays whole"
 EXAMPLES = """\
@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-t",
         "--tensor",
-        type=int,
+        type=argument_types.integer(1, 1 << 20),
         default=2,
         metavar="T",
         help="ranks in a tensor group (default: 2)",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shoal.cli import argument_types
+
 HELP = "draw the curves of one run, or of several in comparison"
 EXAMPLES = """\
   shoal plot runs/digits                        into curves.png
@@ -16,11 +18,13 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "runs", nargs="+", type=argument_types.path, metavar="RUN", help="run directory"
+    )
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=argument_types.path,
         default=Path("curves.png"),
         help=".png or .svg (default: curves.png)",
     )

@@ -28,7 +28,7 @@ from shoal.cli import (
     train,
     verify,
 )
-from shoal.errors import ConfigError, EnvironmentConflict, ShoalError, UsageError, did_you_mean
+from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean, printable
 
 EPILOG = f"""\
 {job_options.SETTINGS}
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -97,9 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError(f"there is no verb '{words[0]}'; {did_you_mean(words[0], VERBS)}")
         raise SystemExit(_run(words))
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        is_bad_input = isinstance(error, (ConfigError, EnvironmentConflict, UsageError))
-        raise SystemExit(2 if is_bad_input else 1) from None
+        print(f"shoal: {printable(str(error))}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, BAD_INPUT) else 1) from None
     except BrokenPipeError:
         # The reader has ended, as in `shoal config digits | head`. Without this, the interpreter
         # would write to the pipe once more at its end, and fail.

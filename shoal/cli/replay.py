@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+
+from shoal.cli import argument_types
 
 HELP = "do a recorded run of parameter servers again in one process, and compare bit for bit"
 EXAMPLES = """\
@@ -14,16 +15,18 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory, trained with --record")
+    parser.add_argument(
+        "run", type=argument_types.path, help="run directory, trained with --record"
+    )
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=argument_types.path,
         help="write the model as it is in the end to a .safetensors file",
     )
     parser.add_argument(
         "--step",
-        type=int,
+        type=argument_types.integer(0),
         metavar="N",
         help="go as far as the checkpoint of step N, not the newest",
     )

@@ -7,8 +7,8 @@ that the processes stop and save, then that the new ones have started.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from shoal.cli import argument_types
 from shoal.errors import LaunchError
 
 HELP = "change the number of processes of a run while it trains, under any strategy"
@@ -20,9 +20,13 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", type=Path, help="directory of a run that `shoal train ... -n` has started here"
+        "run",
+        type=argument_types.path,
+        help="directory of a run that `shoal train ... -n` has started here",
     )
-    parser.add_argument("processes", type=int, metavar="N", help="processes from now on")
+    parser.add_argument(
+        "processes", type=argument_types.processes, metavar="N", help="processes from now on"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ The drawing needs only the table of the schedule, so nothing is trained and torc
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from shoal.cli import argument_types
 
 HELP = "draw a schedule of a pipeline: what each rank computes when, and how long it is idle"
 EXAMPLES = """\
@@ -18,15 +19,28 @@ EXAMPLES = """\
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="naive, gpipe, 1f1b, interleaved, zero-bubble or zbv")
     parser.add_argument(
-        "-p", "--ranks", type=int, default=4, help="ranks of the pipeline (default: 4)"
+        "-p",
+        "--ranks",
+        type=argument_types.integer(1, 1024),
+        default=4,
+        help="ranks of the pipeline (default: 4)",
     )
     parser.add_argument(
-        "-m", "--microbatches", type=int, help="that a batch is split in (default: 8; naive: 1)"
+        "-m",
+        "--microbatches",
+        type=argument_types.integer(1, 4096),
+        help="that a batch is split in (default: 8; naive: 1)",
     )
     parser.add_argument(
-        "-v", "--stages", type=int, default=0, help="on each rank, for interleaved and zero-bubble"
+        "-v",
+        "--stages",
+        type=argument_types.integer(1, 64),
+        default=0,
+        help="on each rank, for interleaved and zero-bubble",
     )
-    parser.add_argument("-o", "--output", type=Path, help="draw into this .png or .svg")
+    parser.add_argument(
+        "-o", "--output", type=argument_types.path, help="draw into this .png or .svg"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
     # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
+    if options.output is not None:
+        from shoal.plotting.curves import refuse_suffix
+
+        refuse_suffix(options.output)
     schedule = table(options.name, options.ranks, microbatches, options.stages)
     print(legend(schedule))
     if options.output is not None:

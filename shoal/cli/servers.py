@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
+from shoal.cli import argument_types
 from shoal.errors import UsageError
 
 HELP = "list a running job's parameter servers, add one, or remove one, while it trains"
@@ -21,14 +21,14 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=argument_types.path, help="run directory")
     parser.add_argument(
         "what", nargs="?", choices=("list", "add", "remove"), default="list", help="(default: list)"
     )
     parser.add_argument(
         "numbers",
         nargs="*",
-        type=int,
+        type=argument_types.integer(0, 4096),
         metavar="N",
         help="add: how many (default: 1); remove: which shards",
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+
+from shoal.cli import argument_types
 
 HELP = (
     "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
@@ -24,12 +25,14 @@ https://ui.perfetto.dev and chrome://tracing open RUN/trace.json itself
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
-        type=Path,
+        type=argument_types.path,
         metavar="RUN",
         help="directory of a run trained with --trace, or a trace file",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-o", "--output", type=Path, help="draw it into this .png or .svg")
+    parser.add_argument(
+        "-o", "--output", type=argument_types.path, help="draw it into this .png or .svg"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.cli import execution, job_options, trace_flag
+from shoal.cli import argument_types, execution, job_options, trace_flag
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=argument_types.integer(-(2**63), 1_000_000),
         help="with -n: how often a run goes on by itself when a process was killed (default: 3)",
     )
 
@@ -46,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal.strategies import check_recordable
     from shoal.strategies.precheck import check_job
+    from shoal.train import job_precheck
     from shoal.train.run_directory import check_usable
 
     info = execution.rank_info(options.processes)
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if problems := check_job(settings.job, line, world):
+    if problems := [*check_job(settings.job, line, world), *job_precheck.problems(settings.job)]:
         raise ConfigError(problems)
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.

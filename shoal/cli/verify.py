@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 import traceback
-from pathlib import Path
 
-from shoal.cli import job_options
-from shoal.errors import ShoalError, UsageError
+from shoal.cli import argument_types, job_options
+from shoal.errors import ConfigError, ShoalError, UsageError, printable
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
 EXAMPLES = """\
@@ -28,11 +27,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, "processes to compare with one (default: 2)")
     parser.add_argument(
         "--steps",
-        type=int,
+        type=argument_types.integer(1, 1_000_000),
         help=f"optimizer steps (default: {STEPS}, of a script {SCRIPT_STEPS}); SGD with momentum, "
         "in a script its own",
     )
-    parser.add_argument("--tolerance", type=float, default=1e-10, help="relative (default: 1e-10)")
+    parser.add_argument(
+        "--tolerance",
+        type=argument_types.tolerance,
+        default=1e-10,
+        help="relative (default: 1e-10)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
@@ -42,9 +46,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "measured; script: what it computes in by itself",
     )
     script.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the errors of all layers into .png or .svg"
+        "--plot",
+        type=argument_types.path,
+        metavar="FILE",
+        help="draw the errors of all layers into .png or .svg",
     )
-    script.add_argument("--keep", type=Path, metavar="DIR", help="keep the records of both runs")
+    script.add_argument(
+        "--keep", type=argument_types.path, metavar="DIR", help="keep the records of both runs"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         is_script = len(options.source) == 1 and options.source[0].endswith(".py")
         return _script_verdict(options) if is_script else _verdict(options)
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        print(f"shoal: {printable(str(error))}", file=sys.stderr)
     except Exception:  # noqa: BLE001 - see above
         traceback.print_exc()
     return 2
@@ -70,10 +79,16 @@ def _verdict(options: argparse.Namespace) -> int:
             raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
+    if ranks < 1:
+        raise UsageError(f"-n {ranks}: at least one process is needed")
     settings, line, notes = job_options.settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    from shoal.train import job_precheck
     from shoal.train.job_verification import verify_config
+
+    if problems := job_precheck.problems(settings.job):
+        raise ConfigError(problems)
 
     steps = STEPS if options.steps is None else options.steps
     verdict = verify_config(settings.job, line, ranks, steps, options.tolerance)

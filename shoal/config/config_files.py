@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.config.job import is_path
 from shoal.config.layers import Layer, SourcedValue, file_layer
 from shoal.config.yaml_subset import LocatedValue, parse_file
 from shoal.errors import ConfigError, did_you_mean
@@ -32,15 +33,18 @@ def load(file: File) -> dict[str, LocatedValue]:
     """Return the mapping in a file.
 
     Raises:
-        ConfigError: the file cannot be read, or its text is no YAML.
+        ConfigError: the file cannot be read, its text is no YAML, or it has no settings.
     """
     try:
-        return parse_file(read_text_of_file(file.path, MAX_BYTES), file.name)
+        mapping = parse_file(read_text_of_file(file.path, MAX_BYTES), file.name)
     except IsADirectoryError:
         cure = f"a run's configuration is {file.name}/config.yaml"
         raise ConfigError([f"{file.name}: is a directory; {cure}"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{file.name}: cannot be read: {error}"]) from None
+    if not mapping:
+        raise ConfigError([f"{file.name}: is empty; write at least one setting, such as `seed: 0`"])
+    return mapping
 
 
 def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
@@ -93,7 +97,7 @@ def find(source: str | Path, directory: Path, origin: str) -> File:
     if isinstance(source, str) and source in builtin_names():
         return File(BUILTIN / f"{source}.yaml", f"builtin/{source}.yaml")
     path = directory / source
-    if not path.exists():
+    if not is_path(str(source)) or not path.exists():
         hint = did_you_mean(str(source), builtin_names()).replace("known:", "built in are:")
         raise ConfigError(
             [f"{origin}: '{source}' is neither a file nor a built-in configuration; {hint}"]

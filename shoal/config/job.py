@@ -31,10 +31,10 @@ SIZES: Check = (
 
 def _is_name(text: str) -> bool:
     """Return True for a relative path that stays below the directory in which it begins."""
-    return _is_path(text) and text[0] != "/" and ".." not in text.split("/")
+    return is_path(text) and text[0] != "/" and ".." not in text.split("/")
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Return True for a path that a file system of today can hold."""
     parts = os.fsencode(text).split(b"/")
     return (
@@ -51,7 +51,7 @@ NAME: Check = (
     "characters, and not leading out by / or ..",
 )
 PATH: Check = (
-    _is_path,
+    is_path,
     "must be a path: not empty, at most 1,023 bytes and 200 for each name, without control "
     "characters",
 )
@@ -77,7 +77,7 @@ class ModelConfig:
         },
     )
     weights: str | None = setting(
-        None, "file with weights to start from: .safetensors, or a state dict of torch"
+        None, "file with weights to start from: .safetensors, or a state dict of torch", PATH
     )
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")
@@ -92,7 +92,7 @@ class DataConfig:
         "digits",
         "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --import registers",
     )
-    path: str | None = setting(None, "directory that holds the files; data/NAME if not given")
+    path: str | None = setting(None, "directory that holds the files; data/NAME if not given", PATH)
     train_split: str = setting("train", "imagefolder: subdirectory of the training images")
     validation_split: str = setting("val", "imagefolder: subdirectory of the validation images")
     image_size: int = setting(

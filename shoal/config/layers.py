@@ -48,6 +48,9 @@ def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
             imports.append(LocatedValue(text, text=text))
             layer["imports"] = SourcedValue(LocatedValue(imports), origin)
             continue
+        if not text.strip():
+            problems.append(f"{origin}: the value is empty; `none` is the word for no value")
+            continue
         try:
             located = parse_flag(text, origin)
         except ConfigError as error:

@@ -19,7 +19,9 @@ that is present decides:
 5. **RANK and WORLD_SIZE** alone, set by a person or by a cluster's operator, with MASTER_ADDR and
    MASTER_PORT. Where LOCAL_RANK and LOCAL_WORLD_SIZE are missing they are 0 and 1: one rank on each
    machine.
-6. None of these: a **single** process. A Slurm step or an mpirun of one task is one too.
+6. **TF_CONFIG**, which clusters for TensorFlow set: the tasks of type chief, master and worker are
+   the ranks, one on each machine, and meet at the first one's HOST:PORT.
+7. None of these: a **single** process. A Slurm step or an mpirun of one task is one too.
 
 The rendezvous is at MASTER_ADDR and MASTER_PORT where they are set. The default address is the
 first host of the step, or 127.0.0.1 where all ranks are on one machine. The default port is derived
@@ -34,8 +36,8 @@ These are errors, and the message reports all of them at once:
 - a RANK or WORLD_SIZE that differs from the one of mpirun or of the step;
 - a world that differs from SHOAL_EXPECTED_WORLD.
 
-SHOAL_LAUNCHER=single, torchrun, mpi, slurm or environment replaces the order: only that launcher is
-asked.
+SHOAL_LAUNCHER=single, torchrun, mpi, slurm, environment or tf_config replaces the order: only that
+launcher is asked.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "mpi": launchers.mpi,
     "slurm": launchers.slurm,
     "environment": launchers.environment,
+    "tf_config": launchers.tf_config,
     "single": launchers.single_process,
 }
 
@@ -98,7 +101,11 @@ def _innermost(variables: Variables) -> RankInfo:
     """Return the rank info that the innermost launcher defines."""
     info = launchers.torchrun(variables) or launchers.mpi(variables) or launchers.slurm(variables)
     if info is None:
-        return launchers.environment(variables) or launchers.single_process(variables)
+        return (
+            launchers.environment(variables)
+            or launchers.tf_config(variables)
+            or launchers.single_process(variables)
+        )
     if info.launcher == "torchrun":
         # Without GROUP_WORLD_SIZE the number of agents is unknown, and the check does nothing.
         agents = variables.number("GROUP_WORLD_SIZE") or info.world

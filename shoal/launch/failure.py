@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from shoal.errors import PeerLost, ServerLost, ShoalError
+from shoal.errors import BAD_INPUT, PeerLost, ServerLost, ShoalError
 
 # Modules that only call the user's code: a traceback is clearer without their frames.
 CALLING_MODULES = ("shoal.launch.rank", "shoal.testing.world", "runpy")
@@ -74,7 +74,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
         text = f"{error}{_script_line(error)}"
-        return Failure(rank, time_s, "", text, is_secondary, code=1, is_loss=is_loss)
+        code = 2 if isinstance(error, BAD_INPUT) else 1
+        return Failure(rank, time_s, "", text, is_secondary, code=code, is_loss=is_loss)
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)

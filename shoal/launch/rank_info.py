@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment"]
+Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment", "tf_config"]
 
 
 @dataclass(frozen=True)

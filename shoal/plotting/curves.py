@@ -84,6 +84,8 @@ def refuse_suffix(output: Path) -> None:
         raise ConfigError(
             [f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"]
         )
+    if output.parent.exists() and not output.parent.is_dir():
+        raise ConfigError([f"-o {output}: {output.parent} is no directory"])
 
 
 def write_figure(figure: Figure, output: Path) -> None:

@@ -8,7 +8,7 @@ in the tensors as they did in earlier batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +69,11 @@ class BatchSizes:
         for source in self._sources:
             source.yielded.track(tensor, moved)
 
-    def resolve(self, batch: Mapping[Any, Any], rows: int | None, ranks: int) -> StepSizes:
+    def resolve(self, arguments: Sequence[Any], rows: int | None, ranks: int) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
 
         Args:
-            batch: the arguments of `compute_loss` by index or name: nests of tensors.
+            arguments: of `compute_loss`: nests of tensors.
             rows: as the user has said it; None to find out.
             ranks: ranks of the data axis.
 
@@ -81,40 +81,33 @@ class BatchSizes:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
-        columns = _columns(batch)
-        yielding = [source for source in self._sources if source.share is not None]
-        if rows is None and yielding:
-            share = self._share_of(batch, columns, yielding)
-            return StepSizes(share.rows, share.global_rows, is_known=True)
+        if rows is None:
+            yielding = [source for source in self._sources if source.share is not None]
+            if yielding:
+                share = self._share_of(arguments, yielding)
+                return StepSizes(share.rows, share.global_rows, is_known=True)
+            rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
-        # of all ranks are summed with the gradients.
-        rows = _length(batch, columns) if rows is None else rows
-        # Any number would do until the gradients are divided by the counts, if it is the same on
-        # all ranks.
+        # of all ranks are summed with the gradients. Until these are divided by the counts any
+        # number would do, if it is the same on all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
     @property
     def _sources(self) -> list[BatchSource]:
         return [*self._loaders, self._shared]
 
-    def _share_of(
-        self,
-        batch: Mapping[Any, Any],
-        columns: list[Tensor] | None,
-        loaders: Sequence[BatchSource],
-    ) -> BatchShard:
+    def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
-        Args:
-            columns: as `_columns` returns them.
-            loaders: those that have yielded batches.
+        Args: loaders: those that have yielded batches.
         """
+        are_tensors = _are_tensors(arguments)
         last = loaders[-1].share
         assert last is not None
         share, is_certain = last, True
         # If all shares so far have one size, the tensors need not be looked up.
         if not _have_one_size(loaders):
-            tensors = _with_dims(tensors_in(batch) if columns is None else columns)
+            tensors = _with_dims(arguments if are_tensors else tensors_in(arguments))
             found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
             # Batches of two loaders may have one size.
             known = list({(share.rows, share.global_rows): share for share in found}.values())
@@ -127,7 +120,7 @@ class BatchSizes:
             share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are
         # sure to fit.
-        in_rows = list(row_tensors(batch, share.rows)) if columns is None else columns
+        in_rows = arguments if are_tensors else [*row_tensors(_nest(arguments), share.rows)]
         to_learn = is_certain, share.rows, [tensor.shape for tensor in in_rows]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
             self._learn_layout(_with_dims(in_rows), max(share.rows, 1), is_certain)
@@ -174,16 +167,20 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
     )
 
 
-def _columns(batch: Mapping[Any, Any]) -> list[Tensor] | None:
-    """Return the arguments if all of them are tensors, as in most scripts; else None.
+def _are_tensors(arguments: Sequence[Any]) -> bool:
+    """Return True if all arguments are tensors, as in most scripts.
 
-    Nothing has to be searched for then, which would take longer than a small layer.
+    No nest has to be searched for tensors then, which would take longer than a small layer.
     """
-    columns = list(batch.values())
-    for column in columns:
-        if not isinstance(column, Tensor):
-            return None
-    return columns
+    for argument in arguments:  # noqa: SIM110 (a generator takes twice as long)
+        if not isinstance(argument, Tensor):
+            return False
+    return True
+
+
+def _nest(arguments: Sequence[Any]) -> dict[int, Any]:
+    """Return the arguments as a nest: no list of samples, though there may be as many."""
+    return dict(enumerate(arguments))
 
 
 def _with_dims(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -199,19 +196,20 @@ def _have_one_size(loaders: Sequence[BatchSource]) -> bool:
     return len(sizes) == 1
 
 
-def _length(batch: Mapping[Any, Any], columns: list[Tensor] | None) -> int:
+def _length(arguments: Sequence[Any]) -> int:
     """Return the number of samples that the tensors and lists of a batch agree on."""
-    tensors = _with_dims(tensors_in(batch) if columns is None else columns)
+    are_tensors = _are_tensors(arguments)
+    tensors = _with_dims(arguments if are_tensors else tensors_in(arguments))
     if not tensors:
         raise UsageError(
             "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
             "it: run.forward_backward(compute_loss, *batch, rows=8)."
         )
     length = len(tensors[0])
-    if columns is not None and all(len(tensor) == length for tensor in tensors):
+    if are_tensors and all(len(tensor) == length for tensor in tensors):
         return length
     try:
-        return rows_of(batch)
+        return rows_of(_nest(arguments))
     except UsageError:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
         raise UsageError(

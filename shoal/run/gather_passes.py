@@ -1,6 +1,6 @@
 """`Run.gather` with micro-batches: the gathered rows and their gradients, before the step itself.
 
-    1. values      all micro-batches without a graph      own rows of each gather
+    1. values      each micro-batch                       own rows of each gather
                    one message for each gather            rows of all micro-batches of all ranks
     2. gradients   each micro-batch, with these rows      what its loss asks of all rows
                    one sum over ranks for each gather     what the whole loss asks of each row
@@ -134,7 +134,8 @@ class MicrobatchGathering:
                 order = torch.arange(max(round(len(x) * share), len(x)), device=x.device)
                 return x.detach()[order % max(len(x), 1)], slice(0, len(x))
 
-            with torch.no_grad(), self._answering(stand_in), seeds.of(index):
+            # With a graph, for compute_loss may take gradients itself; it ends with the call.
+            with torch.enable_grad(), self._answering(stand_in), seeds.of(index):
                 model.outside_step.call(micro.compute_loss, *micro.args, **micro.kwargs)
             model.outside_step.reshard()
             found.append([x.detach().clone() for x in self._given])

@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 
+LIMIT = 2**63
 PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 
 
@@ -48,10 +49,12 @@ def _problems(
         yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
     if isinstance(seed, bool) or not isinstance(seed, int):
         yield f"seed: {seed!r} is no integer"
+    elif abs(seed) >= LIMIT:
+        yield f"seed: {seed} must be below 2^63"
     if isinstance(accumulate, bool) or not isinstance(accumulate, int):
         yield f"accumulate: {accumulate!r} is no integer"
-    elif accumulate < 1:
-        yield f"accumulate: {accumulate} must be greater than 0"
+    elif not 0 < accumulate < LIMIT:
+        yield f"accumulate: {accumulate} must be greater than 0, and below 2^63"
     if precision not in PRECISIONS:
         close = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

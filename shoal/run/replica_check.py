@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.errors import ReplicasDiffer
+from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.tensor_digest import as_bytes, tensor_digest
 from shoal.strategies.base import LocalModel
 
@@ -109,8 +110,22 @@ def replicated_tensors(
         for key, value in state_of.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel():
                 part = stage + _shard_of(parameter)
-                tensors.append(Replicated(f"{name} ({key})", part, value.detach()))
+                tensors += [
+                    Replicated(f"{name} ({key})", part + at, piece)
+                    for at, piece in _plain_parts(value.detach())
+                ]
     return tensors
+
+
+def _plain_parts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors that a tensor consists of, such as codes and scales of 8 bits."""
+    local: Any = to_local(value)
+    if not is_made_of_tensors(local):
+        yield "", local
+        return
+    for name in local.__tensor_flatten__()[0]:
+        for at, part in _plain_parts(getattr(local, name)):
+            yield f" {name}{at}", part
 
 
 def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:

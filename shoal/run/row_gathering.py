@@ -21,8 +21,10 @@ OTHER_WEIGHTS = (
     "with staleness=0."
 )
 STAGES = (
-    "run.gather couples the samples of a global batch; a pipeline makes micro-batches of it, one "
-    "after the other. Use a strategy without pipeline."
+    "run.gather couples the samples of a global batch; the stages of a pipeline see one "
+    "micro-batch after the other, and what the whole loss asks of a row would have to pass them a "
+    "second time. "
+    "Use a strategy without pipeline, such as zero3; accumulate needs less memory there too."
 )
 EVALUATION = (
     "run.gather inside of evaluate: ranks take whole batches in turn there, and some have none "

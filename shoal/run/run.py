@@ -130,7 +130,6 @@ class Run(StatefulRun):
         check_step_options(rows, reduction)
         self._prepared.local_model()
         self._guards.check_weights()
-        is_mean_of_rows = reduction == "rows"
         local_batch = make_batch(
             compute_loss,
             batch,
@@ -140,11 +139,10 @@ class Run(StatefulRun):
             rows=rows,
             reduction=reduction,
             stop_requested=self._stop_requested,
-            objection=self._trials.objection if is_mean_of_rows else None,
         )
         self._gathering.begin_step(local_batch)
         try:
-            if is_mean_of_rows:
+            if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
             if self._settings.accumulate > 1 and self._settings.draws == "rank":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,9 @@ def make_batch(
     rows: int | None,
     reduction: str,
     stop_requested: bool,
-    objection: Callable[[], int] | None,
 ) -> base.LocalBatch:
     """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
-    # A dict: the arguments are no list of samples, though there may be as many.
-    arguments: dict[Any, Any] = dict(enumerate(args))
-    arguments.update(kwargs)
+    arguments = (*args, *kwargs.values()) if kwargs else args
     data = mesh.data
     found = sizes.resolve(arguments, rows, data.size)
     weight = None
@@ -54,7 +51,6 @@ def make_batch(
         stop_requested=stop_requested,
         loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
-        objection=objection,
         first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
 

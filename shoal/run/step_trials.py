@@ -9,7 +9,7 @@ after the step   all ranks raise together, before the optimizer steps
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -23,9 +23,6 @@ class StepTrials:
 
     Args:
         announce: prints a note, on one rank of all.
-
-    Attributes:
-        objection: returns 1 if this rank objects to the loss; None if nothing is tried.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
@@ -33,21 +30,16 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
-        self.objection = self._objection if guards.enabled else None
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
-        with ExitStack() as stack:
-            if self._trial is None:
-                stack.enter_context(self._guards.in_step())
-                self._trial = self._make(stack.enter_context(self._whole_models()))
-            if not self._trial.is_due(batch):
-                return batch
-            stack.enter_context(self._guards.in_step())
-            watched: base.LocalBatch = self._trial.begin(batch)
-        return watched
+        if self._trial is not None:
+            return self._tried(self._trial, batch)
+        with self._guards.in_step(), self._whole_models() as whole_models:
+            self._trial = self._make(whole_models)
+            return self._tried(self._trial, batch)
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""
@@ -55,12 +47,22 @@ class StepTrials:
         if trial is None:
             return
         if output.numbers is not None:
-            trial.after_step(round(output.numbers[base.OBJECTIONS]))
+            objections = output.numbers[base.OBJECTIONS]
         elif trial.is_scheduled:  # a look at the totals waits for the step, so it is taken in few
-            trial.after_step(round(output.totals[base.OBJECTIONS].item()))
+            objections = output.totals[base.OBJECTIONS].item()
+        else:
+            return
+        if objections or trial.verdict is not None:
+            trial.after_step(round(objections))
 
-    def _objection(self) -> int:
-        return 0 if self._trial is None else self._trial.objection
+    def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
+        is_due = trial.is_due(batch)
+        if not is_due and trial.verdict is None:  # as in most steps
+            return batch
+        if is_due:
+            with self._guards.in_step():
+                batch = trial.begin(batch)
+        return batch._replace(objection=lambda: trial.objection)
 
     def _whole_models(self) -> AbstractContextManager[bool]:
         """Return a context that yields True if this rank can run the models alone in it.

@@ -90,15 +90,15 @@ class TrainingStep:
             self._has_stepped = True
         totals = result.step_totals
         numbers = numbers_at_hand(totals)
-        divisor = local_step.loss_divisor(result, batch.global_batch_size, numbers)
-        if result.is_sum_and_count:
-            local_step.rescale_by_count(self._local_model, batch.global_batch_size, divisor)
+        size = batch.global_batch_size
+        local_step.rescale_by_count(self._local_model, result, size, numbers)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
-        output = StepOutput(totals[base.LOSS_SUM] / divisor, extra, totals, numbers)
+        loss = local_step.mean_loss(result, size, numbers)
+        output = StepOutput(loss, extra, totals, numbers)
         # The loss scale of fp16 looks for overflows, and skips steps.
         is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
         self._guards.after_step(output, looks_at_loss=not is_judged)

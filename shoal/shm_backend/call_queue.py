@@ -121,7 +121,7 @@ class ShmWork(Work):
                 raise job.error
             return job.results[0] if is_typed else list(job.results)
 
-        is_typed = _needs_type(job.results)
+        is_typed = typed_futures.needs_type(job.results)
         future = base.then(outcome)
         if is_typed:
             future = typed_futures.completed_after(future, job.results)
@@ -155,7 +155,7 @@ class CompletedWork(ShmWork):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        if _needs_type(self._results):
+        if typed_futures.needs_type(self._results):
             return typed_futures.completed(self._results)
         future: torch.futures.Future[Any] = Future([])
         future.set_result(list(self._results))
@@ -330,14 +330,6 @@ class CallQueue:
             return CollectiveFailed(f"this group cannot be used any more: {self.error}")
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
-
-
-def _needs_type(results: Sequence[Tensor]) -> bool:
-    """Return True if C++ code may look at the future's value: the hook of DDP that sends float16.
-
-    A future with a type takes ten times as long, so other tensors get none.
-    """
-    return bool(results) and results[0].dtype is torch.float16
 
 
 def _resolve_futures(job: QueuedCall) -> None:

@@ -34,7 +34,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shoal.errors import CollectiveFailed
 from shoal.shm_backend.phase_board import MAX_PHASES_AHEAD, SLOT_BYTES, SLOTS, PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
 
@@ -223,7 +222,7 @@ def all_to_all(board: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Ten
     lengths = torch.tensor([row.numel() for row in rows])
     table = torch.empty(board.size, board.size, dtype=torch.int64)
     yield from all_gather(board, lengths, table.unbind())
-    _check_lengths(board, table[:, board.rank].tolist(), out_rows)
+    board.check_lengths(table[:, board.rank].tolist(), out_rows)
     out_rows[board.rank].copy_(rows[board.rank])
     # A slot holds the slices for all ranks at once.
     length = SLOT_BYTES // rows[0].element_size() // board.size
@@ -242,17 +241,6 @@ def all_to_all(board: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Ten
 
     # All ranks make as many phases as the longest row of any rank needs.
     yield from exchange_slices(board, -(-int(table.max()) // length), write, read)
-
-
-def _check_lengths(board: PhaseBoard, lengths: Sequence[int], out_rows: Sequence[Tensor]) -> None:
-    """Raise CollectiveFailed unless each rank sends as many values as are expected here."""
-    for rank, (sent, out) in enumerate(zip(lengths, out_rows, strict=True)):
-        if sent != out.numel():
-            raise CollectiveFailed(
-                f"all_to_all: rank {board.names[rank]} sends {sent:,} numbers to rank "
-                f"{board.names[board.rank]}, which expects {out.numel():,}. What one rank's "
-                "input_split_sizes say of another, that one's output_split_sizes must say."
-            )
 
 
 def all_reduce_in_two_passes(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:

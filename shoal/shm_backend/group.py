@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from shoal.shm_backend.phase_board import PhaseBoard
 from shoal.shm_backend.reduction_ops import Reductions
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment
+from shoal.shm_backend.visible_calls import visible
 from shoal.shm_backend.waiter import SPIN_S, Waiter
 from shoal.trace.recorder import Recorder
 
@@ -67,6 +69,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
         # Without the group in it: the waiter would keep the group alive.
+        self._timeout = partial(timeout_of, gloo)
         self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._signatures = {}
@@ -78,9 +81,9 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._host_ranks: Sequence[int] = ()
         if shared_memory:
             topology = rendezvous(PrefixStore("meeting", store), rank, size)
-            self._choose_transport(store, topology, timeout)
+            self._choose_transport(store, topology)
 
-    def _choose_transport(self, store: Store, topology: Topology, timeout: timedelta) -> None:
+    def _choose_transport(self, store: Store, topology: Topology) -> None:
         """Use shared memory for collectives if the ranks of each host can open each other's."""
         host_ranks = next(ranks for ranks in topology.hosts if self.rank() in ranks)
         if topology.memory is not None:
@@ -101,7 +104,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         if topology.compiled and 1 < len(host_ranks) <= MAX_NATIVE_RANKS:
             self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:
-            self._inter_host = InterHost(store, topology.hosts, self.rank(), timeout)
+            self._inter_host = InterHost(store, topology.hosts, self.rank(), self._timeout)
         waiter = Waiter(self._board, self._peers, self._timeout_s, spin_s)
         self._queue = CallQueue(waiter, f"{self._ranks}")
 
@@ -136,6 +139,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         return self._queue is not None and self._inter_host is None
 
     @with_direct_forms(Options.BarrierOptions, {})
+    @visible("barrier")
     def barrier(self, opts: Any) -> Work:
         if not self.on_one_host:
             return self._fall_back_to_gloo("barrier", (), opts)

@@ -12,7 +12,7 @@ every position in the tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,11 +38,15 @@ class InterHost:
         store: of the full group.
         hosts: the ranks of each host, equally many on each.
         rank: this rank.
-        timeout: of each message.
+        timeout: returns the group's present timeout, for each message.
     """
 
     def __init__(
-        self, store: Store, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta
+        self,
+        store: Store,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        timeout: Callable[[], timedelta],
     ) -> None:
         self.host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self.num_hosts = len(hosts)
@@ -50,7 +54,8 @@ class InterHost:
         index_on_host = hosts[self.host].index(rank)
         Gloo: Any = dist.ProcessGroupGloo  # noqa: N806 - a class
         store = PrefixStore(f"between/{index_on_host}", store)
-        self.gloo = Gloo(store, self.host, self.num_hosts, timeout=timeout)
+        self._timeout, self._limit = timeout, timeout()
+        self.gloo = Gloo(store, self.host, self.num_hosts, timeout=self._limit)
 
     def check_same(self, call: CallSignature) -> None:
         """Check that the other hosts make the same call. Collective.
@@ -59,6 +64,9 @@ class InterHost:
 
         Raises: CollectiveFailed: a host makes another call.
         """
+        if (limit := self._timeout()) != self._limit:
+            self._limit = limit
+            self.gloo.set_timeout(limit)
         words = torch.empty(self.num_hosts, 1, dtype=torch.int64)
         self.gloo.allgather([list(words.unbind())], [torch.tensor([call.encoded])]).wait()
         for host, word in enumerate(words.flatten().tolist()):

@@ -19,12 +19,14 @@ from shoal.shm_backend import collectives
 from shoal.shm_backend.direct_forms import make_options, with_direct_forms
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
+from shoal.shm_backend.visible_calls import visible
 
 
 class MovementOps(CollectiveDispatch):
     """broadcast, all_gather, gather, scatter, all_to_all."""
 
     @with_direct_forms(Options.BroadcastOptions, {"tensors": 1}, ("root", "timeout"))
+    @visible("broadcast_")
     def broadcast(self, tensors: Any, opts: Any) -> Work:
         if not self._takes(tensors, opts.rootRank) or not self._supports(tensors[0]):
             return self._fall_back_to_gloo("broadcast", tensors, tensors, opts)
@@ -39,6 +41,7 @@ class MovementOps(CollectiveDispatch):
         )
 
     @with_direct_forms(Options.AllgatherOptions, {"outputs": 2, "inputs": 1})
+    @visible("allgather_")
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         if len(outputs) != 1 or len(inputs) != 1:
             return self._fall_back_to_gloo("allgather", inputs, outputs, inputs, opts)
@@ -46,8 +49,9 @@ class MovementOps(CollectiveDispatch):
             [outputs[0]], inputs, outputs[0], opts, "allgather", [(outputs, inputs, opts)]
         )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        opts = opts or Options.AllgatherOptions()
+    @with_direct_forms(Options.AllgatherOptions, {"output": 0, "input": 0}, ())
+    @visible("_allgather_base_")
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
         rows = rows_of(output, self.size())
         return self._all_gather(
             [rows], [tensor], [output], opts, ALL_GATHER_FLAT, [(output, tensor, opts)]
@@ -55,10 +59,11 @@ class MovementOps(CollectiveDispatch):
 
     _allgather_base = all_gather_single
 
+    @with_direct_forms(Options.AllgatherOptions, {"outputs": 1, "inputs": 1}, ())
+    @visible("allgather_into_tensor_coalesced_")
     def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Work:
-        opts = opts or Options.AllgatherOptions()
         rows = [rows_of(output, self.size()) for output in outputs]
         return self._all_gather(
             rows,
@@ -107,6 +112,7 @@ class MovementOps(CollectiveDispatch):
         )
 
     @with_direct_forms(Options.GatherOptions, {"outputs": 2, "inputs": 1}, ("root", "timeout"))
+    @visible("gather_")
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         root = opts.rootRank
         is_root = root == self.rank()
@@ -130,6 +136,7 @@ class MovementOps(CollectiveDispatch):
         )
 
     @with_direct_forms(Options.ScatterOptions, {"outputs": 1, "inputs": 2}, ("root", "timeout"))
+    @visible("scatter_")
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         root = opts.rootRank
         is_root = root == self.rank()
@@ -151,8 +158,9 @@ class MovementOps(CollectiveDispatch):
             opts,
         )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or Options.AllToAllOptions()
+    @with_direct_forms(Options.AllToAllOptions, {"outputs": 1, "inputs": 1}, ())
+    @visible("alltoall_")
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         return self._all_to_all(
             outputs, inputs, outputs, opts, "alltoall", [(outputs, inputs, opts)]
         )
@@ -169,12 +177,18 @@ class MovementOps(CollectiveDispatch):
     ) -> Work:
         if opts is None or isinstance(opts, timedelta):
             opts = make_options(Options.AllToAllOptions, {"timeout": opts or timeout})
+        return self._all_to_all_single(output, tensor, out_sizes, sizes, opts)
+
+    alltoall_base = all_to_all_single
+
+    @visible("alltoall_base_", slice(2, 4))
+    def _all_to_all_single(
+        self, output: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any
+    ) -> Work:
         args = (output, tensor, out_sizes, sizes, opts)
         rows = split_for(tensor, sizes, self.size())
         out_rows = split_for(output, out_sizes, self.size())
         return self._all_to_all(out_rows, rows, [output], opts, "alltoall_base", [args])
-
-    alltoall_base = all_to_all_single
 
     def _all_to_all(
         self,

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
+from shoal.platform.torch_private import c10d_ops
 from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
+from shoal.platform.torch_private.c10d_ops import has_own_dispatch, is_profiling, number_of_modes
 from shoal.shm_backend import collectives, inter_host
 from shoal.shm_backend.direct_forms import with_direct_forms
 from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
@@ -22,6 +24,7 @@ from shoal.shm_backend.tensor_utils import (
     pairs,
     rows_of,
 )
+from shoal.shm_backend.visible_calls import call_visibly, visible
 
 ALLREDUCE_OPTIONS = Options.AllreduceOptions
 
@@ -36,6 +39,10 @@ class Reductions(CollectiveDispatch):
             args = [value for value in (tensors, opts) if value is not None]
             more = named if timeout is None else {**named, "timeout": timeout}
             return self._allreduce_in_any_form(*args, **more)
+        if (number_of_modes() or is_profiling()) and not c10d_ops.is_running():
+            return call_visibly(
+                Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)
+            )
         tensor = tensors[0]
         op_code = opts.reduceOp.op.value
         key = tensor.dtype, tensor.numel(), op_code
@@ -49,6 +56,10 @@ class Reductions(CollectiveDispatch):
             assert self._queue is not None
             return self._queue.call(*fast.call, lambda: fast.steps(tensor), tensors, opts)
         operation = OPERATIONS.get(op_code, "")
+        if has_own_dispatch(tensor):
+            return call_visibly(
+                Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)
+            )
         if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
         flat = flattened(tensor)
@@ -67,8 +78,9 @@ class Reductions(CollectiveDispatch):
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
         return self.allreduce(list(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or Options.AllreduceCoalescedOptions()
+    @with_direct_forms(Options.AllreduceCoalescedOptions, {"tensors": 1}, ())
+    @visible("allreduce_coalesced_")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
         operation = OPERATIONS.get(opts.reduceOp.op.value, "")
         if not all(self._supports(tensor, operation, over_hosts=True) for tensor in tensors):
             return self._fall_back_to_gloo("allreduce_coalesced", tensors, tensors, opts)
@@ -101,6 +113,7 @@ class Reductions(CollectiveDispatch):
         return inter_host.all_reduce(self._board, self._inter_host, flat, operation)
 
     @with_direct_forms(Options.ReduceOptions, {"tensors": 1}, ("root", "op", "timeout"))
+    @visible("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> Work:
         operation, root = OPERATIONS.get(opts.reduceOp.op.value, ""), opts.rootRank
         if not self._takes(tensors, root) or not self._supports(tensors[0], operation):
@@ -116,6 +129,7 @@ class Reductions(CollectiveDispatch):
         )
 
     @with_direct_forms(Options.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ("op", "timeout"))
+    @visible("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         if len(outputs) != 1 or len(inputs) != 1:
             return self._fall_back_to_gloo("reduce_scatter", outputs, outputs, inputs, opts)
@@ -123,8 +137,9 @@ class Reductions(CollectiveDispatch):
             outputs, [inputs[0]], opts, "reduce_scatter", [(outputs, inputs, opts)]
         )
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        opts = opts or Options.ReduceScatterOptions()
+    @with_direct_forms(Options.ReduceScatterOptions, {"output": 0, "input": 0}, ())
+    @visible("_reduce_scatter_base_")
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
         return self._reduce_scatter(
             [output],
             [rows_of(tensor, self.size())],
@@ -135,10 +150,11 @@ class Reductions(CollectiveDispatch):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @with_direct_forms(Options.ReduceScatterOptions, {"outputs": 1, "inputs": 1}, ())
+    @visible("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Work:
-        opts = opts or Options.ReduceScatterOptions()
         rows = [rows_of(tensor, self.size()) for tensor in inputs]
         return self._reduce_scatter(
             outputs,

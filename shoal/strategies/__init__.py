@@ -134,7 +134,9 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     problems = []
     for word in (word.strip() for word in text.split(",")):
         name, equals, value = word.partition("=")
-        if name in STRATEGIES or ":" in name:
+        if ":" in name and (problem := _problem_of_class_path(name)):
+            problems.append(problem)
+        elif name in STRATEGIES or ":" in name:
             specs.append(StrategySpec(name, value if equals else None, ()))
         elif specs and equals:  # an option of the strategy before it
             last = specs.pop()
@@ -151,6 +153,18 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     if not splitting:
         specs.append(StrategySpec("ddp", None, ()))
     return _in_order(specs)
+
+
+def _problem_of_class_path(text: str) -> str:
+    """Return why MODULE:CLASS cannot be; empty if only importing it can tell."""
+    module, _, name = text.partition(":")
+    is_path = all(part.isidentifier() for part in [*module.split("."), name])
+    if is_path:
+        return ""
+    return (
+        f"there is no '{text}'; a strategy of one's own is MODULE:CLASS, with the module on the "
+        "Python path"
+    )
 
 
 def _splits_batch(name: str) -> bool:
@@ -288,7 +302,9 @@ def _instantiate(
             problems.append(f"option '{key}' is not known; {hint}")
             continue
         values[key] = _parse_value(text, types[key])
-        if type(values[key]) is not types[key]:
+        if type(values[key]) is int and abs(values[key]) >= 1 << 63:
+            problems.append(f"{key} must be a whole number below 2^63; it is {text}")
+        elif type(values[key]) is not types[key]:
             problems.append(f"{key} must be of type {types[key].__name__}; it is '{text}'")
     if len(problems) > num_problems:
         return None

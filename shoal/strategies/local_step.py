@@ -4,7 +4,7 @@ compute_weighted_loss   the user's function on a micro-batch, and its loss with 
                         all losses sum to the global mean
 run_microbatch      its forward and backward passes on one rank
 forward_backward    `run` and `reduce_gradients` of a local model
-loss_divisor        the divisor of the loss sum: a number of samples, or a count
+mean_loss           the loss sum of a step, divided by the samples or by the count
 rescale_by_count    the division by a count that no rank knew before
 """
 
@@ -22,6 +22,7 @@ from shoal.platform.tensors import tensor_on
 from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.base import (
     COUNT,
+    LOSS_SUM,
     OBJECTIONS,
     SUMMED,
     TOTALS_LENGTH,
@@ -135,32 +136,41 @@ def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     return result
 
 
-def loss_divisor(
+def mean_loss(
     result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
 ) -> Tensor:
-    """Return the scalar by which the loss sum of a step is divided to become the global mean.
-
-    A count of 0 counts as 1: a batch of ignored tokens gives zeros, no NaN.
+    """Return the global mean loss of a step, a scalar.
 
     Args: numbers: the totals as Python's numbers; None on a device.
     """
     totals = result.step_totals
-    if not result.is_sum_and_count:
-        return cached_scalar_tensor(global_batch_size, totals.dtype, totals.device)
-    if numbers is not None:
-        return cached_scalar_tensor(numbers[COUNT] or 1.0, totals.dtype, totals.device)
-    count = totals[COUNT]
-    return torch.where(count == 0, torch.ones_like(count), count)
+    if numbers is None:
+        count = count_or_one(totals) if result.is_sum_and_count else global_batch_size
+        return totals[LOSS_SUM] / count
+    # One operation of torch instead of three.
+    divisor = (numbers[COUNT] or 1.0) if result.is_sum_and_count else global_batch_size
+    value = numbers[LOSS_SUM] / divisor
+    return torch.full((), value, dtype=totals.dtype, device=totals.device)
 
 
-def rescale_by_count(model: LocalModel, global_batch_size: int, count: Tensor) -> None:
-    """Divide owned gradients by the global count, for a loss that is one sum with a count.
+def rescale_by_count(
+    model: LocalModel, result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
+) -> None:
+    """Divide owned gradients by the global count, if the loss is one sum with a count.
 
     `weighted_loss` has divided by `global_batch_size`, because no rank knew the global count then.
 
-    Args: count: as `loss_divisor` returns it.
+    Args: numbers: the totals as Python's numbers; None on a device.
     """
-    scale_gradients(model, global_batch_size / count)
+    if not result.is_sum_and_count:
+        return
+    totals = result.step_totals
+    if numbers is None:
+        factor = global_batch_size / count_or_one(totals)
+    else:
+        value = global_batch_size / (numbers[COUNT] or 1.0)
+        factor = cached_scalar_tensor(value, totals.dtype, totals.device)
+    scale_gradients(model, factor)
 
 
 def scale_gradients(model: LocalModel, factor: Tensor) -> None:
@@ -196,3 +206,9 @@ def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:
     # clip by the same factor.
     square = local_norm.to(model.pipeline.axis.device, torch.float64).square()
     return model.pipeline.axis.all_reduce(square).sqrt()
+
+
+def count_or_one(totals: Tensor) -> Tensor:
+    """Return the global count, or 1 if it is 0: a batch of ignored tokens gives zeros, no NaN."""
+    count = totals[COUNT]
+    return torch.where(count == 0, torch.ones_like(count), count)

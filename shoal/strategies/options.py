@@ -20,6 +20,7 @@ from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 PARALLEL_STYLES = ("column", "row")
 _MAX_CONNECTIONS = 16
+MAX_SERVERS = 1024
 _NO_TLS = (
     "servers no longer encrypt their connections. Both ends prove that they hold the key of this "
     "job, and between machines every frame is authenticated (docs/security.md), but who can listen "
@@ -287,9 +288,13 @@ class ServerOptions(StrategyOptions):
             messages.append(f"server={self.servers}: there must be at least one server")
         if self.replicas < 1:
             messages.append(f"replicas={self.replicas}: there must be at least one of each shard")
+        if max(self.servers, self.replicas) > MAX_SERVERS:
+            given = f"server={self.servers},replicas={self.replicas}"
+            messages.append(f"{given}: there may be up to {MAX_SERVERS:,} of each")
         if not 0 < self.lease_s < inf:
             messages.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
-        if self.staleness != "async" and not self.staleness.isdecimal():
+        is_number = self.staleness.isdecimal() and len(self.staleness) < 19
+        if self.staleness != "async" and not is_number:
             messages.append(
                 f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
             )

@@ -38,7 +38,16 @@ FORMAT = 1
 STEPS_THREAD = 0
 PHASES_THREAD = 1
 FIRST_LANE = 2
-INVALID_FILE = (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, zlib.error)
+INVALID_FILE = (
+    RecursionError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OSError,
+    zlib.error,
+)
 """Errors that a file of another kind can raise."""
 
 

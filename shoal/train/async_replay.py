@@ -91,6 +91,8 @@ def replay(directory: Path, output: Path | None = None, step: int | None = None)
             f"-o {output}: the file is in the safetensors format; name it "
             f"{output.stem}.safetensors."
         )
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"-o {output}: there is no directory {output.parent}.")
     start_s = time.monotonic()
     start = newest_start(directory)
     target = _newest_saved(start, Checkpoints(directory / "checkpoints"), step)

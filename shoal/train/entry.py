@@ -21,10 +21,21 @@ def train(job: Job) -> None:
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:
     """Evaluate a run's checkpoint, and print the results on rank 0. Collective."""
-    from shoal.train.console import measures
     from shoal.train.evaluation import evaluate_run as evaluate_here
 
-    rank, report = evaluate_here(directory, which)
+    _print_report(*evaluate_here(directory, which), as_json)
+
+
+def evaluate_weights(job: Job, as_json: bool) -> None:
+    """Evaluate the weights that `job` starts from, and print the results on rank 0. Collective."""
+    from shoal.train.evaluation import evaluate_weights as evaluate_here
+
+    _print_report(*evaluate_here(job), as_json)
+
+
+def _print_report(rank: int, report: dict[str, float | int], as_json: bool) -> None:
+    from shoal.train.console import measures
+
     if rank != 0:
         return
     if as_json:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.run import init_with_place
 from shoal.run.supervised import supervised
@@ -50,6 +51,20 @@ def evaluate_run(
             supervised(built.task.measures, built.model), built.validation_loader, built.model
         )
     return run.rank, {**built.task.report(sums), "step": saved.step}
+
+
+def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
+    """Evaluate the weights that `job` starts from on every validation sample. Collective.
+
+    Returns: as `evaluate_run`, without `step`.
+    Raises:
+        ConfigError: the weights do not fit, or the data or the model cannot be built.
+    """
+    run = init_with_place("ddp", seed=job.seed, announce=_ignore)
+    built = build(job, run.device)
+    measures = supervised(built.task.measures, built.model)
+    sums = run.evaluate(measures, built.validation_loader, built.model)
+    return run.rank, built.task.report(sums)
 
 
 def _ignore(_: str) -> None:

@@ -110,11 +110,13 @@ class Training:
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
 
     def _announce(self, line: str) -> None:
-        """Keep a line for the header of the log; print it as a note once the log is open."""
+        """Keep a line for the header of the log; print it at once when the log is open."""
         if self._lines_before_log is not None:
             self._lines_before_log.append(line)
-        else:
+        elif line.startswith("note: "):
             self.log.note(line.removeprefix("note: "))
+        else:  # of a strategy that waits for the first batch
+            self.log.header([line])
 
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""

@@ -136,6 +136,8 @@ def last_saved(directory: Path) -> int | None:
 
 
 def _check_contents(directory: Path, job: Job) -> None:
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise ConfigError([f"{directory} is no directory. Choose another --out."])
     if directory.is_dir():
         _check_owner(directory)
     if (directory / CONFIG).exists():

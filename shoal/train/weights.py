@@ -63,6 +63,9 @@ def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
         raise ConfigError(
             [f"model.weights: {path} holds a {type(state).__name__}, and no state dict of {name}"]
         )
+    if state and all(str(key).startswith("module.") for key in state):
+        # Saved from inside of DistributedDataParallel, as many training programs do.
+        state = {str(key).removeprefix("module."): value for key, value in state.items()}
     dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
     notes = _check_dtypes(model.state_dict(), dtypes, path, name)
     try:

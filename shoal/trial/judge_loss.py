@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.data.tree_map import in_dtype
 from shoal.errors import ShoalError
 from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
+from shoal.trial.float64_models import models_in_float64
 from shoal.trial.guess_cause import guess_cause, user_line
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
 from shoal.trial.untouched import Untouched
@@ -24,8 +26,14 @@ TOLERANCE = 1e-4
 """float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
 TOLERANCE_IN_FLOAT64 = 1e-5
 """For recorded outputs, converted to float64. The function may compute in float32."""
+LARGEST_ROUNDING = 0.05
+"""Differences up to which float32 is not believed. In a deep network of ReLUs rounding switches a
+few units that are near 0, and their gradients jump; a convolution of one image may be computed in
+another way than one of two.
+"""
 TOLERANCE_IN_HALF = 0.4
 """16 bits hide what is smaller, so below it nothing is said."""
+_ANSWERS = (LossKind.MEAN, LossKind.COUNTED, LossKind.COUPLED)
 _DROPPING = (DropoutBase, nn.RNNBase, nn.MultiheadAttention)
 
 
@@ -53,22 +61,44 @@ def try_loss(
         )
 
     chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
+    dtype: torch.dtype | None = None
 
     def compute(rows: Tensor) -> Any:
         # More rows than were chosen are those of the whole batch.
         rows = chosen[rows] if len(rows) <= len(chosen) else rows
-        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
+        taken = take_rows((args, dict(kwargs)), rows, num_samples)
+        taken_args, taken_kwargs = taken if dtype is None else in_dtype(taken, dtype)
         return compute_loss(*taken_args, **taken_kwargs)
 
     try:
         with Untouched(models, compute_loss) as state:
             judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
+        if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
+            dtype = torch.float64
+            exact = _judged_in_float64(compute, compute_loss, parameters, models, len(chosen))
+            verdict = exact or verdict
         if not verdict.objects:
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
+
+
+def _judged_in_float64(
+    compute: Callable[[Tensor], Any],
+    compute_loss: Callable[..., Any],
+    parameters: Sequence[Tensor],
+    models: Sequence[nn.Module],
+    num_rows: int,
+) -> LossVerdict | None:
+    """Return the verdict in float64, or None if the function cannot compute in it."""
+    with models_in_float64(models), Untouched(models, compute_loss) as state:
+        try:
+            verdict = LossJudge(compute, parameters, state, num_rows).verdict(num_rows)
+        except CannotTry:
+            return None
+    return verdict if verdict.kind in _ANSWERS else None
 
 
 class LossJudge:

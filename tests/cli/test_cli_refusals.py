@@ -152,7 +152,7 @@ def test_a_start_that_fails_leaves_no_run_directory(
     status, _, err = shoal(
         capsys, "train", "cifar10_resnet18", "--out", out, "--data.path", tmp_path / "nothing"
     )
-    assert status == 1
+    assert status == 2
     assert "cifar-10" in err
     assert "Traceback" not in err
     assert shoal(capsys, "train", "digits", "--out", out, *TINY)[0] == 0

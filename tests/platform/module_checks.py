@@ -164,6 +164,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
     "module_state.STORES": lambda names: set(names) <= vars(nn.Module()).keys(),
     "module_state.HOOKS": _hooks,
+    "module_state.HOOKS_OF_STATE": lambda names: set(names) <= vars(nn.Module()).keys(),
     "module_state.own_parameters": _own_parameters,
     "module_state.own_buffers": _own_buffers,
     "module_state.own_modules": _own_modules,

@@ -10,7 +10,7 @@ def test_rows_of_a_shared_batch_are_known_also_on_another_device() -> None:
     batches = [{"x": torch.arange(rows * 2).view(rows, 2)} for rows in (5, 1, 4)]
     locals_ = [sizes.share(batch, rank=1, ranks=2) for batch in batches]
     assert [len(local["x"]) for local in locals_] == [2, 1, 2]
-    found = [sizes.resolve({0: local}, None, 2) for local in locals_]
+    found = [sizes.resolve([local], None, 2) for local in locals_]
     assert [(size.rows, size.global_rows, size.is_known) for size in found] == [
         (2, 5, True),
         (0, 1, True),
@@ -18,7 +18,7 @@ def test_rows_of_a_shared_batch_are_known_also_on_another_device() -> None:
     ]
     moved = locals_[0]["x"].clone()
     sizes.track(locals_[0]["x"], moved)
-    assert sizes.resolve({0: moved}, None, 2)[:2] == (2, 5)
+    assert sizes.resolve([moved], None, 2)[:2] == (2, 5)
 
 
 def test_lists_of_images_are_known_by_their_length() -> None:
@@ -28,6 +28,6 @@ def test_lists_of_images_are_known_by_their_length() -> None:
     own_images, own_boxes = sizes.share((images, boxes), rank=0, ranks=2)
     assert [len(own_images), len(own_boxes)] == [2, 2]
     copies = [image.clone() for image in own_images]
-    assert sizes.resolve({0: copies, 1: own_boxes}, None, 2)[:2] == (2, 3)
-    unknown = BatchSizes([]).resolve({0: images, 1: boxes}, None, 2)
+    assert sizes.resolve([copies, own_boxes], None, 2)[:2] == (2, 3)
+    unknown = BatchSizes([]).resolve([images, boxes], None, 2)
     assert (unknown.rows, unknown.is_known) == (3, False)

@@ -29,6 +29,15 @@ def test_pieces_do_not_count_and_lengths_do() -> None:
     assert len({digest_of(bytes(count)) for count in (0, 1, 7, 8, 9, BLOCK_BYTES)}) == 6
 
 
+def test_a_file_has_the_digest_of_its_bytes(tmp_path: Path) -> None:
+    data = random.Random(3).randbytes(3 * BLOCK_BYTES + 5)
+    (tmp_path / "file").write_bytes(data)
+    digest = BlockDigest()
+    with (tmp_path / "file").open("rb", buffering=0) as file:
+        digest.read(file)
+    assert digest.hexdigest() == digest_of(data)
+
+
 def test_it_is_the_same_in_every_version_as_checkpoints_hold_it() -> None:
     assert digest_of(b"shoal") == "81a94a2c874393e6662890e7098f1291"
 

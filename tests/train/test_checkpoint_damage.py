@@ -54,7 +54,7 @@ DAMAGES = {
     "manifest.json is missing": lambda path: path.with_name("manifest.json").unlink(),
     "manifest.json is unreadable": lambda path: truncate(path.with_name("manifest.json")),
     "manifest.json is no manifest": lambda path: path.with_name("manifest.json").write_text("[]"),
-    "has format 2; this version of Shoal reads format 1": manifest_of_another_format,
+    "has format 3; this version of Shoal reads format 2": manifest_of_another_format,
     "manifest.json was altered": altered_info,
     "was altered: its SHA-256": a_path_out_of_the_directory,
     "is of step 1, which is not what its directory is called": another_directory_name,

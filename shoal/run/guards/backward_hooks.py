@@ -29,7 +29,11 @@ def guard_backward(guarded: GuardedModels) -> Iterator[Removable]:
 
 def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        outside = [guarded for guarded in patch.active if not guarded.phase.in_passes]
+        outside = [
+            guarded
+            for known in patch.refs
+            if (guarded := known()) is not None and not guarded.phase.in_passes
+        ]
         if not outside:
             return original(*args, **kwargs)
         handles = [handle for guarded in outside for handle in _hooks(guarded)]

@@ -2,6 +2,8 @@
 
 A scheduler that sees each rank's own loss would make them come apart, and the ranks' weights with
 them. Ranks compare their numbers at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th.
+Not with the totals of every step: those are summed, so that a difference needs numbers of their
+own, and on a GPU a look at them waits for the device.
 """
 
 from __future__ import annotations

@@ -16,30 +16,32 @@ class ProcessWidePatch:
     """A replaced function, and the prepared models that it looks at.
 
     Args: install: replaces the function, and returns a function that puts it back.
+
+    Attributes: refs: weak references to the prepared models of all runs. Some may be gone.
     """
 
     def __init__(self, install: Callable[[ProcessWidePatch], Callable[[], None]]) -> None:
         # A list: each backward pass goes through it, and through a WeakSet it takes longer.
-        self._active: list[ref[GuardedModels]] = []
+        self.refs: list[ref[GuardedModels]] = []
         self._install = install
         self._put_back: Callable[[], None] | None = None
 
     @property
     def active(self) -> list[GuardedModels]:
         """Prepared models of all runs that are still alive."""
-        return [guarded for known in self._active if (guarded := known()) is not None]
+        return [guarded for known in self.refs if (guarded := known()) is not None]
 
     def add(self, guarded: GuardedModels) -> PatchUse:
         """Look at `guarded`, too, until the returned object is removed."""
         if self._put_back is None:
             self._put_back = self._install(self)
-        self._active = [ref(other) for other in {*self.active, guarded}]
+        self.refs = [ref(other) for other in {*self.active, guarded}]
         return PatchUse(self, guarded)
 
     def discard(self, guarded: GuardedModels) -> None:
         """Forget `guarded`; put the function back if no other is left."""
-        self._active = [ref(other) for other in self.active if other is not guarded]
-        if not self._active and self._put_back is not None:
+        self.refs = [ref(other) for other in self.active if other is not guarded]
+        if not self.refs and self._put_back is not None:
             self._put_back()
             self._put_back = None
 

@@ -184,6 +184,8 @@ class ShardedStep:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that computes with the model, as `LocalModel.call`. Collective."""
+        if torch.is_grad_enabled():  # gradients inside of it are inner ones
+            self._configure(reduces=False, frees=False, is_last=False)
         return self.root.run(
             function, partial(self.model.outside_step.call, function, *args, **kwargs)
         )

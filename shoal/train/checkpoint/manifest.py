@@ -19,7 +19,7 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file, untrusted_reason
 from shoal.train.checkpoint import exact_json
-from shoal.train.checkpoint.block_digest import BLOCK_BYTES, BlockDigest
+from shoal.train.checkpoint.block_digest import BlockDigest
 from shoal.train.checkpoint.durable_io import write_durably
 
 FILE_NAME = "manifest.json"
@@ -197,7 +197,5 @@ def _digest_of(path: Path, stored: StoredFile) -> str:
         if not stored.blocks:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = BlockDigest()
-        piece = bytearray(BLOCK_BYTES)
-        while count := file.readinto(piece):
-            digest.update(memoryview(piece)[:count])
+        digest.read(file)
         return digest.hexdigest()

@@ -140,14 +140,27 @@ def read(
     entries = {
         name: entry for name, entry in tensor_index.stored(directory).items() if is_wanted(name)
     }
-    reader = IndexedReader(directory, entries)
-    tensors = {name: _allocated(entry, like(name)) for name, entry in entries.items()}
-    with _dcp_errors(0):  # with no_dist, DCP calls every rank 0
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        load_into(
-            cast(dict[str, Any], tensors), storage_reader=reader, planner=planner, no_dist=True
-        )
-    return tensors
+    layouts = {name: like(name) for name in entries}
+    # A tensor in one chunk is read as it is: DCP would read it, and copy it to the result.
+    whole = {
+        name: entry.chunks[0].read().contiguous()
+        for name, entry in entries.items()
+        if not isinstance(layouts[name], DTensor) and _is_one_chunk(entry)
+    }
+    others = {name: entry for name, entry in entries.items() if name not in whole}
+    tensors = {name: _allocated(entry, layouts[name]) for name, entry in others.items()}
+    if others:
+        reader = IndexedReader(directory, others)
+        with _dcp_errors(0):  # with no_dist, DCP calls every rank 0
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            load_into(
+                cast(dict[str, Any], tensors), storage_reader=reader, planner=planner, no_dist=True
+            )
+    return {name: whole[name] if name in whole else tensors[name] for name in entries}
+
+
+def _is_one_chunk(entry: TensorEntry) -> bool:
+    return len(entry.chunks) == 1 and entry.chunks[0].shape == tuple(entry.shape)
 
 
 def _allocated(entry: TensorEntry, like: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ of one tensor group do, count once.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ class LoaderOrder:
         """Begin to number; return a function that ends it."""
         original = DataLoader.__init__
 
+        @functools.wraps(original)  # Fabric reads its signature
         def numbered(loader: DataLoader, *args: Any, **kwargs: Any) -> None:
             if loader not in self._numbers:
                 self._numbers[loader] = self._count

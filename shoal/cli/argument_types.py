@@ -1,0 +1,55 @@
+"""Types of arguments, which refuse what no file system and no machine has."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+from shoal.config.job import PATH
+
+MAX_PROCESSES = 1024
+"""Limit of one machine. More are a slip of the finger, and end the machine before they are seen."""
+
+
+def path(text: str) -> Path:
+    """Return an argument as a path. Raises ArgumentTypeError."""
+    is_path, requirement = PATH
+    if not is_path(text):
+        raise argparse.ArgumentTypeError(requirement)
+    return Path(text)
+
+
+def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return a type of whole numbers from `low` to `high`, written in digits."""
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal()):
+            raise argparse.ArgumentTypeError(f"'{text}' is no whole number")
+        # Compared by length first: Python refuses to convert thousands of digits.
+        value = int(text) if len(digits) < 30 else high + 1
+        if not low <= value <= high:
+            limit = f"at least {low}, below 2^63" if high == 2**63 - 1 else f"from {low} to {high}"
+            limit = limit if low >= 0 else f"at most {high}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limit}")
+        return value
+
+    return parse
+
+
+processes = integer(1, MAX_PROCESSES)
+# The command itself tells what is wrong with fewer than one.
+processes_or_fewer = integer(-(2**63), MAX_PROCESSES)
+
+
+def tolerance(text: str) -> float:
+    """Return a finite number that is not negative. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number of at least 0")
+    return value

@@ -1,0 +1,101 @@
+"""Checks of a job that need neither torch nor its data, made before any process is started.
+
+Ranks make the same checks, and more, when they build the model and read the data. What they find
+costs seconds, on every rank.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from shoal.config.job import Job, is_path
+from shoal.errors import did_you_mean
+
+SOURCES = ("digits", "cifar10", "cifar100", "imagefolder", "stdlib", "dummy")
+OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "lstm", "gpt")
+REGISTERED = ("models", "data")
+NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
+
+
+def problems(job: Job) -> list[str]:
+    """Return a line for each thing that a job names and that is not there."""
+    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job)]
+    if not job.imports:  # otherwise its files may register the names
+        found += [*_data(job), *_model(job)]
+    return found
+
+
+def _imports(job: Job) -> Iterator[str]:
+    for name in job.imports:
+        path = Path(name)
+        if not is_path(name) or not path.is_file():
+            yield f"--import {name}: there is no such file"
+            continue
+        try:
+            tree = ast.parse(path.read_bytes(), name)
+        except (SyntaxError, ValueError, RecursionError, OSError) as error:
+            yield f"--import {name}: is no Python file: {error}"
+            continue
+        # A name may be assigned in any way, so only files that never mention one are refused here.
+        mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        aliases = {
+            alias.asname or alias.name for node in ast.walk(tree) for alias in _aliases(node)
+        }
+        if not (mentioned | aliases).intersection((*REGISTERED, "*")):
+            yield f"--import {name}: it defines neither a `models` nor a `data` dict"
+
+
+def _aliases(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+
+
+def _strategy(job: Job) -> Iterator[str]:
+    for word in job.strategy.split(","):
+        module, colon, _ = word.strip().partition("=")[0].partition(":")
+        if colon and find_spec(module.partition(".")[0]) is None:
+            yield f"strategy: there is no module {module} on the Python path"
+
+
+def _weights(job: Job) -> Iterator[str]:
+    if job.model.weights is not None and not Path(job.model.weights).is_file():
+        yield f"model.weights: there is no file {job.model.weights}"
+
+
+def _data(job: Job) -> Iterator[str]:
+    name = job.data.name
+    if name not in SOURCES:
+        yield f"data.name: there is no data set '{name}'; {did_you_mean(name, SOURCES)}"
+    elif name in ("cifar10", "cifar100", "imagefolder"):
+        root = Path(job.data.path or f"data/{name}").expanduser()
+        needed = [root]
+        if name == "imagefolder":
+            needed = [root / job.data.train_split, root / job.data.validation_split]
+        for directory in needed:
+            if not directory.is_dir():
+                files = name.replace("cifar", "cifar-")
+                yield f"data.path: there is no directory {directory} with the files of {files}"
+
+
+def _optimizer(job: Job) -> Iterator[str]:
+    """Check the name by the list in torch.optim's file, for to import torch takes seconds."""
+    spec = find_spec("torch")
+    name = job.optimizer.name
+    if spec is None or not spec.submodule_search_locations:
+        return
+    file = Path(spec.submodule_search_locations[0]) / "optim" / "__init__.py"
+    listed = re.search(r"__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.DOTALL)
+    known = set(re.findall(r'"(\w+)"', listed[1]) if listed else ()) - NO_OPTIMIZERS
+    if known and name not in known | {"AdamW8bit"}:
+        yield f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"
+
+
+def _model(job: Job) -> Iterator[str]:
+    """Refuse a name that cannot be any library's. Ranks know the names of timm, which are many."""
+    name = job.model.name
+    if re.fullmatch(r"(timm:)?[A-Za-z_][\w.\-]{0,99}", name, re.ASCII) is None:
+        known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
+        yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"

@@ -1,0 +1,345 @@
+"""Odd command lines, in a directory with odd files. Each is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_origin
+
+from shoal.config.fields import Setting, all_settings
+
+HUGE = "1" + "0" * 21
+LONG = "x" * 5000
+CONTROL = "a\x1b[2Jb"
+
+Command = tuple[str, ...]
+
+
+def make_files(directory: Path) -> None:
+    """Make the files that the commands below name."""
+    texts = {
+        "empty.yaml": "",
+        "comments.yaml": "# nothing\n",
+        "braces.yaml": "{}\n",
+        "null.yaml": "null\n",
+        "list.yaml": "- a\n- b\n",
+        "word.yaml": "digits\n",
+        "number.yaml": "3\n",
+        "tabs.yaml": "train:\n\tepochs: 3\n",
+        "open.yaml": "train: {epochs: 3\n",
+        "quote.yaml": "name: 'x\n",
+        "colon.yaml": "train: epochs: 3\n",
+        "tag.yaml": "name: !!python/object/apply:os.system ['touch ran']\n",
+        "twice.yaml": "seed: 1\nseed: 2\n",
+        "unknown.yaml": "optimiser: {lr: 1}\n",
+        "flat.yaml": "lr: 0.1\n",
+        "section.yaml": "train: 3\n",
+        "listed.yaml": "train: [epochs, 3]\n",
+        "two.yaml": "seed: 1\n---\nseed: 2\n",
+        "alias.yaml": "seed: *nobody\n",
+        "self.yaml": "model: {options: &a {b: *a}}\n",
+        "base.yaml": "base: base.yaml\n",
+        "bases.yaml": "base: missing.yaml\n",
+        "baselist.yaml": "base: [digits]\n",
+        "basenull.yaml": "base: null\n",
+        "key.yaml": "? [a, b]\n: 3\n",
+        "keynull.yaml": "null: 3\n",
+        "keynumber.yaml": "3: 3\n",
+        "dots.yaml": "name: ../../x\n",
+        "nul.yaml": 'name: "a\\0b"\n',
+        "deep.yaml": "a: " + "[" * 20_000,
+        "bomb.yaml": "".join(
+            f"k{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10) if i else '1'}]\n" for i in range(12)
+        ),
+        "imports.yaml": "imports: [missing.py]\n",
+        "importsdir.yaml": "imports: [directory]\n",
+        "importsmap.yaml": "imports: {a: b}\n",
+        "deepoption.yaml": f"model: {{options: {{a: {'[' * 40}{']' * 40}}}}}\n",
+        "script.py": "print(1)\n",
+        "broken.py": "models = {\n",
+        "nothing.py": "x = 1\n",
+        "cfg.yaml": "MODEL: {ARCH: resnet18}\n",
+        "cfgodd.yaml": "MODEL: {ARCHITECTURE: resnet18}\n",
+        "file": "text\n",
+        "empty.safetensors": "",
+        "text.safetensors": "text\n",
+        "empty.pt": "",
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    (directory / "binary.yaml").write_bytes(bytes(range(256)))
+    (directory / "latin.yaml").write_bytes("name: Zürich\n".encode("latin-1"))
+    (directory / "utf16.yaml").write_bytes("seed: 1\n".encode("utf-16"))
+    (directory / "large.yaml").write_text("# " + "x" * 100_000 + "\nseed: 1\n")
+    (directory / "binary.pt").write_bytes(bytes(range(256)))
+    (directory / "directory").mkdir()
+    (directory / "directory" / "file").write_text("mine\n")
+    (directory / "emptydir").mkdir()
+    (directory / "link.yaml").symlink_to("link.yaml")
+    os.mkfifo(directory / "pipe.yaml")
+    run = directory / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("out: run\n")
+    odd = directory / "oddrun"
+    odd.mkdir()
+    (odd / "config.yaml").write_text("optimiser: 3\n")
+    (odd / "metrics.jsonl").write_text("no JSON\n")
+    (odd / "trace.json").write_text('{"traceEvents": 3}\n')
+    (directory / "trace.json").write_text("[" * 3000)
+
+
+FILES = [
+    *("empty", "comments", "braces", "null", "list", "word", "number", "tabs", "open", "quote"),
+    *("colon", "tag", "twice", "unknown", "flat", "section", "listed", "two", "alias", "self"),
+    *("base", "bases", "baselist", "key", "keynull", "keynumber", "dots", "nul", "deep", "bomb"),
+    *("imports", "importsdir", "importsmap", "deepoption", "binary", "latin", "utf16", "large"),
+    *("link", "pipe", "missing"),
+]
+
+
+def commands() -> Iterator[Command]:
+    """Yield all commands of the table."""
+    yield from _of_files()
+    yield from _of_settings()
+    yield from _of_strategies()
+    yield from _of_flags()
+    yield from _of_runs()
+    yield from _of_tools()
+
+
+def _of_files() -> Iterator[Command]:
+    for name in FILES:
+        yield "train", f"{name}.yaml"
+    for name in ("empty", "deep", "pipe", "binary", "missing", "tag", "imports"):
+        for verb in ("config", "verify", "plan-tensor"):
+            if (verb, name) != ("config", "imports"):
+                yield verb, f"{name}.yaml"
+    for source in ("directory", "file", "/dev/null", "/dev/zero", "", " ", LONG, "a\nb", "~", "."):
+        yield "train", source
+    yield "train", "digits", "digits"
+    yield ("train",)
+    for file in ("missing.py", "directory", "broken.py", "nothing.py"):
+        yield "train", "digits", "--import", file
+    for file in ("", LONG, "pipe.yaml", "binary.pt"):
+        yield "train", "digits", "--import", file
+    for cfg in ("missing.yaml", "cfgodd.yaml", "empty.yaml", "directory", "deep.yaml", "list.yaml"):
+        yield "train", "--cfg", cfg
+    for pairs in (
+        ("MODEL.ARCH",),
+        ("MODEL.ARCHI", "x"),
+        ("TRAIN.BATCH_SIZE", "x"),
+        ("TRAIN.BATCH_SIZE", "-1"),
+        ("TRAIN.BATCH_SIZE", HUGE),
+        ("OPTIM.BASE_LR", "nan"),
+        ("OPTIM.LR_POLICY", "exp"),
+        ("OPTIM.STEPS", "(3,1)"),
+        ("MODEL.PRETRAINED", "True"),
+        ("TRAIN.DATASET", "missing"),
+        ("MODEL.WEIGHTS", "missing.pth"),
+        ("MODEL.NUM_CLASSES", "0"),
+        ("RNG_SEED", "-1"),
+        ("OUT_DIR", "/dev/null"),
+        ("model.arch", "resnet18"),
+    ):
+        yield "train", "--cfg", "cfg.yaml", *pairs
+
+
+def _odd_values(setting: Setting) -> Iterator[str]:
+    """Yield texts that are no value of a setting."""
+    annotation = setting.annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    is_optional = type(None) in get_args(annotation)
+    if is_optional:
+        (annotation,) = kinds
+    yield "{a: b}" if not setting.is_open else "[1]"
+    if setting.is_open:
+        yield from ("x", "3", "[a]", "{1a: 3}", "{a b: 3}")
+        return
+    if annotation is bool:
+        yield from ("yes", "1", "''", "[true]", "nan", "none", CONTROL)
+    elif annotation is int:
+        yield from ("x", "1.5", "nan", ".inf", "-1", HUGE, "[1]", "''", "true", "1e400", "0x10")
+        yield from () if is_optional else ("none",)
+    elif annotation is float:
+        yield from ("x", ".nan", ".inf", "-1", "[0.1]", "''", "true", "1e400", "1,5")
+        yield from () if is_optional else ("none",)
+    elif get_origin(annotation) is tuple:
+        if setting.name != "imports":
+            yield from ("x", "[x]", "[1.5]", "[[1]]", "[-1]", f"[{HUGE}]")
+    elif get_args(annotation):
+        yield from ("x", "''", "none", "[a]", LONG)
+    else:
+        yield from ("[a]", "[", "'a", "{a", "[!!str a]")
+
+
+def _of_settings() -> Iterator[Command]:
+    for setting in all_settings().values():
+        for value in dict.fromkeys(_odd_values(setting)):
+            yield "train", "digits", f"--{setting.name}={value}"
+    for name in ("", "x" * 100, "train", "train.", ".epochs", "train.epoch", "model.options", "é"):
+        yield "train", "digits", f"--{name}", "3"
+    for name in ("../../x", "/x", "", " ", LONG, CONTROL, "a/../../b", "n" * 300, "\udcff/.."):
+        yield "train", "digits", "--name", name
+    for out in ("/dev/null", "/dev/null/x", "file", "file/x", LONG, "", CONTROL, "directory"):
+        yield "train", "digits", "--out", out
+    yield "train", "digits", "--out", "link.yaml"
+    yield "train", "digits", "--out", "a/" * 2000
+    yield "train", "digits", "--seed", str(2**64)
+    yield "train", "digits", "--seed"
+    yield "train", "digits", "seed=3"
+    for name in ("", "timm:", "timm:../x", LONG, CONTROL, "../x", "é", "a b"):
+        yield "train", "digits", "--model.name", name
+    for name in ("nonsense", "", LONG, CONTROL, "../x", "Digits"):
+        yield "train", "digits", "--data.name", name
+    for name in ("nonsense", "", "sgd", "Optimizer", "lr_scheduler", "__class__", LONG, CONTROL):
+        yield "train", "digits", "--optimizer.name", name
+    for weights in ("missing.pt", "directory", "", LONG, "/dev/null", "pipe.yaml"):
+        yield "train", "digits", "--model.weights", weights
+    for path in ("missing", "file", "", LONG):
+        yield "train", "digits", "--data.name=imagefolder", "--data.path", path
+        yield "train", "digits", "--data.name=cifar10", "--data.path", path
+    yield "train", "digits", "--data.name=imagefolder", "--data.path=emptydir"
+    for window in ("0", "x", "3@", "@3", "-1", "3@-1", "101", HUGE, "3@20@4", ""):
+        yield "train", "digits", "--log.trace", window
+    yield "train", "digits", "--optimizer.options.lr", "3"
+
+
+STRATEGIES = [
+    *("", " ", ",", "nonsense", "ddp,ddp", "ddp,zero3", "ddp=3", "zero1=2", "tensor=", "tensor=x"),
+    *("tensor=0", "tensor=-1", f"tensor={HUGE}", "tensor=1.5", "tensor=3", "pipeline=0"),
+    *("pipeline=-2", f"pipeline={HUGE}", "pipeline=2,schedule=x", "pipeline=2,microbatches=-1"),
+    *("pipeline=2,balance=x", "pipeline=2,cuts=a/b/c", "pipeline=2,stages=-1", "server=0"),
+    *("server=-1", "server=1000000", f"server={HUGE}", "server=x", "server=1,replicas=0"),
+    *("server=1,replicas=1000000", "server=1,staleness=-1", "server=1,staleness=x"),
+    *("server=1,lease_s=nan", "server=1,lease_s=0", "server=1,part_mb=-1", "server=1,tls=a.pem"),
+    *("server=1,compress=x", "ddp,compress=topk=2", "ddp,compress=topk=nan", "ddp,bucket_mb=0"),
+    *("ddp,bucket_mb=nan", "ddp,allreduce=x", "ddp,unused=3", "ddp,nonsense=3", "local=0"),
+    *("local=-1", "local=x", f"local={HUGE}", "diloco=2,outer_lr=0", "diloco=2,outer_lr=nan"),
+    *("diloco=2,outer_momentum=1", "recompute=0", "recompute=-1", "recompute=1,budget_mb=-1"),
+    *("recompute=1,budget_mb=nan", "zero3,hybrid=-1", "zero3,hybrid=3", "zero3,offload=maybe"),
+    *("missing_module:Class", "os.path:a b", ":", "a:", ":B", "ddp;zero1", "é"),
+    *("=", "==", "ddp,", ",ddp", "ddp,,zero1", LONG, CONTROL, "single", f"recompute={HUGE}"),
+    *("recompute=1,budget_mb=.nan", "server=1,part_mb=.inf", f"server=1,staleness={HUGE}"),
+    *("tensor=2,whole=", "tensor=2,cut_by=x", "tensor=2,cut_by=a:diagonal", "tensor=2,sequence=3"),
+]
+
+
+def _of_strategies() -> Iterator[Command]:
+    for line in STRATEGIES:
+        if line not in ("tensor=2,whole=",):
+            yield "train", "digits", "-n", "2", "--strategy", line
+
+
+NUMBERS = ("0", "-1", "x", "1.5", "", "nan", HUGE, "1e3", "１０" * 20, "99999", "0x2")
+
+
+def _of_flags() -> Iterator[Command]:
+    for number in NUMBERS:
+        yield "train", "digits", "-n", number
+        yield "launch", "-n", number, "script.py"
+        yield "eval", "run", "-n", number
+        yield "verify", "digits", "-n", number
+    for number in ("-1", "x", HUGE, ""):
+        yield "train", "digits", "-n", "2", "--restarts", number
+    yield "train", "digits", "--restarts", "3"
+    for window in ("0", "x", "3@", "-1", HUGE, ""):
+        yield "train", "digits", f"--trace={window}"
+        yield "launch", "-n", "1", f"--trace={window}", "script.py"
+    for name in ("x", "", "RING"):
+        yield "train", "digits", "--allreduce", name
+    yield "launch", "-n", "2", "--allreduce", "ring", "script.py"
+    yield "launch", "-n", "2", "missing.py"
+    yield "launch", "-n", "2", "directory"
+    yield "launch", "-n", "2", "pipe.yaml"
+    yield "launch", "-n", "2", LONG
+    yield "launch", "-n", "2", ""
+    yield "launch", "script.py"
+    yield "launch", "-n", "2", "--strategy", "nonsense", "script.py"
+    yield "launch", "-n", "2", "--strategy", "tensor=3", "script.py"
+    for number in ("0", "-1", "x", HUGE):
+        yield "launch", "-n", "2", "--accumulate", number, "script.py"
+    yield "launch", "-n", "2", "--output", "none", "script.py"
+    yield "launch", "-n", "2", "--trace", "--trace-to", "missing", "script.py"
+    yield "launch", "-n", "2", "--trace", "--trace-to", "file", "script.py"
+    yield ("trian", "digits")
+    yield ("",)
+    yield (LONG,)
+    yield (CONTROL,)
+    yield ("--nonsense",)
+    yield "train", "--nonsense"
+    yield "train", "digits", "-x"
+    yield "train", "digits", "--record"
+
+
+def _of_runs() -> Iterator[Command]:
+    places = ("missing", "file", "emptydir", "directory", "oddrun", "", LONG, "/dev/null", "a\nb")
+    for place in places:
+        for verb in ("eval", "export", "replay"):
+            yield verb, place
+        yield "scale", place, "2"
+        yield "servers", place
+        yield "plot", place
+        yield "trace", place
+    for verb in ("eval", "export", "replay", "servers", "trace", "plot"):
+        yield (verb,)
+        yield verb, "run", "--nonsense"
+    yield "scale", "run"
+    for number in NUMBERS:
+        yield "scale", "run", number
+    yield "eval", "run", "--checkpoint", "newest"
+    yield "export", "run", "-o", "model.pt"
+    yield "export", "run", "-o", "missing/model.safetensors"
+    yield "export", "run", "-o", "file/model.safetensors"
+    yield "export", "run", "-o", ""
+    yield "export", "run", "-o", f"{LONG}.safetensors"
+    for step in ("-1", "x", "1.5", HUGE):
+        yield "replay", "run", "--step", step
+    yield "replay", "run", "-o", "model.pt"
+    yield "replay", "run", "-o", "missing/model.safetensors"
+    yield "servers", "run", "delete"
+    yield "servers", "run", "remove"
+    yield "servers", "run", "list", "3"
+    for number in ("0", "-1", "x", HUGE):
+        yield "servers", "run", "add", number
+    yield "servers", "run", "remove", "-1"
+    yield "servers", "run", "remove", HUGE
+    for output in ("x.gif", "x", "", "directory", f"{LONG}.png", "file/x.png"):
+        yield "plot", "oddrun", "-o", output
+        yield "trace", "oddrun", "-o", output
+    yield "trace", "trace.json"
+    yield "trace", "pipe.yaml"
+    yield "trace", "binary.pt"
+
+
+def _of_tools() -> Iterator[Command]:
+    yield ("schedule",)
+    for name in ("nonsense", "", "1F1B", LONG):
+        yield "schedule", name
+    for number in ("0", "-1", "x", "1.5", HUGE, "100000"):
+        yield "schedule", "1f1b", "-p", number
+        yield "schedule", "1f1b", "-m", number
+        yield "schedule", "interleaved", "-v", number
+    for output in ("x.gif", "file/x.png", "", "directory", f"{LONG}.svg"):
+        yield "schedule", "1f1b", "-o", output
+    for number in ("0", "-1", "x", "1.5", HUGE):
+        yield "verify", "digits", "--steps", number
+        yield "plan-tensor", "digits", "-t", number
+    for number in ("nan", "-1", "x", "inf", ""):
+        yield "verify", "digits", "--tolerance", number
+    yield "verify", "digits", "--strategy", "nonsense"
+    yield "verify", "digits", "--model.name", "../x"
+    for file in ("missing.safetensors", "directory", "", LONG, "/dev/null", "pipe.yaml"):
+        yield "import", file, "digits"
+    yield "import", "empty.safetensors"
+    yield "doctor", "--nonsense"
+    yield "doctor", "now"
+    yield "config", "nonsense"
+    yield "config", "digits", "all"
+
+
+def name_of(command: Command) -> str:
+    """Return a short text for the name of a test."""
+    words = [word if len(word) < 40 else f"{word[:20]}..." for word in command]
+    return json.dumps(" ".join(words)).strip('"')

@@ -1,0 +1,32 @@
+"""Functions of torch that are replaced while models are prepared."""
+
+import gc
+from typing import Any
+
+from shoal.run.guards.process_wide import ProcessWidePatch
+
+
+class Prepared:
+    """Stands for prepared models."""
+
+
+def test_models_that_are_gone_are_looked_at_no_more() -> None:
+    events: list[str] = []
+
+    def install(_: ProcessWidePatch) -> Any:
+        events.append("replaced")
+        return lambda: events.append("put back")
+
+    patch = ProcessWidePatch(install)
+    first: Any = Prepared()
+    second: Any = Prepared()
+    patch.add(first)
+    patch.add(first)
+    use = patch.add(second)
+    assert {*patch.active} == {first, second}
+    assert len(patch.active) == 2
+    del first
+    gc.collect()
+    assert patch.active == [second]
+    use.remove()
+    assert (patch.active, events) == ([], ["replaced", "put back"])

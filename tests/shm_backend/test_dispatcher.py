@@ -1,0 +1,106 @@
+"""Collectives are seen by what watches torch's dispatcher, and fake tensors reach no other rank."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.testing import world
+
+SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class SeenOps(TorchDispatchMode):
+    """Records the names of c10d operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_the_profiler_see_what_they_see_of_gloo() -> None:
+    assert world.run(2, _watch) == [True, True]
+
+
+def _watch() -> bool:
+    seen = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        with SeenOps() as mode:
+            results = _call_everything(group)
+        with CommDebugMode() as counts:
+            _call_everything(group)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            _call_everything(group)
+        profiled = {event.key for event in profile.key_averages() if "c10d::" in event.key}
+        seen.append((mode.names, counts.get_total_counts(), profiled, results))
+    ours, gloos = seen
+    assert ours[0] == gloos[0], (ours[0], gloos[0])
+    assert ours[1] == gloos[1], (ours[1], gloos[1])
+    assert ours[2] >= gloos[2], gloos[2] - ours[2]
+    assert ours[3] == gloos[3]
+    return True
+
+
+def _call_everything(group: Any) -> list[list[float]]:
+    rank, rows = dist.get_rank(), [torch.zeros(4), torch.zeros(4)]
+    tensors = [torch.arange(4.0) + 10 * rank + 100 * index for index in range(9)]
+    dist.all_reduce(tensors[0], group=group)
+    dist.broadcast(tensors[1], src=1, group=group)
+    dist.all_gather(rows, tensors[2], group=group)
+    dist.scatter(tensors[3], rows if rank == 0 else None, src=0, group=group)
+    dist.reduce_scatter(tensors[4], rows, group=group)
+    dist.all_to_all_single(tensors[5], tensors[6] + 1, group=group)
+    SINGLE(whole := torch.zeros(8), tensors[6], group=group)
+    SCATTER_SINGLE(tensors[7], whole, group=group)
+    dist.gather(tensors[8], rows if rank == 0 else None, dst=0, group=group)
+    dist.barrier(group=group)
+    work = dist.all_reduce(tensors[8], group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    return [tensor.tolist() for tensor in (*tensors, *rows, whole)]
+
+
+def test_a_traced_program_keeps_its_all_reduce() -> None:
+    assert world.run(2, _trace) == [[4.0, 4.0]] * 2
+
+
+def _trace() -> list[float]:
+    def program(tensor: Tensor) -> Tensor:
+        doubled = tensor * 2
+        dist.all_reduce(doubled)
+        return doubled
+
+    traced = make_fx(program)(torch.ones(2))
+    assert "allreduce_" in traced.code
+    dist.all_reduce(after := torch.full((2,), 2.0))
+    found: list[float] = after.tolist()
+    return found
+
+
+def test_fake_and_meta_tensors_leave_the_group_as_it_is() -> None:
+    assert world.run(2, _fake) == [[2.0], [2.0]]
+
+
+def _fake() -> list[float]:
+    if dist.get_rank() == 0:  # the other rank never hears of it
+        with FakeTensorMode():
+            inside = torch.ones(3)
+            dist.all_reduce(inside)
+            dist.all_gather([torch.zeros(3), torch.zeros(3)], inside)
+        dist.all_reduce(inside)
+        dist.broadcast(torch.ones(3, device="meta"), src=1)
+        dist.all_reduce(torch.ones(3, device="meta"))
+    dist.all_reduce(real := torch.ones(1))
+    found: list[float] = real.tolist()
+    return found
