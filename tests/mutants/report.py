@@ -29,9 +29,9 @@ Results = Mapping[str, Mapping[str, Found]]
 
 TEXT = """\
 {bugs} bugs were planted in right hand-written loops of two ranks, in
-[tests/mutants](../tests/mutants), {linked} of them after public reports. Each loop runs three steps
-on two ranks and, unchanged, in one process on the same batches, under the recorder and the
-comparison of `shoal.verify_script`. No bug acts where there is one process.
+[tests/mutants](../tests/mutants), {linked} of them of a kind that others have reported. Each loop
+runs three steps on two ranks and, unchanged, in one process on the same batches, under the recorder and
+the comparison of `shoal.verify_script`. No bug acts where there is one process.
 
 {summary}
 
@@ -170,7 +170,7 @@ def share(values: Iterable[bool]) -> str:
 def table(bugs: Iterable[Mutant], found: Results) -> str:
     """Return a row for each bug."""
     rows = [
-        "| planted | after | first in float64 | cause | curve | 1e-3 | bf16 |",
+        "| planted | reported as | first in float64 | cause | curve | 1e-3 | bf16 |",
         "|---|---|---|---|---|---|---|",
     ]
     for mutant in bugs:
