@@ -30,8 +30,8 @@ Results = Mapping[str, Mapping[str, Found]]
 TEXT = """\
 {bugs} bugs were planted in right hand-written loops of two ranks, in
 [tests/mutants](../tests/mutants), {linked} of them of a kind that others have reported. Each loop
-runs three steps on two ranks and, unchanged, in one process on the same batches, under the recorder and
-the comparison of `shoal.verify_script`. No bug acts where there is one process.
+runs three steps on two ranks and, unchanged, in one process on the same batches, under the recorder
+and the comparison of `shoal.verify_script`. No bug acts where there is one process.
 
 {summary}
 
