@@ -1,0 +1,1 @@
+"""Planted bugs and harmless changes, by what they change."""

@@ -1,0 +1,74 @@
+"""Records a loop in a rank of a world, by the recorder that `shoal.verify_script` runs scripts in.
+
+Candidates train on all ranks; each reference in one rank alone, so that ranks share them out.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from shoal.verification.script.dropout_off import turn_off
+from shoal.verification.script.float64_everywhere import Float64Everywhere
+from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
+from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
+from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
+from tests.mutants.loop import STEPS, Loop
+from tests.mutants.peers import Peers
+
+
+def record_candidate(loop: type[Loop], folder: Path, peers: Peers, seed: int, low: bool) -> None:
+    """Train on all ranks, and write the record. Collective.
+
+    Args: low: compute in bfloat16, by autocast; else in float64.
+    """
+    record = RankRecord(peers.rank, peers.size)
+    writer = RecordWriter(folder, peers.rank)
+    with ExitStack() as stack:
+        _prepare(stack, record, low)
+        for undo in BatchTape(writer, record).start():
+            stack.callback(undo)
+        _train(stack, loop(peers, seed, low), ScriptRecorder(writer, record, STEPS))
+
+
+def record_reference(
+    loop: type[Loop],
+    folder: Path,
+    like: Path,
+    seed: int,
+    low: bool,
+    perturb: tuple[float, int] | None = None,
+) -> None:
+    """Train in this process alone, on the batches of all ranks, and write the record.
+
+    Args: like: the record of the ranks. perturb: rounding unit and seed of a perturbed run.
+    """
+    record, ranks = RankRecord(0, 1), read_run(like)
+    writer = RecordWriter(folder, 0)
+    with ExitStack() as stack:
+        _prepare(stack, record, low)
+        for undo in JoinedBatches(like, ranks, lambda: not ranks[0].by_shoal).start():
+            stack.callback(undo)
+        moved = None if perturb is None else Perturbation(*perturb)
+        start = SameStart(like, ranks, record)
+        recorder = ScriptRecorder(writer, record, STEPS, start, moved)
+        _train(stack, loop(Peers(0, 1), seed, low), recorder)
+
+
+def _prepare(stack: ExitStack, record: RankRecord, low: bool) -> None:
+    if not low:
+        stack.enter_context(Float64Everywhere())
+    for undo in turn_off(record, under_shoal=False):
+        stack.callback(undo)
+
+
+def _train(stack: ExitStack, loop: Loop, recorder: ScriptRecorder) -> None:
+    recorder.start()
+    stack.callback(recorder.stop)
+    try:
+        loop.train()
+    except EnoughSteps:
+        return
+    raise AssertionError(f"{type(loop).__name__} took fewer than {STEPS} steps")

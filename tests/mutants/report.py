@@ -1,0 +1,236 @@
+"""`python -m tests.mutants.report docs/mutants.json`: the table of planted bugs in docs/proof.md.
+
+`make mutants` calls it. Never edit that table by hand, nor the JSON, from which it is made. With
+`--healthy 300` right loops run with so many seeds as well; `--table` only writes the table anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.mutants.mutant import OF_LOSS, Mutant, mutants
+from tests.mutants.runner import CURVE, Case, Found, as_json, judge
+
+PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
+PRECISIONS = ("fp64", "bf16")
+AT_ONCE = 54
+"""Mutants of one world, after which the results are written."""
+BEGIN, END = "<!-- planted bugs: begin -->", "<!-- planted bugs: end -->"
+
+Results = Mapping[str, Mapping[str, Found]]
+
+TEXT = """\
+{bugs} bugs were planted in right hand-written loops of two ranks, in
+[tests/mutants](../tests/mutants), {linked} of them of a kind that others have reported. Each loop
+runs three steps on two ranks and, unchanged, in one process on the same batches, under the recorder
+and the comparison of `shoal.verify_script`. No bug acts where there is one process.
+
+{summary}
+
+*Curve*: the losses of a step differ by more than {curve:g}, which one may see in a plot. *1e-3*: as
+before, at a tolerance of 1e-3 in float64. *bf16*: computed under autocast, with a measured
+tolerance for each tensor. A module or cause in brackets is not the expected one.
+
+{table}
+
+{harmless}
+
+Written by `make mutants` on {date}: Python {python}, torch {torch}.
+"""
+
+
+def main() -> None:
+    """Measure, and write the JSON and the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--healthy", type=int, default=0, help="runs of right loops, by seeds")
+    parser.add_argument("--precision", nargs="*", choices=PRECISIONS, help="default: both")
+    parser.add_argument("--more", action="store_true", help="keep what is measured")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    data = read(options.data)
+    precisions = options.precision or PRECISIONS
+    for precision in () if options.table or options.healthy else precisions:
+        if not options.more:
+            data.pop(precision, None)
+        names = [name for name in mutants() if name not in data.setdefault(precision, {})]
+        for start in range(0, len(names), AT_ONCE):
+            data[precision] |= measured(names[start : start + AT_ONCE], precision)
+            write(options.data, {precision: data[precision]})
+    for precision in precisions if options.healthy else ():
+        write(options.data, {f"healthy {precision}": healthy(options.healthy, precision)})
+    write(options.data, {})
+    print(summary(mutants(), results(read(options.data))))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the JSON as it is now."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write(file: Path, more: Mapping[str, Any]) -> None:
+    """Write results into the JSON, and the table into the page."""
+    data = {**read(file), **more}
+    file.write_text(as_text(data))
+    PAGE.write_text(with_table(PAGE.read_text(), page(mutants(), results(data), data)))
+
+
+def results(data: Mapping[str, Any]) -> Results:
+    """Return what was found in each precision, by name."""
+    known = mutants()
+    return {
+        precision: {n: Found(**v) for n, v in data.get(precision, {}).items() if n in known}
+        for precision in PRECISIONS
+    }
+
+
+def measured(names: Sequence[str], precision: str) -> dict[str, Any]:
+    """Return the results of some mutants in a precision."""
+    found = judge([Case(name, 0, precision == "bf16") for name in names], timeout_s=600.0)
+    return {case.name: as_json(value) for case, value in found.items()}
+
+
+def healthy(count: int, precision: str) -> dict[str, Any]:
+    """Return which runs of right loops, each with a seed of its own, raised an alarm."""
+    names = [name for name, mutant in mutants().items() if not mutant.is_bug]
+    low = precision == "bf16"
+    cases = [Case(names[i % len(names)], 1 + i // len(names), low) for i in range(count)]
+    found = judge(cases, timeout_s=1800.0)
+    errors = [value.largest for value in found.values() if value.largest is not None]
+    alarms = [f"{c.name} {c.seed}" for c, value in found.items() if value.verdict != "exact"]
+    return {"runs": count, "alarms": alarms, "largest": max(errors, default=None)}
+
+
+def as_text(data: Mapping[str, Any]) -> str:
+    """Return JSON with one line for each mutant."""
+    parts = []
+    for key, value in data.items():
+        if key in ("fp64", "bf16"):
+            lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(v)}" for n, v in value.items())
+            parts.append(f" {json.dumps(key)}: {{\n{lines}\n }}")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def page(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -> str:
+    """Return the section in Markdown."""
+    bugs = [m for m in known.values() if m.is_bug]
+    silent = [m for m in known.values() if not m.is_bug]
+    return TEXT.format(
+        bugs=len(bugs),
+        linked=sum(bool(m.links) for m in bugs),
+        summary=summary(known, found),
+        curve=CURVE,
+        table=table(bugs, found),
+        harmless=harmless_text(silent, found, data),
+        date=date.today().isoformat(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+    )
+
+
+def summary(known: Mapping[str, Mutant], found: Results) -> str:
+    """Return a small table of shares."""
+    bugs = [m for m in known.values() if m.is_bug]
+    rows = ["| of planted bugs | float64 | bf16 |", "|---|---|---|"]
+
+    def row(title: str, test: Callable[[Mutant, Found], bool]) -> None:
+        cells = [
+            share(test(m, found[p][m.name]) for m in bugs if m.name in found[p]) for p in PRECISIONS
+        ]
+        rows.append(f"| {title} | {' | '.join(cells)} |")
+
+    row("caught", lambda m, f: f.is_caught)
+    row("caught, and the right module named first", lambda m, f: f.names_module(m))
+    row("caught, and the right class of cause", lambda m, f: f.names_cause(m))
+    row("seen in the losses of these steps", lambda m, f: f.curve > CURVE)
+    tried = [found["fp64"][m.name] for m in bugs if m.name in found["fp64"]]
+    loose = share(f.loose.startswith("differs") for f in tried)
+    rows.append(f"| caught at a tolerance of 1e-3 | {loose} | |")
+    return "\n".join(rows)
+
+
+def share(values: Iterable[bool]) -> str:
+    """Return "72 of 78 (92 %)"."""
+    flags = [*values]
+    if not flags:
+        return "not run"
+    return f"{sum(flags)} of {len(flags)} ({100 * sum(flags) / len(flags):.0f} %)"
+
+
+def table(bugs: Iterable[Mutant], found: Results) -> str:
+    """Return a row for each bug."""
+    rows = [
+        "| planted | reported as | first in float64 | cause | curve | 1e-3 | bf16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mutant in bugs:
+        result, low = found["fp64"].get(mutant.name), found["bf16"].get(mutant.name)
+        if result is None:
+            continue
+        first, cause = "**missed**", ""
+        if result.is_caught:
+            name = result.module or ("the model" if result.module == "" else OF_LOSS)
+            text = name if name == OF_LOSS else f"`{name}`"
+            first = text if result.names_module(mutant) else f"({text})"
+            cause = result.cause if result.names_cause(mutant) else f"({result.cause})"
+        cells = [
+            mutant.change,
+            ", ".join(link(reference) for reference in mutant.links),
+            first,
+            cause,
+            "yes" if result.curve > CURVE else "no",
+            "yes" if result.loose.startswith("differs") else "no",
+            "" if low is None else "yes" if low.is_caught else "no",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def link(reference: str) -> str:
+    """Return a link to an issue, "owner/repository#number"."""
+    place, number = reference.split("#")
+    return f"[{reference}](https://github.com/{place}/issues/{number})"
+
+
+def harmless_text(silent: list[Mutant], found: Results, data: Mapping[str, Any]) -> str:
+    """Return which changes stayed silent, and the number of false alarms."""
+    changes = [m for m in silent if not m.change.startswith("none")]
+    alarms = {
+        p: [m.name for m in silent if m.name in found[p] and found[p][m.name].verdict != "exact"]
+        for p in PRECISIONS
+    }
+    text = (
+        f"{len(silent) - len(changes)} right loops and {len(changes)} harmless changes must stay "
+        f"silent; alarms in float64: {', '.join(alarms['fp64']) or 'none'}; in bf16: "
+        f"{', '.join(alarms['bf16']) or 'none'}. The changes: "
+        + "; ".join(m.change for m in changes)
+        + "."
+    )
+    for precision in PRECISIONS:
+        if runs := data.get(f"healthy {precision}"):
+            text += (
+                f"\n\nOf {runs['runs']} runs of these with other seeds in {precision}, "
+                f"{len(runs['alarms'])} raised an alarm; the largest error of the others is "
+                f"{runs['largest']:.1e}."
+            )
+    return text
+
+
+def with_table(text: str, section: str) -> str:
+    """Return the page with another section between its markers."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{section}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    main()

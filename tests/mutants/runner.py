@@ -1,0 +1,153 @@
+"""Runs many loops in one world of two ranks, and compares each with itself in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from shoal.testing import world
+from shoal.verification.script.perturbation import (
+    RUNS,
+    WEIGHT_UNITS,
+    measured,
+    rounding_unit,
+)
+from shoal.verification.script.run_comparison import compare_runs
+from shoal.verification.script.run_record import read_run
+from shoal.verification.script.tolerances import EXACT, Tolerances
+from tests.mutants.mutant import OF_LOSS, Mutant, mutants
+from tests.mutants.peers import Peers
+from tests.mutants.recording import record_candidate, record_reference
+
+RANKS = 2
+CURVE = 1e-2
+"""A relative difference of losses that one would notice in a curve."""
+LOOSE = 1e-3
+"""A tolerance as people choose it for gradients and weights."""
+
+
+class Case(NamedTuple):
+    """A loop to run: its name, the seed, and if it computes in bfloat16."""
+
+    name: str
+    seed: int = 0
+    low: bool = False
+
+
+class Found(NamedTuple):
+    """The result of a comparison.
+
+    Attributes:
+        verdict: of the report.
+        module: of the first difference; `OF_LOSS` is the loss itself.
+        what: words for the first difference.
+        cause: the class of its cause.
+        error: of the first difference; None where it is infinite, or none.
+        largest: the largest relative error where nothing differs.
+        curve: the largest relative difference of a step's losses.
+        loose: the verdict at the tolerance `LOOSE`.
+    """
+
+    verdict: str
+    module: str | None
+    what: str
+    cause: str
+    error: float | None
+    largest: float | None
+    curve: float
+    loose: str
+
+    @property
+    def is_caught(self) -> bool:
+        """Return True if the verdict says that the runs differ."""
+        return self.verdict.startswith("differs")
+
+    def names_module(self, mutant: Mutant) -> bool:
+        """Return True if the right module is named first."""
+        return self.is_caught and self.module in (mutant.modules or ())
+
+    def names_cause(self, mutant: Mutant) -> bool:
+        """Return True if the class of the cause is right."""
+        return self.is_caught and self.cause in mutant.causes
+
+
+def judge(cases: Sequence[Case], timeout_s: float = 300.0) -> dict[Case, Found]:
+    """Run loops on two ranks and alone, in one world, and compare them."""
+    found: dict[Case, Found] = {}
+    with tempfile.TemporaryDirectory(prefix="shoal-mutants-") as folder:
+        for part in world.run(RANKS, _judge_in_rank, cases, folder, timeout_s=timeout_s):
+            found.update(part)
+    return {case: found[case] for case in cases}
+
+
+def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
+    """Take part in all candidates, and return the results of this rank's share of them."""
+    torch.set_num_threads(1)
+    peers = Peers(distributed.get_rank(), distributed.get_world_size())
+    known = mutants()
+    for index, case in enumerate(cases):
+        place = Path(folder, str(index), "candidate")
+        record_candidate(known[case.name].loop, place, peers, case.seed, case.low)
+    peers.barrier()
+    return {
+        case: _compared(known[case.name], case, Path(folder, str(index)))
+        for index, case in enumerate(cases)
+        if index % peers.size == peers.rank
+    }
+
+
+def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
+    many, one = folder / "candidate", folder / "reference"
+    record_reference(mutant.loop, one, many, case.seed, case.low)
+    report = compare_runs(one, many, _tolerances(mutant, case, folder))
+    first = report.first
+    module, what, error = None, "", None
+    if first is not None:
+        module = OF_LOSS if first.phase == "loss" else first.module
+        what = first.what
+        error = first.error if first.error != float("inf") else None
+    return Found(
+        report.verdict,
+        module,
+        what,
+        report.cause.kind,
+        error,
+        report.largest if first is None else None,
+        _curve(one, many),
+        compare_runs(one, many, LOOSE).verdict,
+    )
+
+
+def _tolerances(mutant: Mutant, case: Case, folder: Path) -> Tolerances:
+    """Return the tolerances that `verify_script` has: fixed in float64, else measured."""
+    if not case.low:
+        return Tolerances(EXACT)
+    one = folder / "reference"
+    unit = rounding_unit(one, "forward")
+    weight_unit = WEIGHT_UNITS * rounding_unit(one, "weight")
+    moved = [folder / f"perturbed-{seed}" for seed in range(RUNS)]
+    for seed, place in enumerate(moved):
+        like = folder / "candidate"
+        record_reference(mutant.loop, place, like, case.seed, case.low, (unit, seed))
+    return measured(one, moved, unit, weight_unit)
+
+
+def _curve(one: Path, many: Path) -> float:
+    """Return the largest relative difference of a step's losses, averaged over the ranks."""
+    expected, ranks = read_run(one)[0].steps, read_run(many)
+    worst = 0.0
+    for index, step in enumerate(expected):
+        losses = [sum(record.steps[index].losses) for record in ranks]
+        value = sum(step.losses)
+        worst = max(worst, abs(sum(losses) / len(losses) - value) / max(abs(value), 1e-12))
+    return worst
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """Return values for JSON."""
+    return found._asdict()
