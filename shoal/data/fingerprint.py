@@ -69,6 +69,9 @@ def _parts(dataset: Any, depth: int) -> Iterator[bytes]:
         yield str(own()).encode()
         return
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, Dataset):  # a data set in another one is the same data
+            yield from _parts_of(value, depth)
+            continue
         for part in _parts_of(value, depth):
             yield name.encode()
             yield part

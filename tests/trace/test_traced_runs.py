@@ -187,8 +187,10 @@ def test_a_group_that_hides_what_ranks_send_is_refused(tmp_path: Path) -> None:
 
 
 def _over_gloo(directory: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    store = dist.FileStore(str(directory / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     run_traced(directory)
 
 

@@ -67,7 +67,7 @@ CASES = {
     "zero3,hybrid=2": (
         2,
         [0, 2, 3, 4],
-        ["at least one is needed", "it has 2 processes already", "Use a divisor of 3"],
+        ["0 must be from 1 to 1024", "it has 2 processes already", "Use a divisor of 3"],
     ),
 }
 
