@@ -129,7 +129,7 @@ class Run(StatefulRun):
         check_compute_loss(compute_loss, batch)
         check_step_options(rows, reduction)
         self._prepared.local_model()
-        self._guards.check_weights()
+        self._step_guards.check_weights()
         local_batch = make_batch(
             compute_loss,
             batch,
@@ -258,7 +258,7 @@ class Run(StatefulRun):
         local_model = self._local_model()
         self.wait()
         sentences = check_replicas(local_model, self._prepared.optimizers, self.mesh)
-        self._guards.accept_weights()  # those that were healed
+        self._step_guards.accept_weights()  # those that were healed
         return sentences
 
     def edit(self) -> AbstractContextManager[None]:
@@ -270,7 +270,7 @@ class Run(StatefulRun):
         Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
         """
         self._local_model()
-        return self._guards.edit()
+        return self._step_guards.edit()
 
     def evaluate(
         self, compute_sums: ComputeSums, loader: Any, *models: nn.Module

@@ -31,7 +31,7 @@ class StatefulRun:
     ) -> None:
         self.mesh = mesh
         self._prepared = prepared
-        self._guards = guards
+        self._step_guards = guards
         self._loss_scale = loss_scale
 
     def weights(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class StatefulRun:
             )
         self.wait()
         notes = resumable.load(tensors, info, private)
-        self._guards.accept_weights()
+        self._step_guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
 
     def _train_state(self) -> train_state.TrainState:
@@ -145,5 +145,5 @@ class StatefulRun:
 
     def _local_model(self) -> base.LocalModel:
         local_model = self._prepared.local_model()
-        self._guards.check_weights()
+        self._step_guards.check_weights()
         return local_model
