@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -65,7 +66,7 @@ def _canonical(name: str, names: Sequence[str]) -> str:
     if name in names:
         return name
     # tensor for tensors; output_tensors, output_tensor, output for outputs
-    stem = name.removesuffix("s").removesuffix("_tensor")
+    stem = re.sub("(_tensor)?s?$", "", name)
     return next((known for known in names if known.startswith(stem)), name)
 
 

@@ -63,7 +63,8 @@ class Worker:
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
         )
-        self.run.load_state(start.tensors, start.info, start.private[rank])
+        # The bits are compared at the end; other data is one way to come to others.
+        self.run.load_state(start.tensors, start.info, start.private[rank], accept_data=True)
         self.compute_loss = built.task.compute_loss(self.model)
         self.partitions = partitions
         # All workers share this process, so each brings its random state with each step.

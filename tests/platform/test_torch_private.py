@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import backend_checks
+import dispatcher_checks
 import module_checks
 import pytest
 import rank_checks
@@ -22,7 +24,11 @@ import shoal.platform.torch_private
 
 HOME = Path(shoal.platform.torch_private.__file__).parent
 CHECKS: dict[str, Callable[[Any], bool]] = (
-    tensor_checks.CHECKS | module_checks.CHECKS | rank_checks.CHECKS
+    tensor_checks.CHECKS
+    | module_checks.CHECKS
+    | rank_checks.CHECKS
+    | dispatcher_checks.CHECKS
+    | backend_checks.CHECKS
 )
 
 
