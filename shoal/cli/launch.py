@@ -92,8 +92,9 @@ def _problems(options: argparse.Namespace, line: StrategyLine | None) -> list[st
     script = Path(options.script)
     if not script.is_file():
         found.append(f"there is no script {script} in {Path.cwd()}")
-    if options.trace is not None and not Path(options.trace_to).is_dir():
-        found.append(f"--trace-to {options.trace_to}: there is no such directory")
+    trace_to = Path(options.trace_to)
+    if options.trace is not None and trace_to.exists() and not trace_to.is_dir():
+        found.append(f"--trace-to {trace_to}: that is no directory")
     return found
 
 

@@ -100,8 +100,11 @@ def _mean_of_bucket(
     state: tuple[dist.ProcessGroup, Callable[[Tensor], object]], bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
     process_group, look = state
-    look(bucket.buffer())
-    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=process_group, async_op=True)
+    buffer, operation = bucket.buffer(), dist.ReduceOp.AVG
+    look(buffer)
+    if buffer.is_sparse:  # Gloo can only add such
+        buffer, operation = buffer / process_group.size(), dist.ReduceOp.SUM
+    work = dist.all_reduce(buffer, operation, group=process_group, async_op=True)
     assert work is not None
     future: torch.futures.Future[Tensor] = work.get_future().then(_first)
     return future

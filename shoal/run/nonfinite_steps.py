@@ -143,7 +143,7 @@ class NonfiniteSteps:
 
         A step by finite gradients can do that too, for example with too large a learning rate.
         """
-        if not self.enabled:
+        if not self.enabled or self._local_model is None:  # no step was taken yet
             return
         weights = {name: p.detach() for name, p in self._model.trainable_params.items()}
         names = [] if sums_are_finite(weights.values()) else nonfinite_names(weights)

@@ -117,7 +117,7 @@ class _ModuleSnapshot:
             for tensor, values, version_before in self.tensors
             if (
                 not torch.equal(tensor, values)
-                if self.by_value
+                if self.by_value and not tensor.is_meta
                 else version(tensor) != version_before
             )
         ]

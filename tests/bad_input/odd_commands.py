@@ -261,7 +261,6 @@ def _of_flags() -> Iterator[Command]:
     for number in ("0", "-1", "x", HUGE):
         yield "launch", "-n", "2", "--accumulate", number, "script.py"
     yield "launch", "-n", "2", "--output", "none", "script.py"
-    yield "launch", "-n", "2", "--trace", "--trace-to", "missing", "script.py"
     yield "launch", "-n", "2", "--trace", "--trace-to", "file", "script.py"
     yield ("trian", "digits")
     yield ("",)

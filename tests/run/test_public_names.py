@@ -15,7 +15,7 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "init",
         "summed",
     ]
-    assert sorted(shoal.__all__) == [*names, "verify"]
+    assert sorted(shoal.__all__) == [*names, "verify", "verify_script"]
     assert all(getattr(shoal, name) is not None for name in shoal.__all__)
 
 

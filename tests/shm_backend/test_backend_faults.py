@@ -178,8 +178,7 @@ def _differ(wrong: str) -> str:
             "length": [partial(dist.all_reduce, tensor[:7], group=group)],
             "type": [partial(dist.all_reduce, tensor.to(torch.float64), group=group)],
             "operation": [partial(dist.all_reduce, tensor, dist.ReduceOp.MAX, group=group)],
-            "kind": [partial(dist.broadcast, tensor, src=1, group=group)]
-            + [partial(dist.barrier, group=group)],
+            "kind": [partial(dist.broadcast, tensor, src=1, group=group)],
         }[wrong]
     *before, last = calls
     for call in before:

@@ -80,7 +80,9 @@ def test_steps_that_are_none_are_refused_before_any_work(
     assert status == 2
     assert "log.trace must be N or N@S: N steps (1 to 100), after the first S" in err
     assert not (tmp_path / "run").exists()
-    status, _, err = shoal(capsys, "launch", "-n", 1, f"--trace={window}", "script.py")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    status, _, err = shoal(capsys, "launch", "-n", 1, f"--trace={window}", script)
     assert status == 2
     assert f"--trace: '{window}' must be N or N@S" in err
 
