@@ -211,8 +211,7 @@ class MicrobatchGathering:
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
-        flag = torch.tensor([float(fact)], device=self._data.device)
-        return bool(self._data.all_reduce_max(flag).item())
+        return self._data.sum_of_host_numbers([fact])[0] > 0
 
     def _rows_of(
         self, gathered: list[GatheredRows], index: int
