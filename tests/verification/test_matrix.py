@@ -26,6 +26,8 @@ def test_a_cell_that_is_not_exact_says_why() -> None:
             refusing = ["recompute", "tensor"]
             if name == "cnn with BatchNorm of all ranks":
                 refusing += ["pipeline", "local", "diloco"]
+            if any("places between blocks" in reason for reason in cell.reasons):
+                refusing += ["pipeline"]
             assert strategy.startswith(tuple(refusing)) or "unit=" in strategy, (
                 f"{name} under {strategy}"
             )
