@@ -62,6 +62,8 @@ def run(
     try:
         modules = [*preload, *([] if target.__module__ == "__main__" else [target.__module__])]
         with (
+            # First, or a SIGTERM while ranks start would end this process alone.
+            caught() as signals,
             start(
                 target,
                 args,
@@ -71,7 +73,6 @@ def run(
                 preload=modules,
                 torch_store=torch_store,
             ) as ranks,
-            caught() as signals,
         ):
             supervision = Supervision(ranks, grace_s)
             while ranks.alive:
@@ -79,7 +80,7 @@ def run(
                 for number in arrived(signals):
                     supervision.forward(number)
             return exit_code(supervision)
-    except KeyboardInterrupt:  # between the start and the time when signals are caught
+    except KeyboardInterrupt:  # before signals are caught
         return rank.EXIT_INTERRUPTED
 
 

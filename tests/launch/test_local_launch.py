@@ -107,6 +107,18 @@ def test_a_sigterm_ends_ranks_without_a_handler(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_sigterm_while_ranks_are_started_ends_them(tmp_path, monkeypatch):
+    start = local.start
+
+    def signalled(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*args, **options)
+
+    monkeypatch.setattr(local, "start", signalled)
+    arguments = (str(tmp_path), os.getpid(), 0)
+    assert local.run(launch_targets.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
+
+
 def test_ranks_that_exceed_the_grace_time_are_killed(tmp_path):
     arguments = (str(tmp_path), os.getpid())
     assert (
