@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ def try_loss(
         )
 
     chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
-    dtype: torch.dtype | None = None
 
-    def compute(rows: Tensor) -> Any:
+    def compute(rows: Tensor, dtype: torch.dtype | None = None) -> Any:
         # More rows than were chosen are those of the whole batch.
         rows = chosen[rows] if len(rows) <= len(chosen) else rows
         taken = take_rows((args, dict(kwargs)), rows, num_samples)
@@ -75,8 +75,9 @@ def try_loss(
             judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
         if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
-            dtype = torch.float64
-            exact = _judged_in_float64(compute, compute_loss, parameters, models, len(chosen))
+            exact = _judged_in_float64(
+                partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
+            )
             verdict = exact or verdict
         if not verdict.objects:
             return verdict
