@@ -13,6 +13,9 @@ names.
     data_workers        the view that a data set has of its process
     kernels             functions over lists of tensors, and a softmax
     c10d                process groups and stores
+    c10d_ops            collectives as operators, which modes and profilers see
+    mixed_backends      groups that have another backend for each kind of device
+    typed_futures       futures whose value C++ can read
     fsdp                FSDP2's forward pass, and shards of slices
     pipelining          the two halves of a backward pass
 
