@@ -6,9 +6,9 @@
               launcher       that are checked                     torch is imported
 
 This module imports no torch, so a wrong name, option or value is an error before any process is
-started. A new strategy is one file, one entry of `STRATEGIES`, a class of options in `options.py`,
-and one row in the conformance table of the tests. A strategy that is not part of Shoal is named by
-its class, `my_module:MyStrategy`.
+started. A new strategy is one file, one entry of `STRATEGIES`, a class of options in
+`options.py`, and one row in the conformance table of the tests. A strategy that is not part of
+Shoal is named by its class, `my_module:MyStrategy`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import yaml
 
 from shoal.errors import ConfigError, did_you_mean
 from shoal.strategies import options
+from shoal.strategies.model_parallel_options import PipelineOptions, TensorOptions
+from shoal.strategies.server_options import ServerOptions
 
 if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
@@ -36,12 +38,8 @@ class StrategyEntry(NamedTuple):
 
 
 STRATEGIES = {
-    "pipeline": StrategyEntry(
-        "pipeline.strategy:Pipeline", options.PipelineOptions, splits_batch=False
-    ),
-    "tensor": StrategyEntry(
-        "tensor.strategy:TensorParallel", options.TensorOptions, splits_batch=False
-    ),
+    "pipeline": StrategyEntry("pipeline.strategy:Pipeline", PipelineOptions, splits_batch=False),
+    "tensor": StrategyEntry("tensor.strategy:TensorParallel", TensorOptions, splits_batch=False),
     "recompute": StrategyEntry(
         "transforms.activation_checkpointing:Recompute",
         options.RecomputeOptions,
@@ -55,7 +53,7 @@ STRATEGIES = {
     "zero1": StrategyEntry("zero.strategy:Zero1", options.ZeroOptions),
     "zero2": StrategyEntry("zero.strategy:Zero2", options.ZeroOptions),
     "zero3": StrategyEntry("zero.strategy:Zero3", options.ZeroOptions),
-    "server": StrategyEntry("server.strategy:Server", options.ServerOptions),
+    "server": StrategyEntry("server.strategy:Server", ServerOptions),
     "local": StrategyEntry("local_sgd:LocalSgd", options.LocalOptions),
     "diloco": StrategyEntry("local_sgd:Diloco", options.DilocoOptions),
 }
@@ -229,9 +227,7 @@ def check_recordable(line: StrategyLine) -> None:
 
     A strategy that is not part of Shoal is checked later, in the rank.
     """
-    servers = [
-        spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)
-    ]
+    servers = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
     if any(server.staleness.strip("0") == "" for server in servers):
         raise ConfigError([SYNCHRONOUS])
     if not servers and all(spec.name in STRATEGIES for spec in line.specs):

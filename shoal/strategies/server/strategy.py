@@ -27,8 +27,8 @@ from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
-from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
+from shoal.strategies.server_options import ServerOptions
 
 
 class Server(ServerOptions, Strategy):

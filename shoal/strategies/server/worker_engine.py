@@ -40,10 +40,10 @@ from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.mean_scaling import scaled_for_mean
-from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.gradient_pusher import GradientPusher
 from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits
+from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
 
 RESIDUAL_PREFIX = "not_pushed."
