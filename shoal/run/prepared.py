@@ -43,7 +43,7 @@ from shoal.run.preparation import (
 )
 from shoal.run.prepare_arguments import PrepareArguments
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import FirstStepNotes, TrainingStep
+from shoal.run.training_step import FirstStepNotes, StepChecks, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
@@ -231,10 +231,8 @@ class Prepared:
             local_model,
             self.mesh,
             in_backward,
-            scale_guard,
             self.tracing,
-            self._guards,
-            self.nonfinite_steps,
+            StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             self._notes() if is_first else FirstStepNotes(),
         )
         self._watch_steps()

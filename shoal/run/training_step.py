@@ -39,16 +39,27 @@ class FirstStepNotes(NamedTuple):
     in_micro_batches: bool = False
 
 
+class StepChecks(NamedTuple):
+    """Checks around the passes of each step.
+
+    Attributes:
+        guards: of the prepared models; they are told when passes begin and end.
+        nonfinite_steps: judges whether a step is taken.
+        loss_scale_guard: does so with fp16; None without it.
+    """
+
+    guards: Guards
+    nonfinite_steps: NonfiniteSteps
+    loss_scale_guard: LossScaleGuard | None = None
+
+
 class TrainingStep:
     """Computes `forward_backward` of one local model.
 
     Args:
         optimizer_in_backward: steps parameters inside the backward pass; None if the user's
             `optimizer.step()` does.
-        loss_scale_guard: None without fp16.
         tracing: None without a trace.
-        guards: of the prepared models; they are told when passes begin and end.
-        nonfinite_steps: judges each step.
         notes: who is told what makes the first step differ from one device's.
     """
 
@@ -57,18 +68,14 @@ class TrainingStep:
         local_model: base.LocalModel,
         mesh: Mesh,
         optimizer_in_backward: OptimizerInBackward | None,
-        loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
-        guards: Guards,
-        nonfinite_steps: NonfiniteSteps,
+        checks: StepChecks,
         notes: FirstStepNotes,
     ) -> None:
-        self._guards = guards
-        self._nonfinite_steps = nonfinite_steps
+        self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
-        self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
         self._notes = notes
         self._has_stepped = False
