@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -249,24 +249,34 @@ class NonfiniteSteps:
 
 def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> list[str]:
     """Return what was not finite, by rank, as far as that is known."""
-    phrases = []
-    for rank, report in enumerate(reports, start=first_rank):
-        parts = [] if report["loss"] is None else [f"the loss of rank {rank} is {report['loss']}"]
-        if report["before"]:
-            parts.append(f"the gradient of {_listed(report['before'])} on rank {rank}")
-        phrases += parts
+    ranks = [*enumerate(reports, start=first_rank)]
+    phrases = [phrase for rank, report in ranks for phrase in _phrases_of_rank(rank, report)]
     everywhere = list(dict.fromkeys(name for report in reports for name in report["after"]))
     if not phrases and not everywhere and loss_is_finite:
         return []
-    ranks = [*enumerate(reports, start=first_rank)]
-    sources = [rank for rank, report in ranks if report["found"]]
-    if not sources:  # shards and stages are on some ranks only
-        sources = [rank for rank, report in ranks if report["after"]]
-        sources = sources if len(sources) < len(ranks) else []
-    if not any(report["before"] for report in reports) and everywhere:
+    if everywhere and not any(report["before"] for report in reports):
+        sources = _sources(ranks)
         where = f" of rank {', '.join(map(str, sources))}" if sources else ""
         phrases.append(f"the gradient of {_listed(everywhere)}{where}")
     return phrases or ["the loss"]
+
+
+def _phrases_of_rank(rank: int, report: Any) -> Iterator[str]:
+    """Yield what a rank itself saw before gradients were averaged."""
+    if report["loss"] is not None:
+        yield f"the loss of rank {rank} is {report['loss']}"
+    if report["before"]:
+        yield f"the gradient of {_listed(report['before'])} on rank {rank}"
+
+
+def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:
+    """Return the ranks from which averaged gradients got their values; none if unknown."""
+    sources = [rank for rank, report in ranks if report["found"]]
+    if sources:
+        return sources
+    # Shards and stages are on some ranks only. What all ranks have says nothing of its source.
+    holders = [rank for rank, report in ranks if report["after"]]
+    return holders if len(holders) < len(ranks) else []
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ Shoal is named by its class, `my_module:MyStrategy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -142,15 +142,21 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         else:
             problems.append(f"'{name}' is not known; {did_you_mean(name, STRATEGIES)}")
     names = [spec.name for spec in specs]
-    problems += [f"{name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
+    _raise_problems(text, [*problems, *_clashes(names)])
+    if not any(map(_splits_batch, names)):
+        specs.append(StrategySpec("ddp", None, ()))
+    return _in_order(specs)
+
+
+def _clashes(names: Sequence[str]) -> Iterator[str]:
+    """Yield why these strategies cannot stand together."""
+    for name in STRATEGIES:
+        if names.count(name) > 1:
+            yield f"{name} stands there twice"
     splitting = [name for name in names if _splits_batch(name)]
     if len(set(splitting)) > 1:
         clash = " and ".join(splitting)
-        problems.append(f"{clash} share out the batch in different ways; keep one")
-    _raise_problems(text, problems)
-    if not splitting:
-        specs.append(StrategySpec("ddp", None, ()))
-    return _in_order(specs)
+        yield f"{clash} share out the batch in different ways; keep one"
 
 
 def _problem_of_class_path(text: str) -> str:
