@@ -27,9 +27,9 @@ from shoal.run.checks import (
     check_on_device,
     check_one_optimizer_in_backward,
 )
+from shoal.run.first_step_notes import FirstStepNotes
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
-from shoal.run.models import as_one_module, is_trained, named_models, trained_names
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import bind_to_whole
 from shoal.run.optimizer_groups import group_names, params_of
@@ -41,9 +41,15 @@ from shoal.run.preparation import (
     seed_this_rank,
     shard_loader,
 )
-from shoal.run.prepare_arguments import PrepareArguments
+from shoal.run.prepare_arguments import (
+    PrepareArguments,
+    as_one_module,
+    is_trained,
+    named_models,
+    trained_names,
+)
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import FirstStepNotes, StepChecks, TrainingStep
+from shoal.run.training_step import StepChecks, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale

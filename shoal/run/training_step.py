@@ -5,38 +5,23 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.run.buffer_notes import noting_buffers
 from shoal.run.checks import check_some_gradient
+from shoal.run.first_step_notes import FirstStepNotes, noting_first_step
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
-from shoal.run.random_notes import noting_draws
 from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
-
-
-class FirstStepNotes(NamedTuple):
-    """Takers of notes about the first step; None where there is nothing to tell.
-
-    Attributes:
-        announce_draws: of random numbers that are not those of one device.
-        announce_buffers: of buffers that are not.
-        in_micro_batches: a rank computes its share of a batch in several passes.
-    """
-
-    announce_draws: Callable[[str], None] | None = None
-    announce_buffers: Callable[[str], None] | None = None
-    in_micro_batches: bool = False
 
 
 class StepChecks(NamedTuple):
@@ -115,14 +100,7 @@ class TrainingStep:
     def _noting(self) -> Iterator[None]:
         """Announce what makes the first step differ from one device's. Collective."""
         notes, self._notes = self._notes, FirstStepNotes()
-        module, mesh = self._local_model.module, self._mesh
-        with ExitStack() as stack:
-            if notes.announce_buffers is not None:
-                stack.enter_context(
-                    noting_buffers(module, mesh, notes.in_micro_batches, notes.announce_buffers)
-                )
-            if notes.announce_draws is not None:
-                stack.enter_context(noting_draws(module, notes.announce_draws))
+        with noting_first_step(self._local_model.module, self._mesh, notes):
             yield
 
     def _run_passes(
