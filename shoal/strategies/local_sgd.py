@@ -43,7 +43,7 @@ from shoal.platform.tensors import MIB, accumulation_dtype
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
-from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
+from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
 

@@ -11,9 +11,8 @@ optimizer_steps_shards        does it step sharded tensors so? Asked where halve
 from shoal.trial.elementwise import OptimizerAnswer, optimizer_is_elementwise
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_trial import LossTrial
-from shoal.trial.loss_verdict import LossKind, LossVerdict
+from shoal.trial.loss_verdict import LossKind, LossVerdict, end_trial
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
-from shoal.trial.running_trial import end_trial
 from shoal.trial.sharded_steps import optimizer_steps_shards
 
 __all__ = [

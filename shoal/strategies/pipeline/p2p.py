@@ -32,23 +32,21 @@ from shoal.errors import UsageError
 from shoal.strategies.pipeline.p2p_link import HeaderKey, P2PLink, PendingRecv
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.stage_messages import (
-    Message,
-    acknowledged,
-    messages,
-    receiver_of,
-    sender_of,
-)
-from shoal.strategies.pipeline.tensor_meta import (
     HEADER_LENGTH,
     GradMask,
+    Message,
     TensorMeta,
     TensorMetas,
+    acknowledged,
     decode_mask,
     decode_metas,
     describe_mask,
     describe_metas,
     encode_mask,
     encode_metas,
+    messages,
+    receiver_of,
+    sender_of,
 )
 
 Header = TypeVar("Header", TensorMetas, GradMask)

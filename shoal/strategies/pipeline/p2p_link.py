@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis, new_group
-from shoal.strategies.pipeline.tensor_meta import GradMask, TensorMeta, TensorMetas
+from shoal.strategies.pipeline.stage_messages import GradMask, TensorMeta, TensorMetas
 from shoal.trace.recorder import Recorder
 
 HeaderKey = tuple[int, Hashable]

@@ -39,7 +39,7 @@ from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
-from shoal.strategies.mean_scaling import scaled_for_mean
+from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
 from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits

@@ -34,8 +34,8 @@ from shoal.platform.tensors import MIB
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
+from shoal.strategies.module_snapshot import is_trial_running
 from shoal.strategies.options import RecomputeOptions
-from shoal.strategies.trial_passes import is_trial_running
 from shoal.strategies.wrap_units import innermost, units
 
 
