@@ -20,9 +20,9 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
+from shoal.run.guards.absent_gradient import READABLE
 from shoal.run.guards.call_site import call_site, is_called_by_shoal
 from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.guards.readable_attributes import READABLE
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params
 

@@ -24,8 +24,7 @@ from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
-from shoal.parameter_server.launcher.cluster_report import report
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher, report_servers
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import (
@@ -41,7 +40,6 @@ from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
-from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits
 from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
@@ -83,13 +81,13 @@ class WorkerEngine(StrategyState):
     in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
     def __init__(
-        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect | None = None
+        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect
     ) -> None:
         self.options = options
         self.remote_optimizer = self
         self.model = model
         self.mesh = mesh
-        self._connect = connect or start_servers
+        self._connect = connect
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
@@ -273,7 +271,7 @@ class WorkerEngine(StrategyState):
 
     def report(self) -> list[str]:
         """Return the servers' statistics, for the end of a run. Called on one rank."""
-        return report(self.client.stats(), self.is_synchronous)
+        return report_servers(self.client.stats(), self.is_synchronous)
 
     def record(self) -> None:
         if self.is_synchronous:
