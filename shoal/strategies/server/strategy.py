@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
@@ -35,6 +35,7 @@ class Server(ServerOptions, Strategy):
     """Sharded parameter servers beside the workers, started and stopped with them."""
 
     needs_helper_processes: ClassVar[bool] = True
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward`, `run`, `gather_params` and `strategy_state`.
@@ -70,12 +71,19 @@ class Server(ServerOptions, Strategy):
         mesh.broadcast_module(model.module)
         engine = WorkerEngine(self, model, mesh)
         register_cleanup(engine)
+
+        def close() -> None:
+            engine.detach()
+            # Its `close` would end the processes of the next engine.
+            unregister_cleanup(engine)
+
         return replace(
             model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
             strategy_state=engine,
+            outside_step=replace(model.outside_step, close=close),
         )
 
     @property
