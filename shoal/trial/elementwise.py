@@ -106,7 +106,7 @@ def _compared_alone(optimizer: Optimizer, sample: _Sample) -> OptimizerAnswer:
         return OptimizerAnswer(False, "it draws random numbers, other ones for each parameter")
     return OptimizerAnswer(
         False,
-        f"its steps of a small matrix differ by {answer.reason} when another parameter is beside it",
+        f"its steps of a small matrix differ by {answer.reason} when another one is beside it",
     )
 
 
