@@ -25,6 +25,7 @@ from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.loss_watch import LossWatch
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
+from shoal.run.guards.new_tensors import guard_new_tensors
 from shoal.run.guards.optimizer_guards import (
     ParameterNames,
     guard_foreign_optimizers,
@@ -106,6 +107,7 @@ class Guards:
         handles += guard_clipping(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
+        handles += guard_new_tensors(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names)
