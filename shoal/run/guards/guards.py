@@ -32,6 +32,7 @@ from shoal.run.guards.optimizer_guards import (
     guard_group_numbers,
     named_parameters,
 )
+from shoal.run.guards.saved_modules import guard_saved_modules
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
@@ -104,6 +105,7 @@ class Guards:
         handles += cut_given_weights(guarded)
         handles += cut_given_optimizer_state(guarded)
         handles += guard_state_requests(guarded)
+        handles += guard_saved_modules(guarded)
         handles += guard_clipping(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
