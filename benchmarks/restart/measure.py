@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What happened -> its times, of every round."""
+    """Return the times of each event, one of each round."""
     chance = random.Random(strategy)
     found: dict[str, list[dict[str, float]]] = {
         "SIGKILL": [],
