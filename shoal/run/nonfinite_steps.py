@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class NonfiniteSteps:
         self._scaled = scaled
         self._in_backward = in_backward
         self._skip_next = False
-        self._hooked: set[int] = set()
+        self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
         self.is_finite = True
         self.steps = 0
@@ -94,8 +95,8 @@ class NonfiniteSteps:
         self._local_model = local_model
         local_model.finite_check.enabled = self.enabled and not self._scaled
         for optimizer in optimizers if self.enabled else ():
-            if id(optimizer) not in self._hooked:
-                self._hooked.add(id(optimizer))
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def begin(self, batch: base.LocalBatch) -> base.LocalBatch:

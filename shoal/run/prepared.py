@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -106,7 +107,7 @@ class Prepared:
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._stepping: set[int] = set()
+        self._stepping: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
 
     @property
     def needs_example(self) -> bool:
@@ -258,8 +259,8 @@ class Prepared:
         """Bring new values to all ranks after each step of an optimizer."""
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
-            if id(optimizer) not in self._stepping:
-                self._stepping.add(id(optimizer))
+            if optimizer not in self._stepping:
+                self._stepping.add(optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
 
     def _gather_params(self, *_: Any) -> None:
@@ -315,12 +316,19 @@ class Prepared:
         groups = group_names(self.optimizers, root)
         assert self._local_model is not None
         self._guards.remove()
+        state = self._local_model.strategy_state
+        state.synchronize()
+        for optimizer in self.optimizers:
+            if optimizer in self._stepping:  # it goes on, so its state does too
+                state.pull_state(optimizer)
+        saved = state.state_dict(), state.rank_state_dict()
         self._local_model.outside_step.close()
         whole = dict(root.named_parameters())
         for optimizer, names in zip(self.optimizers, groups, strict=True):
             bind_to_whole(optimizer, names, whole)
         self._root = root
         self._apply(None, groups)
+        self._local_model.strategy_state.load_state_dict(*saved)
 
     def _announce_once(self) -> None:
         if self._is_announced:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ VELOCITY_PREFIX = "velocity."
 class LocalSgd(LocalOptions, Strategy):
     """Local SGD: average the weights of all ranks every H steps."""
 
+    can_apply_again: ClassVar[bool] = True
+
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
@@ -77,6 +80,8 @@ class LocalSgd(LocalOptions, Strategy):
 
 class Diloco(DilocoOptions, Strategy):
     """DiLoCo: step an outer optimizer by the mean change of all ranks, every H steps."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.

@@ -118,12 +118,19 @@ class ClusterLauncher:
             admin_client.symlink_to(self._link, self._folder)
 
     def close(self) -> None:
-        """End the processes that this rank has started, once all their workers have left."""
-        # An aggregator leaves the servers when its own workers have left it, so it is first.
-        for pool in reversed(self.pools):
-            pool.close(CLOSE_LIMIT_S)
+        """End the processes that this rank has started, and what starts them."""
+        self.end_processes()
         if self.mesh.helper_spawner is not None:
             self.mesh.helper_spawner.close()
+
+    def end_processes(self) -> None:
+        """End the processes that this rank has started, once all their workers have left.
+
+        Another launcher of the same rank may start others afterwards.
+        """
+        # An aggregator leaves the servers when its own workers have left it, so it is first.
+        while self.pools:
+            self.pools.pop().close(CLOSE_LIMIT_S)
         if self._link is not None:
             self._link.unlink(missing_ok=True)
         if self._folder is not None:

@@ -98,6 +98,7 @@ class WorkerEngine(StrategyState):
         self.leaves_out = False
         self.has_other_weights = False
         self._is_connected = False
+        self._on_detach: list[Callable[[], object]] = []
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
         self.launcher = ClusterLauncher(mesh, aggregates, options.shared_memory)
         self.client: WorkerClient
@@ -174,6 +175,7 @@ class WorkerEngine(StrategyState):
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
+        self._on_detach.append(lambda: vars(optimizer).pop("zero_grad", None))
 
     def _sync_stop(self, stop_requested: bool) -> None:
         """Set the stop request in the totals, so that all workers stop after the same step.
@@ -201,9 +203,9 @@ class WorkerEngine(StrategyState):
             self.client, self.flat, self.compression, self.model.finite_check
         )
         self.push_state(optimizer)
-        self.pusher.register_hooks()
+        self._on_detach.append(self.pusher.register_hooks().close)
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
-        self.waits.register_hooks()
+        self._on_detach.append(self.waits.register_hooks().close)
 
     def _partitions(
         self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
@@ -333,11 +335,29 @@ class WorkerEngine(StrategyState):
         self.mesh.barrier()
         optimizer.state.clear()
 
+    def detach(self) -> None:
+        """Make the models and the optimizer what they were, and end the servers. Collective.
+
+        The parameters keep the values that they have now: call `synchronize` before.
+        """
+        for undo in self._on_detach:
+            undo()
+        self._on_detach.clear()
+        self.flat.give_back()
+        self._disconnect()
+        self.launcher.end_processes()
+        self.mesh.barrier()  # no rank starts servers while another one's are ending
+        self.model.outside_step.close()
+
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        if self._is_connected:
-            self.client.close()
+        self._disconnect()
         self.launcher.close()
+
+    def _disconnect(self) -> None:
+        if self._is_connected:
+            self._is_connected = False
+            self.client.close()
 
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:
