@@ -198,11 +198,13 @@ class Prepared:
         if not self.loaders:
             check_loader_not_needed(self.settings.step_in_backward)
         if self.needs_example and self.mesh.size > 1:
+            # Until the first batch divides it, a script may evaluate the model on every rank.
             self.mesh.broadcast_module(self.root)
             self._install_guards(groups)
             seed_this_rank(self.mesh, self.settings)
             return
         self._apply(None, groups)
+        # Last, for strategies that draw must draw the same on all ranks.
         seed_this_rank(self.mesh, self.settings)
 
     def in_step(self) -> AbstractContextManager[None]:
@@ -224,6 +226,7 @@ class Prepared:
             )
         self._local_model = local_model
         self._note_trained()
+        # By name: strategies may have replaced the parameters that the optimizers were made with.
         scaled = self.loss_scale is not None
         bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
         in_backward = None
@@ -233,7 +236,7 @@ class Prepared:
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
-        is_first = self.step is None
+        is_first = self.step is None  # when layers are thawed later, the notes are known
         self.step = TrainingStep(
             local_model,
             self.mesh,
@@ -316,6 +319,7 @@ class Prepared:
         groups = group_names(self.optimizers, root)
         assert self._local_model is not None
         self._guards.remove()
+        # State comes out before `close`, which ends the servers that hold it.
         state = self._local_model.strategy_state
         state.synchronize()
         for optimizer in self.optimizers:

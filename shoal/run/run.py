@@ -128,7 +128,7 @@ class Run(StatefulRun):
         """
         check_compute_loss(compute_loss, batch)
         check_step_options(rows, reduction)
-        self._prepared.local_model()
+        self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make_batch(
             compute_loss,
@@ -145,6 +145,7 @@ class Run(StatefulRun):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
+            # The passes before the step repeat random numbers, which global draws cannot.
             if self._settings.accumulate > 1 and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
