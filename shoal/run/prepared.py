@@ -19,14 +19,16 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
+    check_can_apply_again,
     check_frozen_unchanged,
     check_loader_not_needed,
     check_on_device,
     check_one_optimizer_in_backward,
+    check_takes_second_optimizer,
 )
 from shoal.run.first_step_notes import FirstStepNotes
 from shoal.run.guards import Guards
@@ -118,6 +120,11 @@ class Prepared:
     def is_applied(self) -> bool:
         """True if the strategies have made the local model."""
         return self.step is not None
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if gradients are stepped and freed in the backward pass."""
+        return self.step is not None and self.step.optimizer_in_backward is not None
 
     @property
     def root(self) -> nn.Module:
@@ -274,12 +281,7 @@ class Prepared:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
         groups = group_names(self.optimizers, self.root)
-        if local_model.remote_optimizer is not None or self.settings.step_in_backward:
-            raise StrategyRefused(
-                "prepare: a second optimizer after training has begun: parameter servers, and "
-                "step_in_backward, keep the first one's settings. Change the groups of the first "
-                "optimizer, or use ddp or zero without step_in_backward."
-            )
+        check_takes_second_optimizer(local_model, self.settings.step_in_backward)
         bind_optimizers(
             self.optimizers, groups, local_model, self.settings, self.loss_scale is not None
         )
@@ -302,19 +304,7 @@ class Prepared:
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where they can make all parameters whole again. Collective."""
-        if not all(strategy.can_apply_again for strategy in self._strategies):
-            raise StrategyRefused(
-                "prepare: other parameters are trained than in the first prepare, and this "
-                "strategy has divided or sent away those of the first. Give all models to the "
-                "first prepare, with all layers trainable that any phase trains, and a learning "
-                "rate of 0 for those that rest; or save with run.save(path) and train the next "
-                "phase in a run of its own; or use ddp or zero."
-            )
-        if self.settings.step_in_backward:
-            raise StrategyRefused(
-                "prepare: other parameters are trained than in the first prepare, and "
-                "step_in_backward steps the first ones. Use step_in_backward=False."
-            )
+        check_can_apply_again(self._strategies, self.settings.step_in_backward)
         root = as_one_module(self.models)
         groups = group_names(self.optimizers, root)
         assert self._local_model is not None
