@@ -57,7 +57,7 @@ class Training:
             str(self.directory),
             *SETTINGS,
         ]
-        words += ["--import", str(HERE / "noted.py")]
+        words += ["--import", str(HERE / "pid_notes.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(self.notes)}
         command = [sys.executable, "-m", "shoal", *words]
         self.process = subprocess.Popen(
