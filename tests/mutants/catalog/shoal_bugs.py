@@ -48,7 +48,7 @@ class WithShoal(Loop):
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over rows."""
-        output = self.call(tokens).flatten(0, 1).to(torch.get_default_dtype())
+        output = self.call(tokens).flatten(0, 1).float()
         return F.cross_entropy(output, labels.flatten())
 
 
