@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.verification.script.dropout_off import turn_off
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
-from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
 from shoal.verification.script.same_start import SameStart
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
@@ -39,11 +39,13 @@ def record_reference(
     like: Path,
     seed: int,
     low: bool,
-    perturb: tuple[float, int] | None = None,
+    perturb: tuple[Path, int] | None = None,
 ) -> None:
     """Train in this process alone, on the batches of all ranks, and write the record.
 
-    Args: like: the record of the ranks. perturb: rounding unit and seed of a perturbed run.
+    Args:
+        like: the record of the ranks.
+        perturb: the record by whose rounding units weights are moved, and a seed.
     """
     record, ranks = RankRecord(0, 1), read_run(like)
     writer = RecordWriter(folder, 0)
@@ -51,7 +53,7 @@ def record_reference(
         _prepare(stack, record, low)
         for undo in JoinedBatches(like, ranks, lambda: not ranks[0].by_shoal).start():
             stack.callback(undo)
-        moved = None if perturb is None else Perturbation(*perturb)
+        moved = None if perturb is None else perturbation(*perturb)
         start = SameStart(like, ranks, record)
         recorder = ScriptRecorder(writer, record, STEPS, start, moved)
         _train(stack, loop(Peers(0, 1), seed, low), recorder)
