@@ -118,8 +118,9 @@ class ModuleCalls:
             return
         tensors, step = self.tensors, self._step
 
-        def note(gradient: Tensor) -> None:
-            part = local_part(gradient)
+        def note(gradient: Tensor | None) -> None:
+            # None where a Function's backward pass returns none: DistributedDataParallel's, say.
+            part = None if gradient is None else local_part(gradient)
             if part is not None and step == self._step and not is_trial_running():
                 key = f"backward/{place}"
                 earlier = tensors.get(key)

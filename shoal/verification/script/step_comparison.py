@@ -98,11 +98,15 @@ class StepComparison:
         return (expected, versions) if versions else None
 
     def last_output_gradient(self) -> tuple[Tensor, Tensor] | None:
-        """Return the gradient of the last output that has one: of one process, of the ranks."""
+        """Return the gradient of the last output that has one: of one process, of the ranks.
+
+        Scalars are left out: they are losses that models return.
+        """
         for index in range(len(self.calls) - 1, -1, -1):
-            pair = self.output("backward", index, 0)
-            if pair is not None:
-                return pair[0], pair[1][0]
+            for output in range(self.calls[index].outputs):
+                pair = self.output("backward", index, output)
+                if pair is not None and pair[0].dim():
+                    return pair[0], pair[1][0]
         return None
 
     def direction(self, parameter: str) -> float:
