@@ -27,11 +27,11 @@ LOOSE = 1e-3
 
 
 class Case(NamedTuple):
-    """A loop to run: its name, the seed, and if it computes in bfloat16."""
+    """A loop to run: its name, the seed, and the precision of its computation."""
 
     name: str
     seed: int = 0
-    low: bool = False
+    precision: str = "fp64"
 
 
 class Found(NamedTuple):
@@ -89,7 +89,7 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
     known = mutants()
     for index, case in enumerate(cases):
         place = Path(folder, str(index), "candidate")
-        record_candidate(known[case.name].loop, place, peers, case.seed, case.low)
+        record_candidate(known[case.name].loop, place, peers, case.seed, case.precision)
     peers.barrier()
     return {
         case: _compared(known[case.name], case, Path(folder, str(index)))
@@ -100,7 +100,7 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
 
 def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
     many, one = folder / "candidate", folder / "reference"
-    record_reference(mutant.loop, one, many, case.seed, case.low)
+    record_reference(mutant.loop, one, many, case.seed, case.precision)
     report = compare_runs(one, many, _tolerances(mutant, case, folder))
     first = report.first
     module, what, error = None, "", None
@@ -124,13 +124,13 @@ def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
 
 def _tolerances(mutant: Mutant, case: Case, folder: Path) -> Tolerances:
     """Return the tolerances that `verify_script` has: fixed in float64, else measured."""
-    if not case.low:
+    if case.precision == "fp64":
         return Tolerances(EXACT)
     one = folder / "reference"
     moved = [folder / f"perturbed-{seed}" for seed in range(RUNS)]
     for seed, place in enumerate(moved):
         like = folder / "candidate"
-        record_reference(mutant.loop, place, like, case.seed, case.low, (one, seed))
+        record_reference(mutant.loop, place, like, case.seed, case.precision, (one, seed))
     return measured(one, moved)
 
 

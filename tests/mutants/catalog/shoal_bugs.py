@@ -37,8 +37,11 @@ class WithShoal(Loop):
                 self.loss(tokens, labels).backward()
                 self.optimizer.step()
             return
-        precision = "bf16" if self.autocast else "fp64"
-        run = init_with_place(self.strategy, precision=precision, announce=lambda _: None)
+        run = init_with_place(
+            self.strategy,
+            precision=self.precision,
+            announce=lambda _: None,
+        )
         self.autocast = False  # the run does it
         self.model, self.optimizer, loader = run.prepare(self.model, self.optimizer, loader)
         for tokens, labels in loader:

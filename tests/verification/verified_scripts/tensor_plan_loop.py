@@ -1,4 +1,4 @@
-"""A loop on transformers' own tensor-parallel plan; "no reduction" leaves the norms of heads out."""
+"""A loop on transformers' own tensor plan; "no reduction" leaves the norms of heads out."""
 
 import os
 import sys

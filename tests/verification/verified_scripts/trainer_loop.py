@@ -1,4 +1,4 @@
-"""A loop of transformers' Trainer; "mean of means" averages each rank's mean over its own tokens."""
+"""A loop of transformers' Trainer; "mean of means" averages means over each rank's own tokens."""
 
 import sys
 import tempfile
