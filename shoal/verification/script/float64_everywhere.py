@@ -28,12 +28,14 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.tree_map import tree_map
 
 _SHOAL = f"{Path(__file__).parents[2]}/"
+_SCALER = torch.amp.grad_scaler.__file__
 
 
 class Float64Everywhere(TorchFunctionMode):
     """Inside, each float32 tensor that a function of torch gets from the script is float64.
 
-    Shoal's own calls are left as they are: its messages have dtypes of their own.
+    Shoal's own calls are left as they are, for its messages have dtypes of their own, and so are
+    those of a GradScaler.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,10 @@ class Float64Everywhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_called_by_shoal(func, sys._getframe(1)) or _writes(func, kwargs):
+        caller: FrameType | None = sys._getframe(1)
+        # A GradScaler's kernel takes a scale in float32 only.
+        is_left_alone = caller is not None and caller.f_code.co_filename == _SCALER
+        if is_left_alone or _is_called_by_shoal(func, caller) or _writes(func, kwargs):
             return func(*args, **kwargs)
         if func is Tensor.float:
             func = Tensor.double

@@ -20,7 +20,7 @@ class SumForMean(DataParallel):
     "the mean over ranks is divided by their number once more",
     module="head",
     cause="scale",
-    links=("pytorch/torchtune#2172",),
+    links=("meta-pytorch/torchtune#2172",),
 )
 class DividedTwice(DataParallel):
     def average(self, flat: Tensor) -> Tensor:
