@@ -24,6 +24,8 @@ SOON_S = 1.0
 """The same at the job's beginning, and when its end is near."""
 LATE_LINES_S = 5.0
 """Limit of the wait for the last line of a log on a network's file system."""
+NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints")
+"""Reasons that time alone does not mend."""
 FAILURES = 24
 """Questions in a row that the controller may leave unanswered: about two minutes."""
 
@@ -119,9 +121,11 @@ class _Follower:
     def _note(self, found: SlurmStatus) -> None:
         if found.state in ("UNKNOWN", "COMPLETING"):
             return
-        note = f"job {self.job} is {found.state.lower()}"
+        note = f"job {self.job}: {found.state}"
         if found.state == "PENDING" and found.reason != "None":
             note += f" ({found.reason})"
+        if found.reason in NEVER:
+            note += ": Slurm does not start it as it is; Ctrl-C, and ask for less"
         if note != self.noted:
             self.noted = note
             _say(note)
@@ -142,8 +146,8 @@ class _Follower:
             _say(f"Slurm has forgotten job {self.job}, and its log has no end: {self.log.path}")
             return 1
         if code:
-            state = "ended" if found is None else f"is {found.state.lower()}"
-            _say(f"job {self.job} {state}, exit code {code}; its log: {self.log.path}")
+            state = "ended" if found is None else found.state
+            _say(f"job {self.job}: {state}, exit code {code}; its log: {self.log.path}")
         return code
 
 
