@@ -110,7 +110,7 @@ class LocalRanks:
         """Wait for the end of all ranks, and return the exit code. The first failure ends all."""
         failed: int | None = None
         kill_at = 0.0
-        while any(process.poll() is None for process in self.processes):
+        while None in [process.poll() for process in self.processes]:
             if failed is None:
                 failed = next(
                     (code for code in self._codes() if code not in (0, EXIT_RESTART)), None
