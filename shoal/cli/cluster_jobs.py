@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cli import cluster_options, execution
 from shoal.errors import UsageError
@@ -16,8 +17,13 @@ from shoal.launch.kubernetes.jobset import JobSetOptions
 from shoal.launch.slurm import batch_script, follow_job, slurm_job
 from shoal.launch.slurm.slurm_options import SlurmOptions, default_name
 
+if TYPE_CHECKING:
+    from shoal.strategies import StrategyLine
+
 REQUEUES = 20
 """Requeues of a job that was stopped and has saved: a limit for one that never gets further."""
+
+SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 
 Work = Callable[[int, list[str]], ClusterWork]
 """Makes the work for so many ranks. It adds a line to the list for each thing that is wrong."""
@@ -54,6 +60,28 @@ def submit(options: argparse.Namespace, make_work: Work) -> int:
     if problems:
         raise UsageError("\n  ".join(problems))
     return run()
+
+
+def server_variables(
+    options: argparse.Namespace, line: StrategyLine | None, problems: list[str]
+) -> dict[str, str]:
+    """Return the variables by which parameter servers on several machines find their key.
+
+    Args:
+        options: of the command.
+        line: its strategies, as far as the command knows them.
+        problems: gets a line if the machines would not find the key.
+    """
+    has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
+    if not has_servers or options.nodes in (None, "1"):
+        return {}
+    if directory := os.environ.get(SERVER_DIRECTORY):
+        return {SERVER_DIRECTORY: directory}
+    problems.append(
+        f"strategy server on several machines: they read the servers' key from a file. Set "
+        f"{SERVER_DIRECTORY} to a directory that all of them share"
+    )
+    return {}
 
 
 def _slurm(

@@ -95,13 +95,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
+    from shoal.cli.cluster_jobs import server_variables
     from shoal.launch.cluster_work import ClusterWork
 
     environment: dict[str, str] = {}
     try:
         line = _strategy_line(options.strategy, options.allreduce)
         problems += _problems(options, line, ranks)
-        environment = _environment(options, line)
+        environment = _environment(options, line) | server_variables(options, line, problems)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

@@ -105,14 +105,17 @@ def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
+    from shoal.cli.cluster_jobs import server_variables
     from shoal.launch.cluster_work import ClusterWork
     from shoal.strategies.precheck import check_job
     from shoal.train.run_directory import check_usable
 
     name = "shoal"
+    environment: dict[str, str] = {}
     try:
         settings, line, notes = _settings(options, ranks)
         name = settings.job.name
+        environment = server_variables(options, line, problems)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         if options.slurm:  # its nodes have this machine's files
@@ -131,7 +134,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     return ClusterWork(
         name=name,
         words=("-m", "shoal", *words),
-        environment={},
+        environment=environment,
         needs_rank_variables=False,
         output=None,
         restarts=restarts,

@@ -180,6 +180,17 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     assert "strategy" in err
 
 
+def test_servers_on_several_machines_need_a_directory_for_their_key(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "digits", "--slurm", "--nodes", 2, "--dry-run", "--strategy", "server=1")
+    status, _, err = shoal(capsys, *words)
+    assert status == 2
+    assert "Set SHOAL_SERVER_DIRECTORY to a directory that all of them share" in err
+    monkeypatch.setenv("SHOAL_SERVER_DIRECTORY", "/shared/my keys")
+    assert "export SHOAL_SERVER_DIRECTORY='/shared/my keys'\n" in shoal(capsys, *words)[1]
+
+
 def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = shoal(capsys, "train", "digits", "--nodes", 2, "--dry-run")
     assert status == 2
