@@ -41,10 +41,9 @@ def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     if (gloo := gloo_group(tensor, group)) is not None:
         flat = tensor.detach().reshape(-1)
         pairwise_exchange.all_reduce(gloo, flat, "avg")
-        # `reshape` copies a tensor with gaps.
-        return (
-            tensor if flat.data_ptr() == tensor.data_ptr() else tensor.copy_(flat.view_as(tensor))
-        )
+        if flat.data_ptr() != tensor.data_ptr():  # `reshape` has made a copy
+            tensor.copy_(flat.view_as(tensor))
+        return tensor
     ranks = dist.get_world_size(group)
     flat = tensor.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
