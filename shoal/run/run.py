@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.run.checks import check_compute_loss, check_step_options
+from shoal.run.checks import check_compute_loss, check_step_options, single_sample_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -31,7 +31,7 @@ from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
-from shoal.strategies.remote_optimizer import RemoteOptimizer
+from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 
 
@@ -155,6 +155,11 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
+        except ValueError as error:
+            explained = single_sample_error(error, local_batch)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self._gathering.end_step()
         self.totals = output.totals
