@@ -7,12 +7,14 @@ Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env:
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types, execution, job_options, trace_flag
 from shoal.config import trace_window
 from shoal.errors import UsageError
+from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
@@ -55,6 +57,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the script's trace.json goes (default: here)",
     )
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help="end the run if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
     parser.add_argument("script", type=argument_types.path, help="Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -78,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
         variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
+    variables[hang_limit.VARIABLE] = hang_limit.chosen_limit_s(options.hang_limit, os.environ)
     environment = {name: str(value) for name, value in variables.items() if value is not None}
     return run_script(
         str(options.script), options.arguments, options.processes, environment, options.output

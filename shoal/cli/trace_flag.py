@@ -8,7 +8,15 @@ from pathlib import Path
 from shoal.config import trace_window
 
 # Options of `launch` that take a value.
-LAUNCH_OPTIONS = ("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to")
+LAUNCH_OPTIONS = (
+    "-n",
+    "--processes",
+    "--strategy",
+    "--accumulate",
+    "--output",
+    "--trace-to",
+    "--hang-limit",
+)
 
 
 def argument(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from shoal.launch.failure import Failure
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import RankResult
+from shoal.watchdog.progress_memory import ProgressMemory
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,24 @@ class Ranks:
     Args:
         store: the process that serves torch's store; None where there is none.
         private: the store in which Shoal's own ranks meet.
+        progress: the memory of the ranks' progress words.
+        hang_limit_s: the limit after which a rank is late; 0 for none.
 
     Attributes:
         all: the ranks that were started, by rank.
     """
 
-    def __init__(self, store: BaseProcess | None, private: PrivateStore) -> None:
+    def __init__(
+        self,
+        store: BaseProcess | None,
+        private: PrivateStore,
+        progress: ProgressMemory,
+        hang_limit_s: float = 0.0,
+    ) -> None:
         self.store = store
         self._private = private
+        self.progress = progress
+        self.hang_limit_s = hang_limit_s
         self.all: list[Rank] = []
 
     def __enter__(self) -> Ranks:
@@ -186,3 +197,4 @@ class Ranks:
             self.store.kill()
             self.store.join()
         self._private.close()
+        self.progress.close()

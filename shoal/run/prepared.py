@@ -47,6 +47,8 @@ from shoal.run.training_step import FirstStepNotes, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -252,15 +254,29 @@ class Prepared:
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
+        own_progress().pace(*self._pacing())
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
             if id(optimizer) not in self._stepping:
                 self._stepping.add(id(optimizer))
+                optimizer.register_step_pre_hook(self._begin_optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self, *_: Any) -> None:
+    def _pacing(self) -> tuple[str, int]:
+        """Return how the steps of ranks depend on each other, and the stage of this rank."""
+        if self.mesh.pipeline.size > 1:
+            return "pipeline", self.mesh.pipeline.rank
+        is_synchronous = self.local_model().strategy_state.is_synchronous
+        return "together" if is_synchronous else "alone", 0
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        own_progress().enter(Phase.OPTIMIZER)
+
+    def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
+        if optimizer is self.optimizers[0]:
+            own_progress().end_step()
 
     def _bind(self) -> None:
         """Bind new optimizers to the parameters that this rank owns already."""

@@ -36,6 +36,7 @@ from shoal.train.record import Record
 from shoal.train.run_directory import claim_for_all, make_again
 from shoal.train.run_saver import open_saver
 from shoal.train.throughput import Stopwatch
+from shoal.watchdog.progress_writer import own_progress
 
 
 def train(job: Job) -> None:
@@ -221,6 +222,8 @@ class Training:
             "samples_per_s": self.unlogged_samples / max(seconds - self.logged_s, 1e-9),
             "time_s": seconds,
         }
+        if (slow := own_progress().slow_rank()) is not None:
+            record["slow_rank"] = slow
         self.log.step(record)
         self.progress.show(record)
         self.unlogged_samples = 0
