@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,8 @@ LOST_PEER_PATTERNS = (
     "Connection refused",
     "connection was closed",
 )
+# RuntimeErrors of torch's DataLoader; an exception inside of a worker has another text.
+LOST_WORKER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)")
 # Signals by which a person or a batch system asks a process to end.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HINTS = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (shared memory full?)"}
@@ -42,6 +45,7 @@ class Failure:
         code: exit code of the launcher because of this failure, 1 to 255.
         is_loss: a process was killed or stopped without a request, or a server shard is lost. The
             program may be right, and a restart may help.
+        process: name of the process that failed, where it is no rank.
     """
 
     rank: int
@@ -51,10 +55,11 @@ class Failure:
     is_secondary: bool
     code: int
     is_loss: bool = False
+    process: str = ""
 
     def describe(self, world: int) -> str:
         """Return the text for the user, which ends with the full traceback."""
-        name = f"rank {self.rank} of {world}"
+        name = self.process or f"rank {self.rank} of {world}"
         if not self.headline:
             return self.text if world == 1 else f"{name}: {self.text}"
         headline = f"{name} {self.headline}"
@@ -63,7 +68,7 @@ class Failure:
     def summary(self, world: int) -> str:
         """Return one sentence without a full stop."""
         if self.headline:
-            return f"rank {self.rank} of {world} {self.headline}"
+            return f"{self.process or f'rank {self.rank} of {world}'} {self.headline}"
         return self.text.splitlines()[0].partition(". ")[0].rstrip(".")
 
 
@@ -77,8 +82,19 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         code = 2 if isinstance(error, BAD_INPUT) else 1
         return Failure(rank, time_s, "", text, is_secondary, code=code, is_loss=is_loss)
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    if LOST_WORKER.search(headline):  # the program may be right
+        headline = f"lost a process of its own: {headline}"
+        return Failure(rank, time_s, headline, "", is_secondary, code=1, is_loss=True)
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of a real-time one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def from_exit_code(rank: int, code: int) -> Failure:
@@ -91,11 +107,7 @@ def from_exit_code(rank: int, code: int) -> Failure:
     if code >= 0:
         headline = f"ended with exit code {code}"
         return Failure(rank, time_s, headline, "", is_secondary=False, code=code)
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
-    headline = f"was killed by {name}{HINTS.get(code, '')}"
+    headline = f"was killed by {signal_name(-code)}{HINTS.get(code, '')}"
     is_loss = -code not in TERMINATION_SIGNALS
     return Failure(rank, time_s, headline, "", is_secondary=False, code=128 - code, is_loss=is_loss)
 

@@ -30,6 +30,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
+from shoal.launch.failure import signal_name
+from shoal.launch.loss_report import own_reporter
 
 EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
@@ -54,7 +56,8 @@ class HelperSpawner:
         sys.stdout.flush()
         sys.stderr.flush()
         self._socket, child_socket = socket.socketpair()
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             _run_spawner(child_socket)
         child_socket.close()
         self.alive: set[int] = set()
@@ -62,6 +65,7 @@ class HelperSpawner:
         self.changed = threading.Condition()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._is_closed = False
         threading.Thread(target=self._run, name="helper spawner", daemon=True).start()
 
     def start(self, target: Callable[..., Any], *arguments: Any, listener: socket.socket) -> int:
@@ -88,6 +92,7 @@ class HelperSpawner:
 
     def close(self) -> None:
         """End all helpers."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -106,6 +111,18 @@ class HelperSpawner:
                         self.codes[pid] = code
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
+        if not self._is_closed:
+            own_reporter().lost(
+                "lost the process from which its helpers, such as parameter servers, are forked "
+                f"(process {self._pid}): it {self._end_of_spawner()}"
+            )
+
+    def _end_of_spawner(self) -> str:
+        """Return how the spawner process has ended."""
+        with contextlib.suppress(OSError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
+        return "has ended"
 
 
 def _run_spawner(control: socket.socket) -> NoReturn:

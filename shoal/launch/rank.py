@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shoal.launch import failure
+from shoal.launch.loss_report import own_reporter
 from shoal.watchdog.progress_writer import own_progress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -89,6 +90,8 @@ def main(spec: RankSpec) -> None:
 
 def _run_target(spec: RankSpec) -> int:
     """Prepare the process, call the target, send its result or failure, return the exit code."""
+    reporter = own_reporter()
+    reporter.attach(spec.report, spec.rank)
     try:
         _end_with_parent()
         _redirect_output(spec.stdout, spec.stderr)
@@ -98,7 +101,7 @@ def _run_target(spec: RankSpec) -> int:
         target, arguments = pickle.loads(spec.payload)
         value = target(*arguments)
         if spec.returns_value:
-            spec.report.send(RankResult(spec.rank, pickle.dumps(value)))
+            reporter.send(RankResult(spec.rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -106,7 +109,7 @@ def _run_target(spec: RankSpec) -> int:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.stdout.flush()
-        spec.report.send(failure.from_exception(spec.rank, error))
+        reporter.send(failure.from_exception(spec.rank, error))
         return 1
 
 
