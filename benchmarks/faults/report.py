@@ -30,6 +30,9 @@ def main() -> None:
         f"of hangs was {LIMIT_S:g} s.",
         told(result["circumstances"]),
     ]
+    if "writer_us" in result:
+        costs = ", ".join(f"{name} {us:.2f} us" for name, us in result["writer_us"].items())
+        text.append(f"The words cost a rank, in Python: {costs}.")
     fill(PAGE, "\n\n".join(text))
     print(text[0])
 

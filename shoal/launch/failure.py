@@ -76,15 +76,15 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
     time_s = time.monotonic()
     is_secondary = _is_lost_peer(error)
+    if lost := _lost_worker(error):
+        headline = f"lost a process of its own: {lost}"
+        return Failure(rank, time_s, headline, "", is_secondary=False, code=1, is_loss=True)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
         text = f"{error}{_script_line(error)}"
         code = 2 if isinstance(error, BAD_INPUT) else 1
         return Failure(rank, time_s, "", text, is_secondary, code=code, is_loss=is_loss)
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    if LOST_WORKER.search(headline):  # the program may be right
-        headline = f"lost a process of its own: {headline}"
-        return Failure(rank, time_s, headline, "", is_secondary, code=1, is_loss=True)
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
 
@@ -115,6 +115,19 @@ def from_exit_code(rank: int, code: int) -> Failure:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the earliest failure that is not secondary; the earliest of all where all are."""
     return min(failures, key=lambda failure: (failure.is_secondary, failure.time_s))
+
+
+def _lost_worker(error: BaseException) -> str:
+    """Return torch's text if a data-loader worker was lost; empty if not.
+
+    torch raises that error wherever the main thread is, so others may have wrapped it.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if LOST_WORKER.search(str(seen)):
+            return str(seen).splitlines()[0].strip().rstrip(".")
+        seen = seen.__cause__ or seen.__context__
+    return ""
 
 
 def _script_line(error: BaseException) -> str:

@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
 STARTED = b"s"
 ENDED = b"e"
+END_S = 1.0  # from the end of the spawner's socket to that of the process
 
 
 class HelperSpawner:
@@ -111,18 +113,24 @@ class HelperSpawner:
                         self.codes[pid] = code
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
-        if not self._is_closed:
+        if not self._is_closed and (end := self._end_of_spawner()):
             own_reporter().lost(
                 "lost the process from which its helpers, such as parameter servers, are forked "
-                f"(process {self._pid}): it {self._end_of_spawner()}"
+                f"(process {self._pid}): it {end}"
             )
 
     def _end_of_spawner(self) -> str:
-        """Return how the spawner process has ended."""
-        with contextlib.suppress(OSError):
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
-        return "has ended"
+        """Return how the spawner process has ended; empty if it lives."""
+        limit_s = time.monotonic() + END_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < limit_s:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    how = f"was killed by {signal_name(-code)}"
+                    return how if code < 0 else f"ended with exit code {code}"
+                time.sleep(0.01)
+        return ""
 
 
 def _run_spawner(control: socket.socket) -> NoReturn:

@@ -39,6 +39,7 @@ from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
     make_local_model,
+    pacing_of,
     seed_this_rank,
     shard_loader,
 )
@@ -259,20 +260,13 @@ class Prepared:
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
-        own_progress().pace(*self._pacing())
+        own_progress().pace(*pacing_of(self.mesh, self.local_model()))
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
             if optimizer not in self._stepping:
                 self._stepping.add(optimizer)
                 optimizer.register_step_pre_hook(self._begin_optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
-
-    def _pacing(self) -> tuple[str, int]:
-        """Return how the steps of ranks depend on each other, and the stage of this rank."""
-        if self.mesh.pipeline.size > 1:
-            return "pipeline", self.mesh.pipeline.rank
-        is_synchronous = self.local_model().strategy_state.is_synchronous
-        return "together" if is_synchronous else "alone", 0
 
     def _begin_optimizer(self, *_: Any) -> None:
         own_progress().enter(Phase.OPTIMIZER)

@@ -14,7 +14,9 @@ from typing import Any
 import hang_targets
 import pytest
 
+from shoal.errors import UsageError
 from shoal.launch.control_channel import ControlServer
+from shoal.launch.failure import from_exception
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.local import run as run_once
 from shoal.launch.rank_monitor import EXIT_HANG
@@ -128,5 +130,19 @@ def test_the_death_of_the_spawner_of_helpers_is_named_and_the_run_goes_on(tmp_pa
 def test_the_death_of_a_data_loader_worker_is_named_and_the_run_goes_on(tmp_path, capfd):
     assert run(tmp_path, hang_targets.loses_a_loader_worker) == 0
     told = capfd.readouterr().err
-    assert told.startswith("note: rank 1 of 2 lost a process of its own: RuntimeError: DataLoader")
+    assert told.startswith("note: rank 1 of 2 lost a process of its own: DataLoader")
     assert NOTE in told
+
+
+def test_a_lost_loader_worker_is_found_below_the_error_that_wraps_it() -> None:
+    text = "DataLoader worker (pid 815) is killed by signal: Killed"
+    try:
+        try:
+            raise RuntimeError(f"{text}. ")
+        except RuntimeError as error:
+            raise UsageError("a value of another rank") from error
+    except UsageError as error:
+        failure = from_exception(1, error)
+    assert failure.is_loss
+    assert failure.summary(2) == f"rank 1 of 2 lost a process of its own: {text}"
+    assert not from_exception(1, RuntimeError("DataLoader worker raised")).is_loss
