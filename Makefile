@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -123,6 +123,13 @@ bench-pipeline: $(BENCH)/.done  ## Measure how long the ranks of a pipeline are 
 bench-checkpoint: $(BENCH)/.done  ## Measure how long a save stops training.
 	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
 	$(BENCH)/bin/python -m benchmarks.checkpoint.report
+
+FAULT_TRIALS ?= 20
+
+bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (default: 20), for docs/faults.md.
+	$(BENCH)/bin/python -m benchmarks.faults.measure --trials $(FAULT_TRIALS)
+	$(BENCH)/bin/python -m benchmarks.faults.writer_cost
+	$(BENCH)/bin/python -m benchmarks.faults.report
 
 bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL.
 	$(BENCH)/bin/python -m benchmarks.restart.measure
