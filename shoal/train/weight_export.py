@@ -9,9 +9,9 @@
         ...
 
 One process maps one chunk at a time and writes it to its offset. So it needs no more than the
-memory of the largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor otherwise. The
-header can be written first, because the checkpoint's index has shapes and dtypes. Source of the
-format: the safetensors project's description.
+memory of the largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor
+otherwise. The header can be written first, because the checkpoint's index has shapes and dtypes.
+Source of the format: the safetensors project's description.
 """
 
 from __future__ import annotations
