@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.run.checks import check_compute_loss, check_step_options
+from shoal.run import checks
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -81,7 +81,6 @@ class Run(StatefulRun):
         after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
-
         Raises:
             UsageError: an argument is neither of these; the optimizers do not hold each trainable
                 parameter exactly once; the batches of a loader cannot be divided among ranks.
@@ -126,8 +125,8 @@ class Run(StatefulRun):
         Returns: the global mean loss, a detached scalar on the device, equal on every rank; and
             with `extra` the pair (loss, extra), with the values of this rank's samples.
         """
-        check_compute_loss(compute_loss, batch)
-        check_step_options(rows, reduction)
+        checks.check_compute_loss(compute_loss, batch)
+        checks.check_step_options(rows, reduction)
         self._prepared.local_model()
         self._run_guards.check_weights()
         local_batch = make_batch(
@@ -191,6 +190,7 @@ class Run(StatefulRun):
             StrategyRefused: the global batch is not computed at once, or by different weights.
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
         """
+        checks.check_tensor("run.gather", tensor)
         return self._gathering.gather(tensor, self._local_model())
 
     @property
@@ -205,6 +205,7 @@ class Run(StatefulRun):
 
         Returns: the norm before, a scalar tensor.
         """
+        checks.check_max_norm(max_norm)
         local_model = self._local_model()
         self._check_has_gradients(
             "clip_gradients", "clipping needs the norm of all gradients at once"
@@ -286,6 +287,7 @@ class Run(StatefulRun):
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
+        checks.check_evaluation(compute_sums, loader, models)
         with self._gathering.evaluation():
             return evaluate(
                 self.mesh.data,
