@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -86,6 +86,9 @@ scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script unde
 
 mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: two minutes.
 	$(BIN)/python -m tests.mutants.report docs/mutants.json
+
+house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
+	$(BIN)/python -m tests.conventions.source_numbers
 
 bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure

@@ -18,7 +18,7 @@ WARM_UP = 5
 
 
 def networks() -> dict[str, tuple[Callable[[], nn.Module], int]]:
-    """What is trained on 8 x 8 images, 32 on each rank, and how many steps make a turn."""
+    """Models trained on 8 x 8 images, 32 on each rank, and the steps of a turn."""
 
     def mlp() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -80,7 +80,7 @@ def by_hand(
 
 
 def samples(seed: int) -> tuple[Tensor, Tensor]:
-    """What a rank computes in a step."""
+    """The computation of a rank in a step."""
     made = torch.Generator().manual_seed(seed)
     return torch.randn(32, 1, 8, 8, generator=made), torch.randint(0, 10, (32,), generator=made)
 

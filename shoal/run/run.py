@@ -127,7 +127,7 @@ class Run(StatefulRun):
         """
         checks.check_compute_loss(compute_loss, batch)
         checks.check_step_options(rows, reduction)
-        self._prepared.local_model()
+        self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make_batch(
             compute_loss,
@@ -144,6 +144,7 @@ class Run(StatefulRun):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
+            # The passes before the step repeat random numbers, which global draws cannot.
             if self._settings.accumulate > 1 and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
@@ -154,6 +155,11 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
+        except ValueError as error:
+            explained = checks.single_sample_error(error, local_batch)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self._gathering.end_step()
         self.totals = output.totals
@@ -163,11 +169,7 @@ class Run(StatefulRun):
         """Return the step of the local model; the first batch may be needed to make it."""
         prepared = self._prepared
         if prepared.step is None:
-            if not prepared.optimizers:
-                raise UsageError(
-                    "forward_backward: no optimizer was prepared. Before the loop: model, "
-                    "optimizer, loader = run.prepare(model, optimizer, loader)."
-                )
+            checks.check_has_optimizer(prepared.optimizers)
             accumulate = self._settings.accumulate
             with prepared.in_step():
                 example = example_of(batch, prepared.models, self.mesh, accumulate)
@@ -207,14 +209,14 @@ class Run(StatefulRun):
         """
         checks.check_max_norm(max_norm)
         local_model = self._local_model()
-        self._check_has_gradients(
-            "clip_gradients", "clipping needs the norm of all gradients at once"
-        )
+        reason = "clipping needs the norm of all gradients at once"
+        checks.check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
         return clip_gradients(local_model, max_norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of every trainable parameter, under its name. Collective."""
-        self._check_has_gradients("gradients", "they have been used and freed")
+        reason = "they have been used and freed"
+        checks.check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
         local_model = self._local_model()
         if local_model.strategy_state.has_rank_local_optimizer:
             raise UsageError(
@@ -342,9 +344,3 @@ class Run(StatefulRun):
         """Write the steps traced so far, if the run ends within the traced window. Collective."""
         if self._tracing is not None:
             self._tracing.finish()
-
-    def _check_has_gradients(self, call: str, reason: str) -> None:
-        """Raise UsageError if gradients are stepped and freed in the backward pass."""
-        step = self._prepared.step
-        if step is not None and step.optimizer_in_backward is not None:
-            raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")
