@@ -94,6 +94,7 @@ bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-wri
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
 	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
 	for own in "" --own-batches; do $(BENCH)/bin/python -m benchmarks.overhead.step_parts $$own --out benchmarks/overhead/step_parts.json; done
+	$(BENCH)/bin/python -m benchmarks.overhead.checks
 	$(BENCH)/bin/python -m benchmarks.overhead.report
 
 bench-launch: $(BENCH)/.done  ## Measure the time until training starts, against torchrun, accelerate launch and mpirun.

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.overhead.checks import rows_of
 from benchmarks.overhead.step_parts import fastest
 from benchmarks.report_page import bars, fill, table, told
 
@@ -24,6 +25,8 @@ def main() -> None:
         text += f"\n\n{over_backends(json.loads(backends.read_text()))}"
     if (parts := HERE / "step_parts.json").exists():
         text += f"\n\n{fixed_costs(json.loads(parts.read_text()))}"
+    if (checks := HERE / "checks.json").exists():
+        text += f"\n\n{of_checks(json.loads(checks.read_text()))}"
     fill(HERE / "README.md", text)
     title = "Time of a step on two CPU processes, hand-written loop = 1 (median, quartiles)"
     bars(HERE / "overhead.png", title, "ratio", tasks, YARDSTICK)
@@ -110,6 +113,15 @@ def fixed_costs(measured: dict[str, Any]) -> str:
     ]
     facts = told(next(iter(measured.values()))["circumstances"])
     return f"{table(head[: len(rows[0])], rows)}\n\nFixed cost of a step: {facts}"
+
+
+def of_checks(measured: dict[str, Any]) -> str:
+    """Return the table of checks.json."""
+    columns = {name: dict(rows_of(found)) for name, found in measured["found"].items()}
+    names = list(next(iter(columns.values())))
+    rows = [[name, *(column[name] for column in columns.values())] for name in names]
+    head = ["share of a step: of fastest tenths; median of rounds (its spread)", *columns]
+    return f"{table(head, rows)}\n\nChecks: {told(measured['circumstances'])}"
 
 
 def _beyond(step_s: list[float], other_s: list[float], starts: int) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal.errors import ConfigError, did_you_mean
 from shoal.models import zoo
+from shoal.models.botnet import botnet50
 from shoal.models.cifar_resnet import cifar_resnet18
 from shoal.models.gpt import GPT
 from shoal.models.lstm import LSTM
@@ -26,6 +27,7 @@ MODELS: dict[str, Builder] = {
     "mlp": MLP,
     "residual_cnn": ResidualCNN,
     "cifar_resnet18": cifar_resnet18,
+    "botnet50": botnet50,
     "lstm": LSTM,
     "gpt": GPT,
 }

@@ -5,6 +5,7 @@ Every function here raises. None of them changes anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
 
+MOST_ROWS = 1 << 53
 _CURE = (
     "forward_backward(compute_loss, *batch) calls compute_loss(*batch), which returns the loss: "
     "def compute_loss(x, y): return loss_fn(model(x), y)."
@@ -109,23 +111,84 @@ def check_compute_loss(compute_loss: Any, args: tuple[Any, ...]) -> None:
         kind = type(compute_loss).__name__
         raise UsageError(f"forward_backward was given a {kind}, and takes a function. {_CURE}")
     for argument in args:
-        if isinstance(argument, nn.Module):
-            raise UsageError(f"forward_backward was given a model in the place of a batch. {_CURE}")
+        if isinstance(argument, nn.Module | Optimizer):
+            kind = "a model" if isinstance(argument, nn.Module) else "an optimizer"
+            raise UsageError(f"forward_backward was given {kind} in the place of a batch. {_CURE}")
 
 
 def check_step_options(rows: Any, reduction: Any) -> None:
     """Raise UsageError for options of `forward_backward` of a wrong kind."""
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 0):
+    is_count = isinstance(rows, int) and not isinstance(rows, bool) and 0 <= rows < MOST_ROWS
+    if rows is not None and not is_count:
         raise UsageError(
             "rows: the number of samples on this rank, an integer. If a batch has a key of that "
             "name, give it in one piece: run.forward_backward(compute_loss, batch)."
         )
-    if reduction not in ("rows", "ranks"):
+    if not isinstance(reduction, str) or reduction not in ("rows", "ranks"):
         raise UsageError(
             f'reduction: {reduction!r} is neither "rows", the mean over all samples, nor "ranks", '
             "the mean of the ranks' means. If a batch has a key of that name, give it in one "
             "piece: run.forward_backward(compute_loss, batch)."
         )
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raise UsageError for a bound of `clip_gradients` that is no number above 0."""
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex():
+        max_norm = max_norm.item()
+    is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+    if not is_number or not max_norm > 0:
+        raise UsageError(
+            f"clip_gradients: the largest norm {_shown(max_norm)} is no number above 0, such as 1.0"
+        )
+
+
+def check_tensor(call: str, value: Any) -> None:
+    """Raise UsageError if `call`, which takes rows, was given something else."""
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"{call} takes a tensor whose dimension 0 are rows, and was given a "
+            f"{type(value).__name__}. Call it for each tensor."
+        )
+    if value.dim() == 0:
+        raise UsageError(f"{call} takes a tensor whose dimension 0 are rows; this one is a number.")
+
+
+def check_path(call: str, path: Any) -> None:
+    """Raise UsageError if a path is no text, or empty."""
+    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+        raise UsageError(f'{call}: {_shown(path)} is no path of a file, such as "model.pt"')
+
+
+def check_state(*parts: Any) -> None:
+    """Raise UsageError if the arguments of `load_state` are not the three that `state` returns."""
+    for name, part in zip(("tensors", "info", "private"), parts, strict=True):
+        if not isinstance(part, Mapping):
+            raise UsageError(
+                f"load_state: {name} is a {type(part).__name__}. It takes what run.state() "
+                "returned: tensors, info, private = run.state()."
+            )
+
+
+def check_evaluation(compute_sums: Any, loader: Any, models: Sequence[Any]) -> None:
+    """Raise UsageError for arguments of `evaluate` of a wrong kind."""
+    if not callable(compute_sums):
+        raise UsageError(
+            f"evaluate was given a {type(compute_sums).__name__}, and takes a function of a batch "
+            'that returns sums over it, such as {"correct": (scores.argmax(1) == y).sum()}.'
+        )
+    if isinstance(loader, Tensor | str | bytes):
+        raise UsageError(
+            f"evaluate was given a {type(loader).__name__} to take batches from; it takes a "
+            "DataLoader or a list of batches."
+        )
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"evaluate: a {type(model).__name__} is no model.")
+
+
+def _shown(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def check_some_gradient(local_model: LocalModel) -> None:

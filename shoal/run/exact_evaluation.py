@@ -105,7 +105,24 @@ def _compute(compute_sums: ComputeSums, batch: Any) -> dict[str, Tensor]:
             f"evaluate: compute_sums returned a {type(sums).__name__}; it must return a dict of "
             'sums over its batch, such as {"correct": (scores.argmax(1) == y).sum()}.'
         )
-    return {name: torch.as_tensor(value) for name, value in sums.items()}
+    return {_name(name): _sum(name, value) for name, value in sums.items()}
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise UsageError(f"evaluate: compute_sums named a sum {name!r}; a name is a text.")
+    return name
+
+
+def _sum(name: str, value: Any) -> Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        raise UsageError(
+            f"evaluate: compute_sums returned a {type(value).__name__} as {name!r}; it must be one "
+            "number, the sum over the batch."
+        )
+    return value.reshape(())
 
 
 @contextmanager

@@ -99,13 +99,16 @@ class NonfiniteSteps:
                 self._hooked.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_optimizer_step)
 
-    def begin(self, batch: base.LocalBatch) -> base.LocalBatch:
-        """Return the batch to compute. Called first in each `forward_backward`."""
+    def begin(self) -> Callable[[Tensor], None] | None:
+        """Return what is to be called with the loss of each micro-batch of the step, if anything.
+
+        Called first in each `forward_backward`.
+        """
         if not self.enabled:
-            return batch
+            return None
         check = self._model.finite_check
         check.begin()
-        return batch._replace(note_loss=check.losses.append)
+        return check.losses.append
 
     def judge(
         self, totals: Tensor, numbers: list[float] | None, earlier: Iterable[Tensor] = ()

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.run.checks import (
-    check_compute_loss,
-    check_has_optimizer,
-    check_keeps_gradients,
-    check_step_options,
-    single_sample_error,
-)
+from shoal.run import checks
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -89,7 +83,6 @@ class Run(StatefulRun):
         after layers were frozen or thawed, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
-
         Raises:
             UsageError: an argument is neither of these; the optimizers do not hold each trainable
                 parameter exactly once; the batches of a loader cannot be divided among ranks.
@@ -134,8 +127,8 @@ class Run(StatefulRun):
         Returns: the global mean loss, a detached scalar on the device, equal on every rank; and
             with `extra` the pair (loss, extra), with the values of this rank's samples.
         """
-        check_compute_loss(compute_loss, batch)
-        check_step_options(rows, reduction)
+        checks.check_compute_loss(compute_loss, batch)
+        checks.check_step_options(rows, reduction)
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make_batch(
@@ -165,7 +158,7 @@ class Run(StatefulRun):
             self._memory.explain(error, local_batch)
             raise
         except ValueError as error:
-            explained = single_sample_error(error, local_batch)
+            explained = checks.single_sample_error(error, local_batch)
             if explained is None:
                 raise
             raise explained from error
@@ -178,7 +171,7 @@ class Run(StatefulRun):
         """Return the step of the local model; the first batch may be needed to make it."""
         prepared = self._prepared
         if prepared.step is None:
-            check_has_optimizer(prepared.optimizers)
+            checks.check_has_optimizer(prepared.optimizers)
             accumulate = self._settings.accumulate
             with prepared.in_step():
                 example = example_of(batch, prepared.models, self.mesh, accumulate)
@@ -201,6 +194,7 @@ class Run(StatefulRun):
             StrategyRefused: the global batch is not computed at once, or by different weights.
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
         """
+        checks.check_tensor("run.gather", tensor)
         return self._gathering.gather(tensor, self._local_model())
 
     @property
@@ -215,15 +209,16 @@ class Run(StatefulRun):
 
         Returns: the norm before, a scalar tensor.
         """
+        checks.check_max_norm(max_norm)
         local_model = self._local_model()
         reason = "clipping needs the norm of all gradients at once"
-        check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
+        checks.check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
         return clip_gradients(local_model, max_norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of every trainable parameter, under its name. Collective."""
         reason = "they have been used and freed"
-        check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
+        checks.check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
         local_model = self._local_model()
         if local_model.strategy_state.has_rank_local_optimizer:
             raise UsageError(
@@ -296,6 +291,7 @@ class Run(StatefulRun):
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
+        checks.check_evaluation(compute_sums, loader, models)
         with self._gathering.evaluation():
             return evaluate(
                 self.mesh.data,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.errors import DataError, UsageError
 from shoal.run import train_state
+from shoal.run.checks import check_path, check_state
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
@@ -75,7 +76,10 @@ class StatefulRun:
 
         The file has the model's own names, and is replaced in one piece or not at all. Read it with
         `torch.load(path, weights_only=True)`.
+
+        Raises: CheckpointError: on every rank, if it cannot be written.
         """
+        check_path("run.save", path)
         local_model = self._local_model()
         self.synchronize()
         train_state.save_model(local_model, self.mesh, path)
@@ -121,6 +125,7 @@ class StatefulRun:
 
         Raises: DataError: the data set of a prepared loader is not the one of the saved run.
         """
+        check_state(tensors, info, private)
         resumable = self._train_state()
         train_state.check_complete(info)
         change = resumable.check_data(info)

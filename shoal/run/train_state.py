@@ -216,6 +216,8 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
     """Write the full model's `state_dict` to a file, all of it or nothing.
 
     Collective; all ranks must hold the same weights.
+
+    Raises: CheckpointError: on every rank, if it cannot be written.
     """
     mesh.data.broadcast_buffers(local_model.module)
     state = {}
@@ -227,9 +229,14 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
             full = full_tensor(value)
             if mesh.rank == 0:
                 state[name] = full.cpu() if full is not value else value
+    outcome = ""
     if mesh.rank == 0:
-        _write_file(state, Path(path))
-    mesh.barrier()
+        try:
+            _write_file(state, Path(path))
+        except (OSError, ValueError) as error:  # the other ranks wait
+            outcome = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if outcome := mesh.all_gather_str(outcome)[0]:
+        raise CheckpointError(f"the model was not saved in {path}: {outcome}")
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

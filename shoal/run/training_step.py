@@ -75,11 +75,14 @@ class TrainingStep:
         """Leave the global mean gradients in `.grad`. Collective."""
         self._progress.begin_step(shapes_of(batch))
         self._guards.before_step()
+        compute_loss = batch.compute_loss
         if self.optimizer_in_backward is not None:
-            batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
-        if self._sum_counts is not None:
-            batch = batch._replace(sum_counts=self._sum_counts)
-        batch = self._nonfinite_steps.begin(batch)
+            compute_loss = require_mean(compute_loss)
+        batch = batch._replace(
+            compute_loss=compute_loss,
+            sum_counts=self._sum_counts,
+            note_loss=self._nonfinite_steps.begin(),
+        )
         result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)

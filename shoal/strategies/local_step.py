@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import global_norm, to_local
+from shoal.errors import UsageError
 from shoal.platform.tensors import tensor_on
 from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.base import (
@@ -53,6 +54,11 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
     progress = own_progress()
     progress.enter(Phase.FORWARD)
     output = forward(batch)
+    if not output.loss.requires_grad:
+        raise UsageError(
+            "compute_loss returned a loss that depends on no trainable parameter, so there is no "
+            "gradient: is it detached, made of numbers, or computed under no_grad?"
+        )
     progress.enter(Phase.BACKWARD)
     if output.totals_param is None:
         output.loss.backward()

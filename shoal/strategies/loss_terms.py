@@ -9,6 +9,7 @@ return loss, {"hits": summed(hits)}             ... summed over all ranks
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +43,29 @@ class Counted:
             return Counted(self.terms + other.terms)
         if isinstance(other, Tensor):
             return Counted((*self.terms, Term(other, None)))
-        if other == 0:  # sum() begins with 0
+        if isinstance(other, int | float) and other == 0:  # sum() begins with 0
             return self
         raise UsageError(f"a counted loss and a {type(other).__name__} cannot be added.")
 
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> Counted:
+        _check_factor(factor)
         return Counted(tuple(Term(term.value * factor, term.count) for term in self.terms))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Counted:
+        _check_factor(divisor)
         return Counted(tuple(Term(term.value / divisor, term.count) for term in self.terms))
 
     def __sub__(self, other: Any) -> Counted:
         return self.__add__(-1.0 * other)
+
+
+def _check_factor(factor: Any) -> None:
+    if not isinstance(factor, int | float | Tensor):
+        raise UsageError(f"a counted loss cannot be scaled by a {type(factor).__name__}.")
 
 
 def counted(loss_sum: Tensor, count: Tensor | float) -> Counted:
@@ -81,6 +89,11 @@ def counted(loss_sum: Tensor, count: Tensor | float) -> Counted:
         # The object stays the same where it can: terms with the same count become one term.
         number = count if count.dim() == 0 else count.reshape(())
     else:
+        if not isinstance(count, int | float) or not 0 <= count < math.inf:
+            raise UsageError(
+                f"counted(sum, count): the count {count!r} is no number from 0 on, of samples, "
+                "tokens or weights."
+            )
         number = loss_sum.new_full((), float(count))
     return Counted((Term(loss_sum, number),))
 
@@ -97,6 +110,8 @@ def summed(value: Tensor | float) -> Summed:
 
     Args: value: 0- or 1-dimensional, a sum over this rank's samples. It travels with the gradients.
     """
+    if not isinstance(value, Tensor | int | float):
+        raise UsageError(f"summed(...) takes a number or a tensor; it is a {type(value).__name__}.")
     tensor = torch.as_tensor(value).detach()
     if tensor.dim() > 1:
         raise UsageError(
@@ -139,5 +154,10 @@ def split_result(result: Any) -> tuple[tuple[Term, ...], Any]:
         raise UsageError(
             f"compute_loss returned a tensor of shape {tuple(loss.shape)}; it must return the mean "
             "over its batch (a scalar), or shoal.counted(sum, count)."
+        )
+    if not loss.is_floating_point():
+        raise UsageError(
+            f"compute_loss returned a number of {str(loss.dtype).removeprefix('torch.')}; it must "
+            "return the mean over its batch, a real number with a gradient."
         )
     return (Term(loss, None),), extra

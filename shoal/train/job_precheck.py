@@ -16,7 +16,7 @@ from shoal.config.job import Job, is_path
 from shoal.errors import did_you_mean
 
 SOURCES = ("digits", "cifar10", "cifar100", "imagefolder", "stdlib", "dummy")
-OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "lstm", "gpt")
+OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt")
 REGISTERED = ("models", "data")
 NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
 

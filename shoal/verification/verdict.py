@@ -22,6 +22,7 @@ from shoal.strategies.precheck import check
 from shoal.strategies.server_options import ServerOptions
 from shoal.testing import world
 from shoal.verification import buffer_check
+from shoal.verification.argument_checks import check_arguments
 from shoal.verification.batches import BatchFunction, loader_of
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy
 
@@ -115,9 +116,13 @@ def verify(
 
     Raises:
         ConfigError: there is no such strategy.
-        UsageError: `ranks`, `steps` or `accumulate` is below 1.
+        UsageError: an argument is of the wrong kind, or `ranks`, `steps` or `accumulate` is below
+            1, or a function cannot be sent to other processes.
         LaunchError: a process failed; the message has its traceback.
     """
+    functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn}
+    counts = {"ranks": ranks, "steps": steps, "accumulate": accumulate}
+    check_arguments(functions, counts, strategy, tolerance)
     experiment = Experiment(model_fn, partial(loader_of, batch_fn, steps), loss_fn, steps)
     return verify_job(experiment, strategy, ranks, accumulate=accumulate, tolerance=tolerance)
 

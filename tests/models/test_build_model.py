@@ -46,7 +46,7 @@ def test_a_builder_of_the_users_own_comes_before_the_others():
 
     for name in ("mine", "gpt", "resnet18"):
         assert build(name, 10, TEXT, {"scale": 2}, extra={name: mine}).out_features == 20
-    assert set(MODELS) == {"mlp", "residual_cnn", "cifar_resnet18", "lstm", "gpt"}
+    assert set(MODELS) == {"mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt"}
 
 
 def test_a_builder_that_takes_anything_is_given_anything():
@@ -72,8 +72,8 @@ def test_a_builder_that_does_not_take_what_it_is_given_is_named():
         ("resnet-18", "did you mean 'resnet18'?"),
         (
             "xyz",
-            "known: cifar_resnet18, gpt, lstm, mlp, residual_cnn, timm:NAME, torchvision's "
-            "(resnet18...)",
+            "known: botnet50, cifar_resnet18, gpt, lstm, mlp, residual_cnn, timm:NAME, "
+            "torchvision's (resnet18...)",
         ),
     ],
 )

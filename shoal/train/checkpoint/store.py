@@ -36,8 +36,8 @@ class Checkpoints:
     def __init__(
         self, directory: Path, keep: int = 3, group: dist.ProcessGroup | None = None
     ) -> None:
-        if keep < 1:
-            raise UsageError(f"keep={keep}: at least one checkpoint must stay")
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep={keep!r}: at least one checkpoint must stay, a whole number")
         self.directory = directory
         self.keep = keep
         self.consensus = RankConsensus(group)

@@ -1,0 +1,190 @@
+"""The cost of the checks of a step: all of them, and each, as shares of a step of some 5 ms.
+
+To look at gradients is to read them once more, from the third cache at best. So two models are
+measured: a CNN, which computes much with few parameters, and an MLP of 460,000 parameters on 64
+rows, of which every gradient is as dear as it gets.
+
+    round 1   all on  no guards  not judged  all off     a step each, in a new order, on all ranks
+    round 2   all off  all on  no guards  not judged
+
+All candidates live in the same processes and take single steps in turn, so that a disturbance that
+is longer than a round falls on all of them. The first figure is the ratio of the fastest tenths,
+which tells what the code costs on a machine that others use too; then the median of the rounds'
+ratios, with the spread of the medians of ten parts of the rounds. What is no part of each step is
+timed alone: the comparison of replicas, every `train.check_replicas` steps, and the fingerprint of
+the data, once in a run.
+
+    python -m benchmarks.overhead.checks
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from benchmarks.report_page import circumstances
+from shoal.config.job import TrainConfig
+from shoal.data.fingerprint import fingerprint
+from shoal.testing import world
+
+RESULT = Path(__file__).with_name("checks.json")
+ROWS, BATCHES, WARM_UP, PARTS = 64, 8, 20, 10
+WIDTH = 640  # of the MLP: a step of some 3 to 5 ms on one core
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "all checks": {},
+    "no guards": {"guards": False},
+    "not judged": {"nonfinite": "ignore"},
+    "no checks": {"guards": False, "nonfinite": "ignore"},
+}
+Step = Callable[[], object]
+
+
+def measured(model: str, rounds: int) -> dict[str, Any]:
+    """Return seconds of each step on the slower rank, by candidate. Collective."""
+    torch.set_num_threads(1)
+    steps = {name: stepping(model, checks) for name, checks in CANDIDATES.items()}
+    chance = random.Random(0)
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(WARM_UP + rounds):
+        for name in chance.sample(list(steps), len(steps)):
+            started_s = time.perf_counter()
+            steps[name][0]()
+            if number >= WARM_UP:
+                times_s[name].append(time.perf_counter() - started_s)
+    slower = torch.tensor([times_s[name] for name in steps], dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(slower, dist.ReduceOp.MAX)
+    run, data = steps["all checks"][1:]
+    return {
+        "step_s": dict(zip(steps, slower.tolist(), strict=True)),
+        "check_replicas_s": fastest(run.check_replicas),
+        "fingerprint_s": fastest(lambda: fingerprint(data)),
+    }
+
+
+def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return a model, and the shape of its samples."""
+    first, second = nn.Linear(64, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(WIDTH, 10)), (64,)
+
+
+def cnn() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return a model, and the shape of its samples."""
+    first, second = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1)
+    pooled = (nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(first, nn.ReLU(), second, *pooled), (3, 32, 32)
+
+
+MODELS = {"CNN": cnn, "MLP": mlp}
+
+
+def stepping(name: str, checks: dict[str, Any]) -> tuple[Step, shoal.Run, Any]:
+    """Return a step of a model of its own, its run, and its data. Collective."""
+    torch.manual_seed(0)
+    run = shoal.init(announce=lambda _: None, **checks)
+    model, shape = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = ROWS * BATCHES * run.world
+    data = TensorDataset(torch.randn(rows, *shape), torch.randint(10, (rows,)))
+    run.prepare(model, optimizer)
+    batches = list(run.prepare(DataLoader(data, ROWS * run.world)))
+    taken = 0
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def step() -> object:
+        nonlocal taken
+        x, y = batches[taken % BATCHES]
+        taken += 1
+        optimizer.zero_grad()
+        loss = run.forward_backward(compute_loss, x, y)
+        optimizer.step()
+        return loss
+
+    return step, run, data
+
+
+def fastest(action: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of five calls."""
+    times_s = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - started_s)
+    return min(times_s)
+
+
+def share(step_s: dict[str, list[float]], on: str, off: str) -> tuple[float, float, float]:
+    """Return what `on` takes beyond `off`, in percent of the step: median, and its spread."""
+    ratios = [100 * (a / b - 1) for a, b in zip(step_s[on], step_s[off], strict=True)]
+    length = len(ratios) // PARTS
+    medians = sorted(median(ratios[part * length :][:length]) for part in range(PARTS))
+    return median(ratios), medians[1], medians[-2]
+
+
+def share_of_fastest(step_s: dict[str, list[float]], on: str, off: str) -> float:
+    """Return the same of the steps that took longer than a tenth of all."""
+    tenths = [sorted(step_s[name])[len(step_s[name]) // 10] for name in (on, off)]
+    return 100 * (tenths[0] / tenths[1] - 1)
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the report of one number of ranks."""
+    step_s = found["step_s"]
+    step = median(step_s["no checks"])
+    lines = [("a step without checks", f"{1e3 * step:.2f} ms")]
+    for name, on, off in (
+        ("all checks of a step together", "all checks", "no checks"),
+        ("guards", "all checks", "no guards"),
+        ("loss and gradients finite", "all checks", "not judged"),
+    ):
+        middle, low, high = share(step_s, on, off)
+        best = share_of_fastest(step_s, on, off)
+        lines.append((name, f"**{best:.2f} %**; {middle:.2f} % ({low:.2f} to {high:.2f})"))
+    every = TrainConfig().check_replicas or 1
+    of_a_step = found["check_replicas_s"] / step
+    lines.append(
+        (
+            f"replicas compared, every {every} steps",
+            f"{100 * of_a_step / every:.2f} %, {1e3 * found['check_replicas_s']:.1f} ms each",
+        )
+    )
+    fingerprint = f"{1e3 * found['fingerprint_s']:.2f} ms"
+    return [*lines, ("fingerprint of the data, once in a run", fingerprint)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    options = parser.parse_args()
+    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "found": {}}
+    for ranks, model in product(options.ranks, MODELS):
+        found = world.run(ranks, measured, model, options.rounds, timeout_s=600)[0]
+        result["found"][f"{model}, {ranks} rank{'s' if ranks > 1 else ''}"] = found
+        print(f"{model}, {ranks} rank{'s' if ranks > 1 else ''}")
+        print("\n".join(f"  {name:45s}{value}" for name, value in rows_of(found)), flush=True)
+    RESULT.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
