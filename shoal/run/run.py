@@ -20,6 +20,7 @@ from shoal.run.checks import (
     check_has_optimizer,
     check_keeps_gradients,
     check_step_options,
+    single_sample_error,
 )
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
@@ -36,7 +37,6 @@ from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
-from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 
 
@@ -161,6 +161,11 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
+        except ValueError as error:
+            explained = single_sample_error(error, local_batch)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self._gathering.end_step()
         self.totals = output.totals
@@ -222,20 +227,6 @@ class Run(StatefulRun):
                 "gradients(): every rank steps by gradients of its own here; they are in `.grad`."
             )
         return gather_gradients(local_model)
-
-    def report(self) -> list[str]:
-        """Return lines for the end of a run, such as the staleness that servers have measured."""
-        return self._local_model().strategy_state.report()
-
-    @property
-    def remote(self) -> RemoteOptimizer | None:
-        """The parameter servers, if they own the parameters; None if this process steps them."""
-        return self._local_model().remote_optimizer
-
-    @property
-    def is_synchronous(self) -> bool:
-        """True if all ranks take each step together, so that a step has global gradients."""
-        return self._local_model().strategy_state.is_synchronous
 
     @property
     def finite(self) -> bool:

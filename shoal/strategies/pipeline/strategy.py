@@ -114,7 +114,7 @@ class Pipeline(PipelineOptions, Strategy):
     def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""
         module = model.module
-        schedule = self._table(example)
+        schedule = self._table(example, module)
         request = PlanRequest(
             schedule.num_stages, self.balance, self.cuts, model.planning.colocations
         )
@@ -153,9 +153,12 @@ class Pipeline(PipelineOptions, Strategy):
                 "schedule=1f1b or schedule=interleaved."
             )
 
-    def _table(self, example: ExampleBatch) -> ScheduleTable:
+    def _table(self, example: ExampleBatch, module: nn.Module) -> ScheduleTable:
+        # A BatchNorm of vectors takes the variance of the samples of a micro-batch.
+        has_norm = any(isinstance(inner, nn.BatchNorm1d) for inner in module.modules())
+        num_samples = example.num_samples // 2 if has_norm else example.num_samples
         num_microbatches = self.microbatches or _default_microbatches(
-            self.schedule, self.ranks, example.num_samples
+            self.schedule, self.ranks, num_samples
         )
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
 
