@@ -43,6 +43,16 @@ class FirstStepNotes(NamedTuple):
     in_micro_batches: bool = False
 
 
+def notes_for(
+    mesh: Mesh, accumulate: int, draws_globally: bool, announce: Callable[[str], None]
+) -> FirstStepNotes:
+    """Return who is told what: with one pass through each batch there is nothing to tell."""
+    in_micro_batches = accumulate > 1 or mesh.pipeline.size > 1
+    if mesh.data.size == 1 and not in_micro_batches:
+        return FirstStepNotes()
+    return FirstStepNotes(None if draws_globally else announce, announce, in_micro_batches)
+
+
 @contextmanager
 def noting_first_step(module: nn.Module, mesh: Mesh, notes: FirstStepNotes) -> Iterator[None]:
     """Announce what makes the passes of this context differ from one device's. Collective.

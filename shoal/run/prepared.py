@@ -30,7 +30,7 @@ from shoal.run.checks import (
     check_one_optimizer_in_backward,
     check_takes_second_optimizer,
 )
-from shoal.run.first_step_notes import FirstStepNotes
+from shoal.run.first_step_notes import FirstStepNotes, notes_for
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -246,27 +246,22 @@ class Prepared:
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
-        is_first = self.step is None  # when layers are thawed later, the notes are known
+        notes = FirstStepNotes()
+        if self.step is None:  # when layers are thawed later, the notes are known
+            is_global = self.settings.draws == "global"
+            notes = notes_for(self.mesh, self.settings.accumulate, is_global, self._announce)
         self.step = TrainingStep(
             local_model,
             self.mesh,
             in_backward,
             self.tracing,
             StepChecks(self._guards, self.nonfinite_steps, scale_guard),
-            self._notes() if is_first else FirstStepNotes(),
+            notes,
         )
         self._watch_steps()
         self._install_guards(groups)
         if self.tracing is not None:
             self.tracing.wrap_step(local_model, self.optimizers[0])
-
-    def _notes(self) -> FirstStepNotes:
-        """Return who is told what makes the first step differ from one device's."""
-        in_micro_batches = self.settings.accumulate > 1 or self.mesh.pipeline.size > 1
-        if self.mesh.data.size == 1 and not in_micro_batches:
-            return FirstStepNotes()
-        draws = self._announce if self.settings.draws == "rank" else None
-        return FirstStepNotes(draws, self._announce, in_micro_batches)
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""

@@ -31,7 +31,6 @@ from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
-from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -225,20 +224,6 @@ class Run(StatefulRun):
                 "gradients(): every rank steps by gradients of its own here; they are in `.grad`."
             )
         return gather_gradients(local_model)
-
-    def report(self) -> list[str]:
-        """Return lines for the end of a run, such as the staleness that servers have measured."""
-        return self._local_model().strategy_state.report()
-
-    @property
-    def remote(self) -> RemoteOptimizer | None:
-        """The parameter servers, if they own the parameters; None if this process steps them."""
-        return self._local_model().remote_optimizer
-
-    @property
-    def is_synchronous(self) -> bool:
-        """True if all ranks take each step together, so that a step has global gradients."""
-        return self._local_model().strategy_state.is_synchronous
 
     @property
     def finite(self) -> bool:

@@ -18,6 +18,7 @@ from shoal.run.checks import check_path, check_state
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
+from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 
 
@@ -139,6 +140,20 @@ class StatefulRun:
         notes = resumable.load(tensors, info, private)
         self._run_guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
+
+    def report(self) -> list[str]:
+        """Return lines for the end of a run, such as the staleness that servers have measured."""
+        return self._local_model().strategy_state.report()
+
+    @property
+    def remote(self) -> RemoteOptimizer | None:
+        """The parameter servers, if they own the parameters; None if this process steps them."""
+        return self._local_model().remote_optimizer
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if all ranks take each step together, so that a step has global gradients."""
+        return self._local_model().strategy_state.is_synchronous
 
     def _train_state(self) -> train_state.TrainState:
         local_model, prepared = self._local_model(), self._prepared

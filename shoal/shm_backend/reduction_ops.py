@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
@@ -55,7 +56,14 @@ class Reductions(CollectiveDispatch):
         ):
             assert self._queue is not None
             return self._queue.call(*fast.call, lambda: fast.steps(tensor), tensors, opts)
-        operation = OPERATIONS.get(op_code, "")
+        return self._allreduce_first(tensors, opts, key)
+
+    def _allreduce_first(
+        self, tensors: list[Tensor], opts: Any, key: tuple[torch.dtype, int, int]
+    ) -> Work:
+        """Make an all-reduce that has no fast path yet, and remember its path if it has one."""
+        tensor = tensors[0]
+        operation = OPERATIONS.get(key[-1], "")
         if has_own_dispatch(tensor):
             return call_visibly(
                 Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)

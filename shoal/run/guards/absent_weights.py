@@ -141,31 +141,49 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
-    if label in NEW_TENSORS and args and args[0] is absent:
-        made = new_tensor_like(absent, label, tuple(args[1:]), dict(kwargs), absent.device_here)
-        if made is not None:
-            return made
+    if (made := _new_tensor(absent, label, args, kwargs)) is not None:
+        return made
     if _is_in_place(label):
         is_done, result = _written_where_here(func, args, kwargs)
         if is_done:
             return result
-    failure: Exception | None = None
-    if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
-        try:
-            with DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-            if _is_without_values(result):
-                return tree_map(
-                    lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), result
-                )
-        except Exception as error:  # noqa: BLE001 - whatever torch raises where values are missing
-            failure = error
+    computed, failure = _computed_shapes(func, args, kwargs)
+    if computed:
+        return tree_map(
+            lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), computed[0]
+        )
     read = "" if label.startswith("__get") else label.strip("_")
     raise UsageError(
         f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
     ) from failure
+
+
+def _new_tensor(
+    absent: AbsentWeight, label: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the result of a method that makes a tensor like this weight; None for others."""
+    if label not in NEW_TENSORS or not args or args[0] is not absent:
+        return None
+    return new_tensor_like(absent, label, tuple(args[1:]), dict(kwargs), absent.device_here)
+
+
+def _computed_shapes(
+    func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], Exception | None]:
+    """Call a function whose tensors are all absent.
+
+    Returns: its result, in a list; an empty list if it needs values, with torch's error.
+    """
+    if not all(_is_absent(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+        return [], None
+    try:
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever torch raises where values are missing
+        return [], error
+    return [result] if _is_without_values(result) else [], None
 
 
 def _is_without_values(result: Any) -> bool:

@@ -10,6 +10,7 @@ One process says which shape comes of it; a tensor that cannot have that shape i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -81,9 +82,8 @@ def _versions(groups: list[Pieces], like: Tensor, has_stand_ins: bool) -> list[T
     Args: has_stand_ins: ranks without rows of their own have computed one of another rank.
     """
     for dim in range(min(2, like.dim())):
-        joined = [_along(dim, [part for rank in group for part in rank]) for group in groups]
-        found = [tensor for tensor in joined if tensor is not None]
-        if len(found) != len(groups) or not found:
+        found = _joined_along(dim, groups)
+        if not found:
             continue
         cut = [_without_stand_ins(t, like, dim) for t in found] if has_stand_ins else found
         if all(tensor.shape == like.shape for tensor in cut):
@@ -91,8 +91,15 @@ def _versions(groups: list[Pieces], like: Tensor, has_stand_ins: bool) -> list[T
         whole = _columns(cut, like)
         if whole is not None:
             return [whole]
-    copies = [part for group in groups for rank in group for part in rank]
+    copies = [part for group in groups for part in chain.from_iterable(group)]
     return copies if copies and all(part.shape == like.shape for part in copies) else []
+
+
+def _joined_along(dim: int, groups: list[Pieces]) -> list[Tensor]:
+    """Return the pieces of each tensor rank joined; nothing if those of one do not fit."""
+    joined = [_along(dim, [*chain.from_iterable(group)]) for group in groups]
+    found = [tensor for tensor in joined if tensor is not None]
+    return found if len(found) == len(groups) else []
 
 
 def _along(dim: int, parts: list[Tensor]) -> Tensor | None:
