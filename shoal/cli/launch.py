@@ -7,6 +7,7 @@ Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env:
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from shoal.cli import (
 )
 from shoal.config import trace_window
 from shoal.errors import ConfigError, UsageError
+from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
     from shoal.launch.cluster_work import ClusterWork
@@ -62,6 +64,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=".",
         metavar="DIR",
         help="where the script's trace.json goes (default: here)",
+    )
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help="end the run if a rank does not come for so long (default: 60; 0 for no limit)",
     )
     cluster_options.arguments(parser)
     parser.add_argument("script", type=argument_types.path, help="Python file")
@@ -129,6 +137,7 @@ def _environment(options: argparse.Namespace, line: StrategyLine | None) -> dict
     if options.trace is not None:
         trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
         variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
+    variables[hang_limit.VARIABLE] = hang_limit.chosen_limit_s(options.hang_limit, os.environ)
     return {name: str(value) for name, value in variables.items() if value is not None}
 
 

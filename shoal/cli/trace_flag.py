@@ -11,6 +11,7 @@ from shoal.config import trace_window
 # Options of `launch` that take a value.
 LAUNCH_OPTIONS = (
     *("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to"),
+    "--hang-limit",
     *cluster_options.WITH_VALUE,
 )
 

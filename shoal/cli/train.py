@@ -11,12 +11,14 @@ All checks that need no data are made before any process starts.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types, cluster_options, execution, job_options, trace_flag
 from shoal.errors import ConfigError, UsageError
+from shoal.watchdog.hang_limit import chosen_limit_s
 
 if TYPE_CHECKING:
     from shoal.config import Settings
@@ -47,6 +49,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.integer(-(2**63), 1_000_000),
         help="with -n: how often a run goes on by itself when a process was killed (default: 3)",
     )
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help="with -n: restart if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
     cluster_options.arguments(parser)
 
 
@@ -72,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     if restarts is not None:
         from shoal.train.supervised_run import train
 
-        return train(settings.job, line, world, restarts)
+        limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
+        return train(settings.job, line, world, restarts, limit_s)
     return execution.call(info.world, world, "train", (settings.job,))
 
 
