@@ -28,6 +28,9 @@ distributed.init_process_group("gloo")
 total = torch.tensor(float(os.environ["RANK"]))
 distributed.all_reduce(total)
 print("sum", total.item(), "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+distributed.barrier()
+# Without it torch may abort a rank at its exit, when another has gone before.
+distributed.destroy_process_group()
 """
 
 

@@ -13,7 +13,7 @@ from shoal.errors import LaunchError, UsageError
 COMMANDS = ("sbatch", "scontrol", "scancel")
 PATIENCE_S = 60.0
 """Limit of one of Slurm's commands. A controller that does not answer ends them earlier."""
-KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 """Variables that are the user's and not those of a job from which this command is called."""
 DECIDED = (
     *("SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_JOB_NAME", "SBATCH_WAIT", "SBATCH_SIGNAL"),
