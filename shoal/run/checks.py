@@ -143,6 +143,23 @@ def check_some_gradient(local_model: LocalModel) -> None:
     )
 
 
+def single_sample_error(error: ValueError, batch: LocalBatch) -> UsageError | None:
+    """Return what to raise in place of torch's error of a BatchNorm that was given one sample.
+
+    None for another error, or where the whole batch is one sample.
+    """
+    text = "Expected more than 1 value per channel when training"
+    if text not in str(error) or (batch.sizes_known and batch.global_batch_size == 1):
+        return None
+    return UsageError(
+        f"a BatchNorm was given one sample, of which it can take no variance: {batch.num_samples} "
+        "samples of this batch came to this rank, and micro-batches divide them further. Use "
+        "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
+        "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
+        "pipeline=N,microbatches=M)."
+    )
+
+
 def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool) -> None:
     """Raise StrategyRefused if other parameters cannot be trained than in the first `prepare`."""
     if not all(strategy.can_apply_again for strategy in strategies):
@@ -186,20 +203,3 @@ def check_keeps_gradients(call: str, reason: str, step_in_backward: bool) -> Non
     """
     if step_in_backward:
         raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")
-
-
-def single_sample_error(error: ValueError, batch: LocalBatch) -> UsageError | None:
-    """Return what to raise in place of torch's error of a BatchNorm that was given one sample.
-
-    None for another error, or where the whole batch is one sample.
-    """
-    text = "Expected more than 1 value per channel when training"
-    if text not in str(error) or (batch.sizes_known and batch.global_batch_size == 1):
-        return None
-    return UsageError(
-        f"a BatchNorm was given one sample, of which it can take no variance: {batch.num_samples} "
-        "samples of this batch came to this rank, and micro-batches divide them further. Use "
-        "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
-        "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
-        "pipeline=N,microbatches=M)."
-    )
