@@ -168,6 +168,12 @@ class TrainConfig:
         "each save",
         POSITIVE,
     )
+    hang_limit_s: float = setting(
+        60.0,
+        "seconds without a sign of a rank after which `shoal train -n` restarts all from the "
+        "newest checkpoint; ten times as long in a first step; 0 for no limit",
+        NOT_NEGATIVE,
+    )
     accept_data: Literal["same", "changed"] = setting(
         "same",
         "data that a resumed run goes on with: same, else it is refused; changed, whatever it is",

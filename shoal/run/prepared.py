@@ -41,6 +41,7 @@ from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
     make_local_model,
+    pacing_of,
     seed_this_rank,
     shard_loader,
 )
@@ -56,6 +57,8 @@ from shoal.run.training_step import StepChecks, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -267,15 +270,22 @@ class Prepared:
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
+        own_progress().pace(*pacing_of(self.mesh, self.local_model()))
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
             if optimizer not in self._stepping:
                 self._stepping.add(optimizer)
+                optimizer.register_step_pre_hook(self._begin_optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self, *_: Any) -> None:
+    def _begin_optimizer(self, *_: Any) -> None:
+        own_progress().enter(Phase.OPTIMIZER)
+
+    def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
+        if optimizer is self.optimizers[0]:
+            own_progress().end_step()
 
     def _bind(self) -> None:
         """Bind new optimizers to the parameters that this rank owns already."""

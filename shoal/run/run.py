@@ -5,8 +5,8 @@ Every method that says *Collective* must be called by all ranks, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 class Run(StatefulRun):
@@ -187,7 +189,6 @@ class Run(StatefulRun):
         Args: tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
 
         Returns: (rows of all ranks, ...), the same on every rank.
-
         Raises:
             StrategyRefused: the global batch is not computed at once, or by different weights.
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
@@ -255,7 +256,6 @@ class Run(StatefulRun):
         step by themselves.
 
         Returns: a sentence for each rank that was wrong, the same on every rank.
-
         Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
         """
         local_model = self._local_model()
@@ -333,12 +333,16 @@ class Run(StatefulRun):
         """
         return self.totals is not None and bool(self.totals[base.STOP] > 0)
 
-    def outside_step(self, doing: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def outside_step(self, doing: str) -> Iterator[None]:
         """Return a context for work that belongs to no step, such as a save of your own.
 
         A trace shows that time under the name `doing`.
         """
-        return nullcontext() if self._tracing is None else self._tracing.outside_step(doing)
+        tracing = self._tracing
+        traced = nullcontext() if tracing is None else tracing.outside_step(doing)
+        with own_progress().during(Phase.SAVE), traced:
+            yield
 
     def end_trace(self) -> None:
         """Write the steps traced so far, if the run ends within the traced window. Collective."""
