@@ -188,7 +188,6 @@ class Run(StatefulRun):
         Args: tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
 
         Returns: (rows of all ranks, ...), the same on every rank.
-
         Raises:
             StrategyRefused: the global batch is not computed at once, or by different weights.
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
@@ -242,7 +241,6 @@ class Run(StatefulRun):
         step by themselves.
 
         Returns: a sentence for each rank that was wrong, the same on every rank.
-
         Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
         """
         local_model = self._local_model()
