@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
         "--precision",
-        choices=("fp64", "fp32", "bf16", "script"),
+        choices=("fp64", "fp32", "bf16", "fp16", "script"),
         help="fp64 promotes the script (default); for the others each tensor's tolerance is "
         "measured; script: what it computes in by itself",
     )

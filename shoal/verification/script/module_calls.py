@@ -39,6 +39,7 @@ class ModuleCalls:
     Attributes:
         calls: those of this step so far.
         collectives: messages of this step so far, while modules computed; -1: not counted.
+        is_paused: calls are left out: the passes by which Shoal prepares a step.
         tensors: forward/<call>/<output> and backward/<call>/<output> of this step so far.
     """
 
@@ -48,6 +49,7 @@ class ModuleCalls:
         self.calls: list[CallRecord] = []
         self.tensors: dict[str, Tensor] = {}
         self.collectives = 0
+        self.is_paused = False
         self._names = names
         self._before_model = before_model
         self._depth = 0
@@ -91,7 +93,7 @@ class ModuleCalls:
             self._inside -= 1
             self._count_collectives()
         is_training = module.training or torch.is_grad_enabled()
-        if not is_training or is_trial_running() or in_backward_pass():
+        if self.is_paused or not is_training or is_trial_running() or in_backward_pass():
             return
         name = self._names.find(module)
         if name is None:

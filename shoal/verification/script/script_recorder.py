@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from shoal.data.tree_map import tensors_in
 from shoal.run import Run
 from shoal.run.optimizer_groups import params_of
+from shoal.run.training_step import TrainingStep
 from shoal.verification.script.full_values import digests, whole
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.module_calls import ModuleCalls
@@ -84,6 +85,7 @@ class ScriptRecorder:
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(Run, "forward_backward", self._forward_backward)
         self._replace(Run, "prepare", self._prepare)
+        self._replace(TrainingStep, "forward_backward", self._passes)
 
     def stop(self) -> None:
         """End to record, and write the index."""
@@ -130,10 +132,18 @@ class ScriptRecorder:
     def _forward_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
         self._step.lines.setdefault("backward", user_line())
         self._before_model(None, ())
-        result = original(run, *args, **kwargs)
+        self._calls.is_paused = True  # a pipeline is divided, rows to gather are looked for
+        try:
+            result = original(run, *args, **kwargs)
+        finally:
+            self._calls.is_paused = False
         loss = result[0] if isinstance(result, tuple) else result
         self._step.losses.append(float(loss))
         return result
+
+    def _passes(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._calls.is_paused = False
+        return original(*args, **kwargs)
 
     def _before_model(self, module: nn.Module | None, args: Any) -> None:
         known = any(name.startswith("input/") for name in self._step.digests)

@@ -18,6 +18,7 @@ class WithShoal(Loop):
     """A loop on Shoal; in one process the plain loop that it was made from."""
 
     strategy = "ddp"
+    accumulate = 1
     shares = (4, 3)
 
     def data(self) -> TensorDataset:
@@ -39,6 +40,7 @@ class WithShoal(Loop):
             return
         run = init_with_place(
             self.strategy,
+            accumulate=self.accumulate,
             precision=self.precision,
             announce=lambda _: None,
         )
@@ -63,6 +65,11 @@ class ShoalDDP(WithShoal):
 @harmless("none: Shoal's zero3")
 class ShoalZero3(WithShoal):
     strategy = "zero3"
+
+
+@harmless("none: Shoal's ddp with two micro-batches")
+class ShoalAccumulates(WithShoal):
+    accumulate = 2
 
 
 @harmless("none: Shoal's pipeline")
