@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,10 @@ from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import RankResult
 from shoal.platform.processes import parent_pid, process_state
 from shoal.watchdog.progress_memory import ProgressMemory
+
+UNKNOWN_CODE = 255
+"""Exit code that multiprocessing gives to a process whose fork server has ended, among others."""
+END_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,6 @@ class Ranks:
         self.progress = progress
         self.hang_limit_s = hang_limit_s
         self.all: list[Rank] = []
-        self._lost: set[int | None] = set()
 
     def __enter__(self) -> Ranks:
         return self
@@ -181,10 +185,10 @@ class Ranks:
         stores = [] if self.store is None else [self.store.sentinel]
         ready = set(wait([*stores, *sources, *rank_sources], timeout_s))
         events: list[RankEvent] = []
-        if any(rank.process.sentinel in ready for rank in alive):
-            events += self._lost_fork_server(alive)
         for rank in alive:
             events += rank.read_events(ready.intersection(rank.sources))
+        if any(isinstance(event, RankExited) and event.code == UNKNOWN_CODE for event in events):
+            events = [*self._lost_fork_server(alive), *events]
         if ready.intersection(stores) and self.alive:
             assert self.store is not None
             self.store.join()
@@ -199,10 +203,13 @@ class Ranks:
     def _lost_fork_server(self, alive: Sequence[Rank]) -> list[RankEvent]:
         """Return the failure of the fork server, once it has ended. Nothing can start any more."""
         parents = {rank.parent for rank in alive} - {os.getpid(), None}
-        for pid in parents - self._lost:
-            if pid is None or process_state(pid) not in (None, "Z", "X"):
+        limit_s = time.monotonic() + END_S
+        for pid in parents:
+            # Its pipes close a moment before the kernel reports its end.
+            while (has_ended := _has_ended(pid)) is False and time.monotonic() < limit_s:
+                time.sleep(0.01)
+            if pid is None or not has_ended:
                 continue
-            self._lost.add(pid)
             name = f"the fork server (process {pid}), from which ranks are started,"
             headline = _end_of_child(pid)
             return [
@@ -230,6 +237,10 @@ class Ranks:
             self.store.join()
         self._private.close()
         self.progress.close()
+
+
+def _has_ended(pid: int | None) -> bool:
+    return pid is not None and process_state(pid) in (None, "Z", "X")
 
 
 def _end_of_child(pid: int) -> str:
