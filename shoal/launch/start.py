@@ -33,6 +33,8 @@ from shoal.launch.output import LineForwarder, Output, output_mode
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
+from shoal.watchdog.hang_limit import limit_of_ranks
+from shoal.watchdog.progress_memory import ProgressMemory
 
 Context = ForkServerContext | SpawnContext
 
@@ -72,7 +74,9 @@ def start(
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     try:
-        ranks, store_variables = _start_stores(context, torch_store)
+        ranks, store_variables = _start_stores(
+            context, torch_store, ProgressMemory(processes), limit_of_ranks(environment)
+        )
     except (EOFError, ConnectionError) as error:
         raise LaunchError(
             "The process that ranks are forked from has ended; its message stands above."
@@ -82,7 +86,16 @@ def start(
             launcher_variables = {**store_variables, **_rank_variables(rank, processes)}
             variables = {**_inherited(), **environment, **launcher_variables}
             ranks.all.append(
-                _start_rank(context, rank, processes, payload, variables, output, wants_values)
+                _start_rank(
+                    context,
+                    rank,
+                    processes,
+                    payload,
+                    variables,
+                    output,
+                    wants_values,
+                    ranks,
+                )
             )
     except BaseException:
         ranks.kill()
@@ -119,13 +132,16 @@ def _context(preload: Sequence[str]) -> Context:
     return context
 
 
-def _start_stores(context: Context, torch_store: bool) -> tuple[Ranks, dict[str, str]]:
+def _start_stores(
+    context: Context, torch_store: bool, progress: ProgressMemory, hang_limit_s: float
+) -> tuple[Ranks, dict[str, str]]:
     """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
     private = PrivateStore()
     if private.variables and not torch_store:
-        return Ranks(None, private), {**private.variables}
+        return Ranks(None, private, progress, hang_limit_s), {**private.variables}
     process, variables = _start_torch_store(context)
-    return Ranks(process, private), {**private.variables, **variables}
+    ranks = Ranks(process, private, progress, hang_limit_s)
+    return ranks, {**private.variables, **variables}
 
 
 def _start_torch_store(context: Context) -> tuple[BaseProcess, dict[str, str]]:
@@ -177,11 +193,26 @@ def _start_rank(
     environment: Mapping[str, str],
     output: Output,
     wants_value: bool,
+    ranks: Ranks,
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
     stdout, stdout_lines = _stream(context, output, rank, "stdout")
     stderr, stderr_lines = _stream(context, output, rank, "stderr")
-    spec = RankSpec(rank, world, payload, environment, report, stdout, stderr, wants_value)
+    paths = None
+    if ranks.progress.path is not None and ranks.progress.stacks_path is not None:
+        paths = ranks.progress.path, ranks.progress.stacks_path
+    spec = RankSpec(
+        rank,
+        world,
+        payload,
+        environment,
+        report,
+        stdout,
+        stderr,
+        wants_value,
+        progress=paths,
+        hang_limit_s=ranks.hang_limit_s,
+    )
     process = context.Process(target=main, args=(spec,), name=f"rank {rank}")
     process.start()
     # The rank has copies of these ends. A reader sees the end of a pipe only when all are closed.

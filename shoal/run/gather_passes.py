@@ -16,20 +16,18 @@ Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Li
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial, wraps
 from io import StringIO
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import count_rows, gather_rows
-from shoal.data.seeds import derive_seed, preserve_rng_state
+from shoal.data.seeds import MicrobatchSeeds, preserve_rng_state
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
@@ -107,7 +105,7 @@ class MicrobatchGathering:
         if not self._known.get(key, True):
             return batch
         with self._leaving_no_trace(function) as can_repeat:
-            seeds = _Seeds(devices_of(self._models))
+            seeds = MicrobatchSeeds(devices_of(self._models))
             values = []
             if not self._on_any_rank(not can_repeat):
                 values = self._values(microbatches, model, seeds)
@@ -118,11 +116,11 @@ class MicrobatchGathering:
         gathered = [self._gathered(own, microbatches) for own in values]
         with self._leaving_no_trace(function):
             asked = self._asked(gathered, values, microbatches, model, seeds)
-        _Seeds(devices_of(self._models))  # the next step draws others
+        MicrobatchSeeds(devices_of(self._models))  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
 
     def _values(
-        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: _Seeds
+        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: MicrobatchSeeds
     ) -> list[list[Tensor]]:
         """[1] Return for each gather the own rows of each micro-batch. Collective."""
         found: list[list[Tensor]] = []
@@ -168,7 +166,7 @@ class MicrobatchGathering:
         values: list[list[Tensor]],
         microbatches: list[base.LocalBatch],
         model: base.LocalModel,
-        seeds: _Seeds,
+        seeds: MicrobatchSeeds,
     ) -> list[GatheredRows]:
         """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
         leaves = [
@@ -179,14 +177,7 @@ class MicrobatchGathering:
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
         for index, micro in enumerate(microbatches):
-
-            @wraps(micro.compute_loss)  # strategies know functions by their names
-            def gradients(*args: Any, micro: base.LocalBatch = micro, **kwargs: Any) -> Any:
-                loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
-                if not (loss.requires_grad and roots):
-                    return [None] * len(roots)
-                return torch.autograd.grad(loss, roots, allow_unused=True)
-
+            gradients = _gradient_function(micro, roots)
             answer = self._rows_of(leaves, index)
             with torch.enable_grad(), self._answering(answer), seeds.of(index):
                 found = model.outside_step.call(gradients, *micro.args, **micro.kwargs)
@@ -194,9 +185,7 @@ class MicrobatchGathering:
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None and micro.num_samples:
                     total += gradient
-            before = [own[index] for own in values]
-            is_same = is_same and len(before) == len(self._given)
-            is_same = is_same and all(map(_close, self._given, before))
+            is_same = is_same and self._gave_again([own[index] for own in values])
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
                 "run.gather with accumulate: the rows that are gathered are others when "
@@ -208,6 +197,10 @@ class MicrobatchGathering:
             leaf._replace(asked=next(totals) if leaf.rows.requires_grad else None)
             for leaf in leaves
         ]
+
+    def _gave_again(self, before: list[Tensor]) -> bool:
+        """Return True if the last pass gave the same rows to `run.gather` as the one before."""
+        return len(before) == len(self._given) and all(map(_close, self._given, before))
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
@@ -229,7 +222,7 @@ class MicrobatchGathering:
         batch: base.LocalBatch,
         microbatches: list[base.LocalBatch],
         gathered: list[GatheredRows],
-        seeds: _Seeds,
+        seeds: MicrobatchSeeds,
     ) -> base.ComputeLoss:
         """[3] Return the function of the step. It is called for each micro-batch in turn."""
         compute_loss = batch.compute_loss
@@ -284,25 +277,6 @@ class MicrobatchGathering:
                 state.restore()
 
 
-class _Seeds:
-    """The seeds of a step's micro-batches, so that every pass draws the same random numbers."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._devices = devices
-        self._torch = int(torch.randint(2**62, ()))
-        # Equal on all ranks, as the generators of Python and NumPy are.
-        self._python = random.getrandbits(31)
-
-    @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Draw the numbers of one micro-batch in this context."""
-        with preserve_rng_state(self._devices):
-            torch.manual_seed(derive_seed(self._torch, microbatch))
-            random.seed(derive_seed(self._python, microbatch))
-            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
-            yield
-
-
 def _place_of(function: Any) -> str:
     """Return where a function stands in a script: the same on all ranks and in all steps."""
     while isinstance(function, partial):
@@ -338,3 +312,19 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one.detach(), other, rtol=TOLERANCE, atol=1e-6, equal_nan=True)
+
+
+def _gradient_function(micro: base.LocalBatch, roots: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a function of the batch that computes the gradients of `roots` in place of the loss.
+
+    Its result has None for each root on which the loss does not depend.
+    """
+
+    @wraps(micro.compute_loss)  # strategies know functions by their names
+    def gradients(*args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
+        loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
+        if not (loss.requires_grad and roots):
+            return [None] * len(roots)
+        return torch.autograd.grad(loss, roots, allow_unused=True)
+
+    return gradients

@@ -71,10 +71,17 @@ class Ddp(DdpOptions, Strategy):
             raise StrategyRefused(NO_PARAMETERS_MESSAGE)
         if mesh.data.size == 1:
             return model
+        # Means keep weights equal that begin equal: a script may have loaded some on rank 0 only.
         mesh.data.broadcast_module(model.module)
         reducer = build_reducer(self, model, mesh.data)
         traits = model.pass_traits
         register_cleanup(reducer)
+
+        def close() -> None:
+            # Hooks go first: what comes next may replace the parameters that they are on.
+            reducer.close()
+            model.outside_step.close()
+
         return replace(
             model,
             forward=reducer.forward,
@@ -83,7 +90,7 @@ class Ddp(DdpOptions, Strategy):
                 traits, grads_not_ready_reason=traits.grads_not_ready_reason or GRADS_AFTER_BACKWARD
             ),
             strategy_state=reducer.reduce.strategy_state,
-            outside_step=replace(model.outside_step, close=reducer.close),
+            outside_step=replace(model.outside_step, close=close),
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 

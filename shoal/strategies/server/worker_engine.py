@@ -17,33 +17,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
-from shoal.parameter_server.launcher.cluster_report import report
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher, report_servers
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
-from shoal.parameter_server.partitioning import (
-    ParamMeta,
-    Partition,
-    partition,
-    partition_bytes,
-)
+from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
-from shoal.strategies.mean_scaling import scaled_for_mean
-from shoal.strategies.options import ServerOptions
+from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
-from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits
+from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
 
 RESIDUAL_PREFIX = "not_pushed."
@@ -83,13 +75,13 @@ class WorkerEngine(StrategyState):
     in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
     def __init__(
-        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect | None = None
+        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect
     ) -> None:
         self.options = options
         self.remote_optimizer = self
         self.model = model
         self.mesh = mesh
-        self._connect = connect or start_servers
+        self._connect = connect
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
@@ -100,6 +92,7 @@ class WorkerEngine(StrategyState):
         self.leaves_out = False
         self.has_other_weights = False
         self._is_connected = False
+        self._on_detach: list[Callable[[], object]] = []
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
         self.launcher = ClusterLauncher(mesh, aggregates, options.shared_memory)
         self.client: WorkerClient
@@ -176,6 +169,7 @@ class WorkerEngine(StrategyState):
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
+        self._on_detach.append(lambda: vars(optimizer).pop("zero_grad", None))
 
     def _sync_stop(self, stop_requested: bool) -> None:
         """Set the stop request in the totals, so that all workers stop after the same step.
@@ -196,34 +190,22 @@ class WorkerEngine(StrategyState):
         self._watch_zero_grad(optimizer)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
-        self.flat = FlatParams(parameters, self._partitions(optimizer, parameters))
+        metas = param_metas(parameters, optimizer)
+        max_bytes = int(self.options.part_mb * MIB)
+        one_machine = self.mesh.place.local_world == self.mesh.place.world
+        size_bytes = partition_bytes(
+            metas, self.options.servers, max_bytes, one_machine=one_machine
+        )
+        self.flat = FlatParams(parameters, partition(metas, size_bytes))
         self.client = self._connect(self, recipe)
         self._is_connected = True
         self.pusher = GradientPusher(
             self.client, self.flat, self.compression, self.model.finite_check
         )
         self.push_state(optimizer)
-        self.pusher.register_hooks()
+        self._on_detach.append(self.pusher.register_hooks().close)
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
-        self.waits.register_hooks()
-
-    def _partitions(
-        self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
-    ) -> list[Partition]:
-        """Divide the parameters into partitions of at most `part_mb` MiB."""
-        groups: dict[int, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            groups.update(dict.fromkeys(map(id, group["params"]), index))
-        metas = {
-            name: ParamMeta(parameter.numel(), parameter.dtype, groups[id(parameter)])
-            for name, parameter in parameters.items()
-        }
-        max_bytes = int(self.options.part_mb * MIB)
-        one_machine = self.mesh.place.local_world == self.mesh.place.world
-        size_bytes = partition_bytes(
-            metas, self.options.servers, max_bytes, one_machine=one_machine
-        )
-        return partition(metas, size_bytes)
+        self._on_detach.append(self.waits.register_hooks().close)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradients that the servers have summed, by name. Collective."""
@@ -273,7 +255,7 @@ class WorkerEngine(StrategyState):
 
     def report(self) -> list[str]:
         """Return the servers' statistics, for the end of a run. Called on one rank."""
-        return report(self.client.stats(), self.is_synchronous)
+        return report_servers(self.client.stats(), self.is_synchronous)
 
     def record(self) -> None:
         if self.is_synchronous:
@@ -335,11 +317,29 @@ class WorkerEngine(StrategyState):
         self.mesh.barrier()
         optimizer.state.clear()
 
+    def detach(self) -> None:
+        """Make the models and the optimizer what they were, and end the servers. Collective.
+
+        The parameters keep the values that they have now: call `synchronize` before.
+        """
+        for undo in self._on_detach:
+            undo()
+        self._on_detach.clear()
+        self.flat.give_back()
+        self._disconnect()
+        self.launcher.end_processes()
+        self.mesh.barrier()  # no rank starts servers while another one's are ending
+        self.model.outside_step.close()
+
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        if self._is_connected:
-            self.client.close()
+        self._disconnect()
         self.launcher.close()
+
+    def _disconnect(self) -> None:
+        if self._is_connected:
+            self._is_connected = False
+            self.client.close()
 
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:

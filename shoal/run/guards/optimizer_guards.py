@@ -1,0 +1,123 @@
+"""Guards of optimizers' steps.
+
+foreign optimizers   were not prepared, and hold prepared parameters
+numbers of groups    such as learning rates must be the same on all ranks
+
+A scheduler that sees each rank's own loss would make them come apart, and the ranks' weights with
+them. Ranks compare their numbers at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th.
+Not with the totals of every step: those are summed, so that a difference needs numbers of their
+own, and on a GPU a look at them waits for the device.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal.comm.mesh import Mesh
+from shoal.errors import UsageError
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.optimizer_binding import group_settings
+from shoal.run.state_access import is_access_by_shoal
+
+
+class ParameterNames:
+    """Names of parameters, which are kept alive by nothing here.
+
+    Strategies replace parameters. An optimizer may hold the old ones, which train nothing.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def add(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Add (name, parameter) pairs."""
+        for name, parameter in parameters:
+            self._names[id(parameter)] = weakref.ref(parameter), name
+
+    def find(self, parameter: Tensor) -> str | None:
+        """Return the name of a parameter; None if it is not here."""
+        # The id of a freed tensor may have become another one's.
+        reference, name = self._names.get(id(parameter), (None, None))
+        return name if reference is not None and reference() is parameter else None
+
+
+def guard_foreign_optimizers(guarded: GuardedModels, names: ParameterNames) -> Iterator[Removable]:
+    """Check every optimizer that steps in this process; yield the handle of the hook."""
+    prepared = {id(optimizer) for optimizer in guarded.optimizers}
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in prepared or guarded.phase.in_passes or is_access_by_shoal():
+            return
+        held = [
+            name
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (name := names.find(parameter)) is not None
+        ]
+        if held:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step(){call_site()}: this optimizer holds {held[0]} "
+                f"and was not prepared{guarded.under}. Give it to run.prepare, and step the one "
+                "that comes back."
+            )
+
+    yield register_optimizer_step_pre_hook(check)
+
+
+def named_parameters(models: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of several models, by their prefixes."""
+    for prefix, model in models:
+        for name, parameter in model.named_parameters():
+            yield f"{prefix}{name}", parameter
+
+
+LONGEST_INTERVAL = 64
+"""Steps between two comparisons, at most."""
+
+
+def guard_group_numbers(guarded: GuardedModels) -> Iterator[Removable]:
+    """Compare the numbers of each optimizer's groups before its steps; yield handles."""
+    # Ranks that step by themselves may be at different steps.
+    if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
+        for optimizer in guarded.optimizers:
+            yield optimizer.register_step_pre_hook(_GroupComparison(guarded.mesh))
+
+
+class _GroupComparison:
+    """Counts the steps of one optimizer, and compares its numbers over ranks. Collective."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._steps = count(1)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        step = next(self._steps)
+        if step % LONGEST_INTERVAL and (step & (step - 1) or step > LONGEST_INTERVAL):
+            return
+        texts = self._mesh.all_gather_str(json.dumps(group_settings(optimizer)))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise UsageError(_describe(json.loads(texts[0]), rank, json.loads(text)))
+
+
+def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:
+    """Return the first number in which rank 0 and another rank differ."""
+    for group, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        for key in (*ours, *theirs):
+            if ours.get(key) != theirs.get(key):
+                return (
+                    f"rank 0 steps with {key}={ours.get(key)}, rank {rank} with "
+                    f"{key}={theirs.get(key)} (group {group}){call_site()}. If a scheduler saw "
+                    "another number on each rank, step it with what run.evaluate or "
+                    "run.forward_backward returns: those are the same on all ranks."
+                )
+    return f"rank 0 has {len(first)} optimizer groups, rank {rank} has {len(other)}{call_site()}."
