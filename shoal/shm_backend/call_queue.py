@@ -209,7 +209,7 @@ class CallQueue:
         if self.error is not None:
             raise self._repeat_error()
         is_sync = not opts.asyncOp
-        if self._jobs or not self._turn.acquire(blocking=False):
+        if self._jobs or not self._turn.acquire(False):
             return self._enqueue(QueuedCall(call, word, start, results, opts), is_sync)
         job: QueuedCall | None = None
         try:
