@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shoal.launch import failure
+from shoal.platform.cgroups import usable_cores
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_RESTART = 75
@@ -214,11 +215,9 @@ def _configure_process(spec: RankSpec) -> None:
     gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
     threads = spec.environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // spec.world))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    torch.set_num_threads(
+        int(threads) if threads.isdigit() else max(1, usable_cores() // spec.world)
+    )
 
 
 def keep_process_groups_alive() -> None:

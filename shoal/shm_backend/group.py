@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
+from shoal.platform.cgroups import usable_cores
 from shoal.platform.torch_private.c10d import Options, add_backend, timeout_of
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
@@ -100,7 +100,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         assert self._peers is not None
         self._board = self._join_board(host_ranks, topology.memory, topology.attached)
         # With more ranks than cores, spinning would take the core from the rank that is late.
-        spin_s = SPIN_S if len(host_ranks) <= len(os.sched_getaffinity(0)) else 0.0
+        spin_s = SPIN_S if len(host_ranks) <= usable_cores() else 0.0
         if topology.compiled and 1 < len(host_ranks) <= MAX_NATIVE_RANKS:
             self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:

@@ -1,9 +1,9 @@
 """The command line of the ssh client that starts an agent, and the reading of its failures.
 
 OpenSSH's client is run as it is installed, with the user's own configuration: aliases, ports, jump
-hosts, keys, certificates and known hosts. The options here only take away what would disturb: questions,
-terminals, forwardings, and a master connection that would outlive the run. A master that the user
-has opened is used.
+hosts, keys, certificates and known hosts. The options here only take away what would disturb:
+questions, terminals, forwardings, and a master connection that would outlive the run. A master that
+the user has opened is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SSH_FAILED = 255
 NOT_FOUND = 127
 # Single quotes keep all other characters in sh, bash, dash, csh, tcsh and fish alike.
 UNQUOTABLE = re.compile(r"['!\\\x00-\x1f\x7f]")
-# A server drops clients at its limit MaxStartups. These texts, and no others, are worth another try.
+# A server drops clients at its limit MaxStartups. No other texts are worth another try.
 THROTTLED = (
     "kex_exchange_identification: read: connection reset by peer",
     "kex_exchange_identification: connection closed by remote host",
