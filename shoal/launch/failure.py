@@ -42,6 +42,7 @@ class Failure:
         code: exit code of the launcher because of this failure, 1 to 255.
         is_loss: a process was killed or stopped without a request, or a server shard is lost. The
             program may be right, and a restart may help.
+        host: the host of the rank; empty where there is one host.
     """
 
     rank: int
@@ -51,10 +52,11 @@ class Failure:
     is_secondary: bool
     code: int
     is_loss: bool = False
+    host: str = ""
 
     def describe(self, world: int) -> str:
         """Return the text for the user, which ends with the full traceback."""
-        name = f"rank {self.rank} of {world}"
+        name = self._name(world)
         if not self.headline:
             return self.text if world == 1 else f"{name}: {self.text}"
         headline = f"{name} {self.headline}"
@@ -63,8 +65,11 @@ class Failure:
     def summary(self, world: int) -> str:
         """Return one sentence without a full stop."""
         if self.headline:
-            return f"rank {self.rank} of {world} {self.headline}"
+            return f"{self._name(world)} {self.headline}"
         return self.text.splitlines()[0].partition(". ")[0].rstrip(".")
+
+    def _name(self, world: int) -> str:
+        return f"rank {self.rank} of {world}" + (f" on {self.host}" if self.host else "")
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:

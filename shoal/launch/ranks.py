@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,18 +17,8 @@ from shoal.errors import LaunchError
 from shoal.launch.failure import Failure
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_store import PrivateStore
-from shoal.launch.rank import RankResult
-
-
-@dataclass(frozen=True)
-class RankExited:
-    """The end of a rank's process; a negative code is the signal that killed it."""
-
-    rank: int
-    code: int
-
-
-RankEvent = RankExited | Failure | RankResult
+from shoal.launch.rank_events import RankExited
+from shoal.launch.rank_set import RankEvent
 
 
 class Rank:
@@ -131,13 +120,14 @@ class Ranks:
 
     Args:
         store: the process that serves torch's store; None where there is none.
-        private: the store in which Shoal's own ranks meet.
+        private: the store in which Shoal's own ranks of one host meet; None where they meet in
+            `store`.
 
     Attributes:
         all: the ranks that were started, by rank.
     """
 
-    def __init__(self, store: BaseProcess | None, private: PrivateStore) -> None:
+    def __init__(self, store: BaseProcess | None, private: PrivateStore | None) -> None:
         self.store = store
         self._private = private
         self.all: list[Rank] = []
@@ -176,6 +166,21 @@ class Ranks:
             )
         return events
 
+    def pause(self) -> None:
+        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued.
+
+        Ranks have sessions of their own, so the terminal's signal does not reach them.
+        """
+        for rank in self.alive:
+            rank.signal_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for rank in self.alive:
+            rank.signal_group(signal.SIGCONT)
+
+    def located(self, failure: Failure) -> Failure:
+        """Return the failure itself: there is one host."""
+        return failure
+
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
         for rank in self.alive:
@@ -185,4 +190,5 @@ class Ranks:
         if self.store is not None:
             self.store.kill()
             self.store.join()
-        self._private.close()
+        if self._private is not None:
+            self._private.close()
