@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import shoal
 from shoal.launch.hosts.addresses import local_addresses
 from shoal.launch.hosts.checked_json import read_fields
 from shoal.launch.hosts.shared_directory import existing_directory
@@ -27,6 +27,7 @@ from shoal.platform.processes import boot_id
 PROTOCOL = 1
 """Version of the messages between driver and agent; it must be equal on both sides."""
 DIGEST_LETTERS = 16
+PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def collect_facts(request: FactsRequest) -> HostFacts:
     """Return the facts about this host. It neither imports torch nor writes anything."""
     return HostFacts(
         protocol=PROTOCOL,
-        shoal=shoal.__version__,
+        # An import of the package would be one of everything that it offers.
+        shoal=str(sys.modules["shoal"].__version__),
         source=source_digest(),
         python=platform.python_version(),
         torch=_torch_version(),
@@ -146,11 +148,10 @@ def source_digest() -> str:
 
     Versions alone do not tell two clones of the repository apart.
     """
-    top = Path(shoal.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(top.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(top).as_posix()} {content}\n".encode())
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
     return digest.hexdigest()[:DIGEST_LETTERS]
 
 
