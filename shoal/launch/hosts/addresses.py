@@ -14,60 +14,31 @@ Names are not used: a host's own name often leads to its loopback address (Debia
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-REACH_S = 2.0
-"""Seconds to wait for one connection between two hosts."""
+from shoal.errors import UsageError
+from shoal.launch.hosts.reach import Reach
+from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 
-
-@dataclass(frozen=True)
-class HostAddress:
-    """One address of a host.
-
-    Args:
-        interface: the network interface that has it.
-        address: IPv4 or IPv6, without a scope.
-        prefix: bits of the address that are its network.
-    """
-
-    interface: str
-    address: str
-    prefix: int
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The outcome of one host's try to reach one address of the first host, and to be reached.
-
-    Args:
-        address: that was tried.
-        source: this host's own address on the way there; None where there is no way.
-        problem: empty where both directions work.
-    """
-
-    address: str
-    source: str | None
-    problem: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as an object of JSON."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_json(cls, document: object) -> Reach:
-        """Return the outcome of an object of JSON. Raises ValueError where it is none."""
-        raise NotImplementedError
+DISCARD_PORT = 9
 
 
 def local_addresses() -> tuple[HostAddress, ...]:
     """Return this host's addresses of interfaces that are up, without loopback and link-local ones.
 
+    A link-local address means another host on each interface, so it cannot be passed on.
+
     Raises:
         OSError: the system does not tell them.
     """
-    raise NotImplementedError
+    return tuple(one for one in addresses_that_are_up() if _is_offered(one.address))
+
+
+def _is_offered(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
 
 
 def source_address(peer: str) -> str:
@@ -75,8 +46,13 @@ def source_address(peer: str) -> str:
 
     Raises:
         OSError: there is no route.
+        ValueError: `peer` is no address.
     """
-    raise NotImplementedError
+    version = ipaddress.ip_address(peer).version
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, DISCARD_PORT))
+        return str(probe.getsockname()[0])
 
 
 def candidate_addresses(
@@ -89,52 +65,39 @@ def candidate_addresses(
 
     Args:
         addresses: of the first host, from its facts.
-        ssh_address: from its facts; it comes first if it is among `addresses`.
-        address: the user's choice, which must be among `addresses`.
-        interface: the user's choice of an interface of the first host.
+        ssh_address: from its facts; it comes first if it is among `addresses`. Behind a jump host
+            or a translation of addresses it may be one that the other hosts do not reach.
+        address: the user's choice; an address of the first host.
+        interface: the user's choice; an interface of the first host.
 
     Raises:
         UsageError: the host has no such address or interface, or no address at all.
     """
-    raise NotImplementedError
+    if address is not None:
+        return [_chosen_address(addresses, address)]
+    chosen = [one for one in addresses if interface in (None, one.interface)]
+    if not chosen and interface is not None:
+        names = ", ".join(sorted({one.interface for one in addresses})) or "none with an address"
+        raise UsageError(f"--interface {interface}: the first host has {names}.")
+    own = [one.address for one in chosen]
+    if not own:
+        # Hosts without a network are one machine in a test, and meet on its loopback interface.
+        own = ["127.0.0.1"]
+    return sorted(own, key=lambda one: one != ssh_address)
 
 
-class ReachListener:
-    """Sockets at which other hosts can try to reach this one, answered in a thread of their own.
-
-    A context; leaving it closes the sockets and ends the thread. A connection that does not begin
-    with the nonce is closed without an answer.
-
-    Args:
-        addresses: of this host; those that it cannot listen on are left out of `ports`.
-        nonce: known to the driver and its agents alone.
-
-    Attributes:
-        ports: the port of each address.
-    """
-
-    ports: Mapping[str, int]
-
-    def __init__(self, addresses: Sequence[str], nonce: str) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> ReachListener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all sockets and wait for the thread. A second call changes nothing."""
-        raise NotImplementedError
-
-
-def try_reach(ports: Mapping[str, int], nonce: str, timeout_s: float = REACH_S) -> list[Reach]:
-    """Return for each address in `ports` whether this host reaches it and is reached from there.
-
-    All are tried at once, so this takes about `timeout_s`.
-    """
-    raise NotImplementedError
+def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
+    try:
+        chosen = ipaddress.ip_address(text)
+    except ValueError:
+        raise UsageError(f"--address {text}: give an IPv4 or IPv6 address, not a name.") from None
+    own = [one.address for one in addresses]
+    if str(chosen) not in own and not chosen.is_loopback:
+        raise UsageError(
+            f"--address {text}: the first host has {', '.join(own) or 'no address'}. "
+            "Give one of these, or leave it out."
+        )
+    return str(chosen)
 
 
 def choose_address(
@@ -145,10 +108,31 @@ def choose_address(
     Args:
         first: the name of the first host.
         candidates: its addresses, the most promising first.
-        reports: what each other host found, by its name. Without other hosts the first candidate
-            is chosen.
+        reports: the outcomes of each other host, by its name. Without other hosts the first
+            candidate is chosen.
 
     Returns:
-        The address, or a list of problems with one line for each host that reaches none.
+        The address, or a list of problems with one line for each host that is in the way.
     """
-    raise NotImplementedError
+    problems = {
+        host: {one.address: one.problem for one in outcomes} for host, outcomes in reports.items()
+    }
+    for address in candidates:
+        if all(found.get(address, "not tried") == "" for found in problems.values()):
+            return address
+    cure = "Give --address or --interface, or let these hosts connect to each other"
+    unreached = {
+        host: [f"{address}: {found.get(address, 'not tried')}" for address in candidates]
+        for host, found in problems.items()
+        if all(found.get(address) != "" for address in candidates)
+    }
+    if unreached:
+        return [
+            f"{host} and {first} cannot reach each other ({'; '.join(tried)}). {cure}"
+            for host, tried in unreached.items()
+        ]
+    lines = []
+    for address in candidates:
+        missing = [host for host, found in problems.items() if found.get(address) != ""]
+        lines.append(f"{address} of {first} is not reached by {', '.join(missing)}")
+    return [f"no address is reached by all hosts: {'; '.join(lines)}. {cure}"]

@@ -27,6 +27,14 @@ THROTTLED = (
     "kex_exchange_identification: connection closed by remote host",
 )
 QUOTED_LINES = 3
+BY_HAND = "Log in once by hand"
+CURES = (
+    ("could not resolve", "Is the name right? An alias belongs into ~/.ssh/config"),
+    ("connection refused", "Is an ssh server running there, at that port?"),
+    ("timed out", "Is the host up, and does a firewall let ssh through?"),
+    ("no route to host", "Is the host up, and is this machine in its network?"),
+    ("network is unreachable", "Is the host up, and is this machine in its network?"),
+)
 
 
 def ssh_program() -> list[str]:
@@ -130,4 +138,36 @@ def describe_ssh_failure(
         output_lines: the last lines of its standard output, without the agent's marker.
         python: the interpreter that was asked for.
     """
-    raise NotImplementedError
+    quoted = _quoted(stderr_lines)
+    text = quoted.lower()
+    if exit_code is None:
+        shown = _quoted([*stderr_lines, *output_lines])
+        problem = f"no agent answered in time{_printed(shown)}"
+        cure = "A start-up file of the login shell may wait for input, or the host is overloaded"
+    elif exit_code == SSH_FAILED:
+        problem = f"ssh says: {quoted}" if quoted else "ssh ended with 255 and said nothing"
+        cure = next((cure for reason, cure in CURES if reason in text), f"{BY_HAND}: ssh {host}")
+    elif exit_code == NOT_FOUND or "command not found" in text or "unknown command" in text:
+        problem, cure = f"no {python} there", "Give --python, or install Shoal there"
+    elif "no module named" in text and "shoal" in text:
+        problem, cure = f"{python} there has no Shoal", "Install it there, or give --python"
+    elif exit_code == 0:
+        shown = _printed(_quoted(output_lines)) or "; it printed nothing"
+        problem = f"the login shell ended without starting the agent{shown}"
+        cure = f"{BY_HAND} and look at its start-up files: ssh {host}"
+    else:
+        end = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        problem = f"the agent's command ended with {end}"
+        problem += _printed(_quoted([*stderr_lines, *output_lines]))
+        cure = f"{BY_HAND}: ssh {host} {python} -m shoal doctor"
+    return f"host {printable(host)}: {problem.rstrip('.')}. {cure}"
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    """Return the last lines that are not blank, as one line."""
+    full = [printable(line.strip()) for line in lines if line.strip()]
+    return " | ".join(full[-QUOTED_LINES:])
+
+
+def _printed(shown: str) -> str:
+    return f"; it printed: {shown}" if shown else ""

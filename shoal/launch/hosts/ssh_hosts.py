@@ -45,8 +45,7 @@ def parse_hosts(text: str) -> list[SshHost]:
         UsageError: it names no host, one host twice, or something that is no host. It lists all
             problems.
     """
-    entries = [entry.strip() for entry in text.split(",")]
-    return _hosts(((f"--hosts {entry or text!r}", entry) for entry in entries), "--hosts")
+    return _hosts((("--hosts", entry.strip()) for entry in text.split(",")), "--hosts")
 
 
 def read_hostfile(path: Path | str) -> list[SshHost]:
