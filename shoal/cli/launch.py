@@ -10,17 +10,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import argument_types, execution, job_options, trace_flag
+from shoal.cli import argument_types, execution, host_options, job_options, trace_flag
 from shoal.config import trace_window
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from shoal.launch.hosts.remote_work import HostsOptions
     from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
 EXAMPLES = """\
   shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
   shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
+  shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
 """
 
 
@@ -29,9 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--processes",
         type=argument_types.processes,
-        required=True,
         help="processes on this machine",
     )
+    host_options.arguments(parser)
     parser.add_argument(
         "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
     )
@@ -69,9 +71,15 @@ def run(options: argparse.Namespace) -> int:
             f"{info.reason}. Let that launcher start the ranks, without `shoal launch`: "
             f"python {options.script}"
         )
+    hosts = host_options.read(options)
+    if hosts is None and options.processes is None:
+        raise UsageError("say how many processes: -n N, or hosts by --hosts or --hostfile")
+    if hosts is not None and hosts.min_hosts is not None:
+        raise UsageError("--min-hosts: shoal launch starts a script once. Leave it out")
+    world = options.processes if hosts is None else hosts.processes
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
-    if problems := _problems(options, line):
+    if problems := _problems(options, line, world):
         raise UsageError("\n  ".join(problems))
     # shoal.init() reads these variables in the script.
     variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
@@ -79,16 +87,40 @@ def run(options: argparse.Namespace) -> int:
         trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
         variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
     environment = {name: str(value) for name, value in variables.items() if value is not None}
+    if hosts is not None:
+        return _run_on_hosts(options, hosts, environment)
     return run_script(
         str(options.script), options.arguments, options.processes, environment, options.output
     )
 
 
-def _problems(options: argparse.Namespace, line: StrategyLine | None) -> list[str]:
+def _run_on_hosts(
+    options: argparse.Namespace, hosts: HostsOptions, environment: dict[str, str]
+) -> int:
+    from shoal.launch.hosts.driver import run_on_hosts
+    from shoal.launch.hosts.host_facts import FactsRequest
+    from shoal.launch.hosts.remote_work import RemoteWork
+    from shoal.launch.local import script_preload
+
+    script = str(options.script)
+    arguments = [script, list(options.arguments)]
+    work = RemoteWork(
+        target="shoal.launch.rank:script",
+        arguments=arguments,
+        again=arguments,
+        environment=environment,
+        output=options.output,
+        preload=script_preload(script),
+        request=FactsRequest(host_options.working_directory(), script=script),
+    )
+    return run_on_hosts(hosts, work)
+
+
+def _problems(options: argparse.Namespace, line: StrategyLine | None, world: int) -> list[str]:
     """Return a line for each thing that is not there, or that so many ranks cannot do."""
     from shoal.strategies.precheck import check
 
-    found = [] if line is None else check(line, options.processes)
+    found = [] if line is None else check(line, world)
     script = Path(options.script)
     if not script.is_file():
         found.append(f"there is no script {script} in {Path.cwd()}")

@@ -108,6 +108,20 @@ def start(
     return ranks
 
 
+def prepare(preload: Iterable[str] = ()) -> Context:
+    """Begin to import what ranks need, so that `start` does not wait for it. Main thread only.
+
+    The fork server ends with the thread that has started it.
+
+    Args:
+        preload: as for `start`, with the target's module.
+
+    Returns:
+        The context of the ranks' processes. A process of it starts once the imports are done.
+    """
+    return _context((*preloads.ALWAYS, *preload))
+
+
 def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((target, arguments))

@@ -218,9 +218,7 @@ class Simulation:
         if host.link is not link:
             return
         if self.now_s < self.driver_stalled_until_s:
-            self.at(
-                self.driver_stalled_until_s, lambda: self.driver_receives(host, link, data)
-            )
+            self.at(self.driver_stalled_until_s, lambda: self.driver_receives(host, link, data))
             return
         number = self.hosts.index(host)
         self.on_events(self.driver.received(number, data, self.now_s))

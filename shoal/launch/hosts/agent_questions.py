@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import queue
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.hosts.addresses import ReachListener, try_reach
 from shoal.launch.hosts.agent_messages import Message
+from shoal.launch.hosts.reach import ReachListener, try_reach
 from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
 
 Answer = dict[str, Any]
@@ -38,6 +40,7 @@ class AgentQuestions:
             "write-probe": self._write_probe,
             "sees-probe": self._sees_probe,
             "remove-probe": self._remove_probe,
+            "call": _call,
         }
 
     def fileno(self) -> int:
@@ -46,7 +49,12 @@ class AgentQuestions:
 
     def ask(self, message: Message) -> None:
         """Begin to answer a question."""
-        threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+        kind = self._kinds.get(message["question"], _unknown)
+        self.answer_later(int(message["number"]), partial(kind, message))
+
+    def answer_later(self, number: int, find: Callable[[], Answer | None]) -> None:
+        """Call `find` in a thread; it returns the answer to the question `number`."""
+        threading.Thread(target=self._answer, args=(number, find), daemon=True).start()
 
     def answers(self) -> list[tuple[int, Answer]]:
         """Return the answers that are there, with the numbers of their questions."""
@@ -65,12 +73,12 @@ class AgentQuestions:
             listener.close()
         self.store_listeners.clear()
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, number: int, find: Callable[[], Answer | None]) -> None:
         try:
-            answer = self._kinds[message["question"]](message)
+            answer = find() or {}
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must see it
             answer = {"problem": f"{type(error).__name__}: {error}"}
-        self._answers.put((int(message["number"]), answer))
+        self._answers.put((number, answer))
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
@@ -111,3 +119,18 @@ class AgentQuestions:
     def _remove_probe(self, message: Message) -> Answer:
         remove_probe(Path(message["probe"]))
         return {}
+
+
+def _call(message: Message) -> Answer:
+    return {"value": imported(message["function"])(*message["arguments"])}
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Return the function `module:function`."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _unknown(message: Message) -> Answer:
+    return {"problem": f"this agent knows no question '{message['question']}'."}

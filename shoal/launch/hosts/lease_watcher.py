@@ -13,9 +13,11 @@ import os
 import signal
 import struct
 import time
-from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 
 from shoal.launch.hosts.lease import clock_s
+from shoal.launch.rank import end_with_parent
+from shoal.launch.start import Context
 
 TIME = struct.Struct("<d")
 # The watcher looks so often. The agent itself comes first unless it is stopped.
@@ -24,33 +26,29 @@ AGENT_FIRST_S = 0.3
 
 
 class LeaseWord:
-    """The end of the lease in shared memory, for the watcher.
+    """The end of the lease in shared memory, for the watcher."""
 
-    Args:
-        context: of the processes that the agent starts.
-    """
-
-    def __init__(self, context: BaseContext) -> None:
+    def __init__(self) -> None:
         self._descriptor = os.memfd_create("shoal-lease")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._memory = mmap.mmap(self._descriptor, mmap.PAGESIZE)
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.write(float("inf"))
-        # Not Process of the context's type: BaseContext does not declare one.
-        self._process = context.Process(  # type: ignore[attr-defined]
-            target=watch, args=(path, os.getpid()), name="lease watcher"
-        )
-        self._process.start()
+        self._process: BaseProcess | None = None
 
     def write(self, until_s: float) -> None:
         """Set the end of the lease, on `clock_s`."""
         TIME.pack_into(self._memory, 0, until_s)
 
+    def watch(self, context: Context) -> None:
+        """Start the watcher, unless it runs. Wait until a process of the context can start."""
+        if self._process is None or not self._process.is_alive():
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            self._process = context.Process(target=watch, args=(path, os.getpid()))
+            self._process.start()
+
 
 def watch(path: str, agent: int) -> None:
     """Kill the agent once its lease is over; end when the agent ends."""
-    from shoal.launch.rank import end_with_parent
-
     end_with_parent()
     descriptor = os.open(path, os.O_RDONLY)
     memory = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
