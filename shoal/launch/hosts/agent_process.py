@@ -177,6 +177,7 @@ class AgentProcess:
         request = FactsRequest.from_json(message["request"])
         with contextlib.suppress(OSError):  # the facts say that it is missing
             os.chdir(request.cwd)
+            os.environ["PWD"] = request.cwd
         self._work = message["work"]
         self.session.hello(collect_facts(request).to_json(), clock_s())
 
