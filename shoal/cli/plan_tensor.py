@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from shoal.strategies.options import TensorOptions
+    from shoal.strategies.model_parallel_options import TensorOptions
     from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
     from shoal.train.build import build
 

@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.strategies.pipeline.draw import legend
+    from shoal.strategies.pipeline.schedule_timing import legend
     from shoal.strategies.pipeline.schedules import table
 
     # The naive schedule sends the full batch through the stages, one after the other.

@@ -10,8 +10,7 @@ from typing import Any
 from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
 from shoal.data.fingerprint import Fingerprint
-from shoal.trace.recorder import Recorder
-from shoal.trace.span import DATA
+from shoal.trace.recorder import DATA, Recorder
 
 
 class ShardedLoader(ABC):

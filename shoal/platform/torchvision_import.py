@@ -21,6 +21,8 @@ from types import ModuleType
 
 import torch
 
+LIBRARIES = ("_C_stable", "_C")
+"""Names of the compiled library, since torchvision 0.29 and before."""
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -55,12 +57,13 @@ def _operators_load() -> bool:
         raise ImportError(
             "torchvision is not installed. Install it with `pip install torchvision`."
         )
-    extension = PathFinder.find_spec("_C", package.submodule_search_locations)
-    if extension is None or extension.origin is None:
-        return False
-    with contextlib.suppress(OSError):
-        torch.ops.load_library(extension.origin)
-        return True
+    for name in LIBRARIES:
+        extension = PathFinder.find_spec(name, package.submodule_search_locations)
+        if extension is None or extension.origin is None:
+            continue
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(extension.origin)
+            return True
     return False
 
 

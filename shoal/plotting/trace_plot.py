@@ -21,8 +21,8 @@ from shoal.trace.breakdown import (
 )
 from shoal.trace.chrome import Trace, assign_lanes
 from shoal.trace.intervals import Interval, difference, intersection, union
+from shoal.trace.recorder import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, STEP, Span
 from shoal.trace.report import conclusions
-from shoal.trace.span import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, STEP, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

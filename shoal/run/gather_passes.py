@@ -179,14 +179,7 @@ class MicrobatchGathering:
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
         for index, micro in enumerate(microbatches):
-
-            @wraps(micro.compute_loss)  # strategies know functions by their names
-            def gradients(*args: Any, micro: base.LocalBatch = micro, **kwargs: Any) -> Any:
-                loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
-                if not (loss.requires_grad and roots):
-                    return [None] * len(roots)
-                return torch.autograd.grad(loss, roots, allow_unused=True)
-
+            gradients = _gradient_function(micro, roots)
             answer = self._rows_of(leaves, index)
             with torch.enable_grad(), self._answering(answer), seeds.of(index):
                 found = model.outside_step.call(gradients, *micro.args, **micro.kwargs)
@@ -194,9 +187,7 @@ class MicrobatchGathering:
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None and micro.num_samples:
                     total += gradient
-            before = [own[index] for own in values]
-            is_same = is_same and len(before) == len(self._given)
-            is_same = is_same and all(map(_close, self._given, before))
+            is_same = is_same and self._gave_again([own[index] for own in values])
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
                 "run.gather with accumulate: the rows that are gathered are others when "
@@ -208,6 +199,10 @@ class MicrobatchGathering:
             leaf._replace(asked=next(totals) if leaf.rows.requires_grad else None)
             for leaf in leaves
         ]
+
+    def _gave_again(self, before: list[Tensor]) -> bool:
+        """Return True if the last pass gave the same rows to `run.gather` as the one before."""
+        return len(before) == len(self._given) and all(map(_close, self._given, before))
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
@@ -338,3 +333,19 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one.detach(), other, rtol=TOLERANCE, atol=1e-6, equal_nan=True)
+
+
+def _gradient_function(micro: base.LocalBatch, roots: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a function of the batch that computes the gradients of `roots` in place of the loss.
+
+    Its result has None for each root on which the loss does not depend.
+    """
+
+    @wraps(micro.compute_loss)  # strategies know functions by their names
+    def gradients(*args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
+        loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
+        if not (loss.requires_grad and roots):
+            return [None] * len(roots)
+        return torch.autograd.grad(loss, roots, allow_unused=True)
+
+    return gradients

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,9 +16,9 @@ import torch
 from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
+from shoal.errors import ConfigError
 from shoal.launch.environment import read
 from shoal.run.guards import Guards
-from shoal.run.init_checks import check_arguments, integer_from
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
@@ -30,7 +32,10 @@ from shoal.strategies.transforms.global_draws import DrawGlobally
 from shoal.strategies.transforms.precision import LossScale, Precision
 from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm
 
-PrecisionName = Literal["fp64", "fp32", "bf16", "fp16"]
+PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
+LIMIT = 2**63
+"""Seeds and counts are below it: torch takes no larger integers."""
 
 
 def init(
@@ -49,6 +54,7 @@ def init(
     max_nonfinite: int = 10,
     guards: bool = True,
     announce: Callable[[str], None] = print,
+    overrides: bool = True,
 ) -> Run:
     """Join the ranks that a launcher has started, and return the run. Collective: call it first.
 
@@ -83,54 +89,23 @@ def init(
             of `forward_backward`, of weights written between steps, of ranks whose learning rates
             differ, and of gradients that are not on this rank.
         announce: is called with each line of the startup summary, on rank 0 only.
+        overrides: variables such as SHOAL_STRATEGY, which `shoal launch` sets, override arguments.
+            False for a program whose settings are complete, such as `shoal train`.
 
     Raises:
         EnvironmentConflict: the launcher's variables contradict each other.
         ConfigError: the strategy, the steps to trace or the kind of draws do not exist, or
             step_in_backward was given with accumulate or fp16.
     """
-    return init_with_place(
-        os.environ.get("SHOAL_STRATEGY", strategy),
-        seed=seed,
-        accumulate=integer_from("SHOAL_ACCUMULATE", accumulate),
-        precision=os.environ.get("SHOAL_PRECISION", precision),  # type: ignore[arg-type]
-        compile=compile,
-        step_in_backward=step_in_backward,
-        sync_batchnorm=sync_batchnorm,
-        draws=os.environ.get("SHOAL_DRAWS", draws),  # type: ignore[arg-type]
-        trace=os.environ.get("SHOAL_TRACE", trace),
-        trace_to=os.environ.get("SHOAL_TRACE_TO", trace_to),
-        nonfinite=nonfinite,
-        max_nonfinite=max_nonfinite,
-        guards=guards,
-        announce=announce,
-    )
-
-
-def init_with_place(
-    strategy: str,
-    *,
-    seed: int = 0,
-    accumulate: int = 1,
-    precision: PrecisionName = "fp32",
-    compile: bool = False,
-    step_in_backward: bool = False,
-    sync_batchnorm: bool = False,
-    draws: Draws = "rank",
-    trace: str | None = None,
-    trace_to: str | Path = ".",
-    nonfinite: Nonfinite = "skip",
-    max_nonfinite: int = 10,
-    guards: bool = True,
-    announce: Callable[[str], None] = print,
-) -> Run:
-    """Do what `init` does, without reading SHOAL_* variables. Collective.
-
-    `shoal train` and `shoal verify` use it: their settings are complete, and nothing may override
-    them.
-    """
+    variables: Mapping[str, str] = os.environ if overrides else {}
+    strategy = variables.get("SHOAL_STRATEGY", strategy)
+    accumulate = _integer_from(variables, "SHOAL_ACCUMULATE", accumulate)
+    precision = variables.get("SHOAL_PRECISION", precision)  # type: ignore[assignment]
+    draws = variables.get("SHOAL_DRAWS", draws)  # type: ignore[assignment]
+    trace = variables.get("SHOAL_TRACE", trace)
+    trace_to = variables.get("SHOAL_TRACE_TO", trace_to)
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
-    check_arguments(
+    _check_arguments(
         strategy,
         seed=seed,
         accumulate=accumulate,
@@ -173,6 +148,10 @@ def init_with_place(
     )
 
 
+init_with_place = partial(init, overrides=False)
+"""`init` for `shoal train` and `shoal verify`: nothing may override their settings."""
+
+
 def seed_generators(seed: int) -> None:
     """Seed torch, Python and NumPy alike on every rank."""
     torch.manual_seed(seed)
@@ -196,3 +175,64 @@ def _in_order(
 
 def _ignore(_: str) -> None:
     """Print nothing: every rank would announce the same lines as rank 0."""
+
+
+def _check_arguments(
+    strategy: Any,
+    *,
+    seed: Any,
+    accumulate: Any,
+    precision: Any,
+    trace: Any,
+    draws: Any,
+    nonfinite: Any = "skip",
+    max_nonfinite: Any = 10,
+) -> None:
+    """Raise ConfigError with a sentence for each argument that cannot be meant."""
+    problems = list(_problems(strategy, seed, accumulate, precision, trace, draws))
+    problems += _nonfinite_problems(nonfinite, max_nonfinite)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _integer_from(variables: Mapping[str, str], name: str, default: int) -> Any:
+    """Return a variable as an integer, or the default if it is not set.
+
+    Text that is no integer is returned as it is, for `_check_arguments`.
+    """
+    text = variables.get(name)
+    if text is None:
+        return default
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _problems(
+    strategy: Any, seed: Any, accumulate: Any, precision: Any, trace: Any, draws: Any
+) -> Iterator[str]:
+    if not isinstance(strategy, str):
+        yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        yield f"seed: {seed!r} is no integer"
+    elif abs(seed) >= LIMIT:
+        yield f"seed: {seed} must be below 2^63"
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        yield f"accumulate: {accumulate!r} is no integer"
+    elif not 0 < accumulate < LIMIT:
+        yield f"accumulate: {accumulate} must be greater than 0, and below 2^63"
+    if precision not in PRECISIONS:
+        close = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        yield f"precision: {precision!r} is none of {', '.join(PRECISIONS)}{hint}"
+    if trace is not None and not isinstance(trace, str):
+        yield f'trace: {trace!r} is no text such as "3@20"'
+    if draws not in ("rank", "global"):
+        yield f'draws: {draws!r} must be "rank" or "global"'
+
+
+def _nonfinite_problems(nonfinite: Any, max_nonfinite: Any) -> Iterator[str]:
+    if nonfinite not in ("skip", "stop", "ignore"):
+        yield f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"'
+    if isinstance(max_nonfinite, bool) or not isinstance(max_nonfinite, int):
+        yield f"max_nonfinite: {max_nonfinite!r} is no integer"
+    elif max_nonfinite < 1:
+        yield f"max_nonfinite: {max_nonfinite} must be greater than 0"

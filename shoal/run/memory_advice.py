@@ -17,10 +17,10 @@ from shoal.strategies.base import LocalBatch, Strategy
 from shoal.strategies.options import (
     DdpOptions,
     RecomputeOptions,
-    ServerOptions,
     StrategyOptions,
     ZeroOptions,
 )
+from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.transforms.precision import Precision
 
 Kind = TypeVar("Kind", bound=StrategyOptions)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class NonfiniteSteps:
         self._scaled = scaled
         self._in_backward = in_backward
         self._skip_next = False
-        self._hooked: set[int] = set()
+        self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
         self.is_finite = True
         self.steps = 0
@@ -94,8 +95,8 @@ class NonfiniteSteps:
         self._local_model = local_model
         local_model.finite_check.enabled = self.enabled and not self._scaled
         for optimizer in optimizers if self.enabled else ():
-            if id(optimizer) not in self._hooked:
-                self._hooked.add(id(optimizer))
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def begin(self, batch: base.LocalBatch) -> base.LocalBatch:
@@ -249,24 +250,34 @@ class NonfiniteSteps:
 
 def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> list[str]:
     """Return what was not finite, by rank, as far as that is known."""
-    phrases = []
-    for rank, report in enumerate(reports, start=first_rank):
-        parts = [] if report["loss"] is None else [f"the loss of rank {rank} is {report['loss']}"]
-        if report["before"]:
-            parts.append(f"the gradient of {_listed(report['before'])} on rank {rank}")
-        phrases += parts
+    ranks = [*enumerate(reports, start=first_rank)]
+    phrases = [phrase for rank, report in ranks for phrase in _phrases_of_rank(rank, report)]
     everywhere = list(dict.fromkeys(name for report in reports for name in report["after"]))
     if not phrases and not everywhere and loss_is_finite:
         return []
-    ranks = [*enumerate(reports, start=first_rank)]
-    sources = [rank for rank, report in ranks if report["found"]]
-    if not sources:  # shards and stages are on some ranks only
-        sources = [rank for rank, report in ranks if report["after"]]
-        sources = sources if len(sources) < len(ranks) else []
-    if not any(report["before"] for report in reports) and everywhere:
+    if everywhere and not any(report["before"] for report in reports):
+        sources = _sources(ranks)
         where = f" of rank {', '.join(map(str, sources))}" if sources else ""
         phrases.append(f"the gradient of {_listed(everywhere)}{where}")
     return phrases or ["the loss"]
+
+
+def _phrases_of_rank(rank: int, report: Any) -> Iterator[str]:
+    """Yield what a rank itself saw before gradients were averaged."""
+    if report["loss"] is not None:
+        yield f"the loss of rank {rank} is {report['loss']}"
+    if report["before"]:
+        yield f"the gradient of {_listed(report['before'])} on rank {rank}"
+
+
+def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:
+    """Return the ranks from which averaged gradients got their values; none if unknown."""
+    sources = [rank for rank, report in ranks if report["found"]]
+    if sources:
+        return sources
+    # Shards and stages are on some ranks only. What all ranks have says nothing of its source.
+    holders = [rank for rank, report in ranks if report["after"]]
+    return holders if len(holders) < len(ranks) else []
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -21,7 +21,11 @@ from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
-from shoal.trial import optimizer_is_elementwise, optimizer_steps_shards
+from shoal.trial import (
+    optimizer_is_elementwise,
+    optimizer_steps_parameters_alone,
+    optimizer_steps_shards,
+)
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -133,6 +137,20 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
         raise StrategyRefused(
             f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
             "Use ddp, or another optimizer such as AdamW."
+        )
+
+
+def check_steps_stages(optimizer: Optimizer) -> None:
+    """Raise StrategyRefused if steps of some layers would not be those of the whole model's.
+
+    Not collective: the answer is the same on all ranks.
+    """
+    answer = optimizer_steps_parameters_alone(optimizer)
+    if answer.is_elementwise is False:
+        raise StrategyRefused(
+            f"{type(optimizer).__name__} cannot step the stages of a pipeline one by one: "
+            f"{answer.reason}, and no rank has all parameters. Use ddp, or another optimizer such "
+            "as AdamW."
         )
 
 

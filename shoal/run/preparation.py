@@ -105,6 +105,8 @@ def bind_optimizers(
     owned = local_model.trainable_params
     for optimizer, names in zip(optimizers, groups, strict=True):
         mine = owned_by(names, owned)
+        if local_model.is_partial:
+            optimizer_binding.check_steps_stages(optimizer)
         optimizer_binding.check_steps_shards(optimizer, mine)
         optimizer_binding.bind_optimizer(optimizer, names, mine)
     if local_model.strategy_state.in_gradient_units:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,9 +28,9 @@ from shoal.run.checks import (
     check_on_device,
     check_one_optimizer_in_backward,
 )
+from shoal.run.first_step_notes import FirstStepNotes
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
-from shoal.run.models import as_one_module, is_trained, named_models, trained_names
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import bind_to_whole
 from shoal.run.optimizer_groups import group_names, params_of
@@ -41,9 +42,15 @@ from shoal.run.preparation import (
     seed_this_rank,
     shard_loader,
 )
-from shoal.run.prepare_arguments import PrepareArguments
+from shoal.run.prepare_arguments import (
+    PrepareArguments,
+    as_one_module,
+    is_trained,
+    named_models,
+    trained_names,
+)
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import FirstStepNotes, TrainingStep
+from shoal.run.training_step import StepChecks, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
@@ -100,7 +107,7 @@ class Prepared:
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._stepping: set[int] = set()
+        self._stepping: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
 
     @property
     def needs_example(self) -> bool:
@@ -231,10 +238,8 @@ class Prepared:
             local_model,
             self.mesh,
             in_backward,
-            scale_guard,
             self.tracing,
-            self._guards,
-            self.nonfinite_steps,
+            StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             self._notes() if is_first else FirstStepNotes(),
         )
         self._watch_steps()
@@ -254,8 +259,8 @@ class Prepared:
         """Bring new values to all ranks after each step of an optimizer."""
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
-            if id(optimizer) not in self._stepping:
-                self._stepping.add(id(optimizer))
+            if optimizer not in self._stepping:
+                self._stepping.add(optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
 
     def _gather_params(self, *_: Any) -> None:
@@ -311,12 +316,19 @@ class Prepared:
         groups = group_names(self.optimizers, root)
         assert self._local_model is not None
         self._guards.remove()
+        state = self._local_model.strategy_state
+        state.synchronize()
+        for optimizer in self.optimizers:
+            if optimizer in self._stepping:  # it goes on, so its state does too
+                state.pull_state(optimizer)
+        saved = state.state_dict(), state.rank_state_dict()
         self._local_model.outside_step.close()
         whole = dict(root.named_parameters())
         for optimizer, names in zip(self.optimizers, groups, strict=True):
             bind_to_whole(optimizer, names, whole)
         self._root = root
         self._apply(None, groups)
+        self._local_model.strategy_state.load_state_dict(*saved)
 
     def _announce_once(self) -> None:
         if self._is_announced:

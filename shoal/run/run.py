@@ -31,7 +31,7 @@ from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
-from shoal.strategies.remote_optimizer import RemoteOptimizer
+from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
 
 

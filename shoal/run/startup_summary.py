@@ -116,7 +116,7 @@ def _batchnorm_notes(model: nn.Module, ranks: int, syncs: bool) -> list[str]:
 def _dropout_notes(model: nn.Module) -> list[str]:
     """Return a line about layers that draw random masks.
 
-    What else draws is seen in the first step: see `random_notes.py`.
+    What else draws is seen in the first step: see `first_step_notes.py`.
     """
     dropping = [name for name, module in model.named_modules() if has_dropout(module)]
     if not dropping:

@@ -36,7 +36,7 @@ from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, StepRes
 from shoal.strategies.local_step import forward_backward
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
-from shoal.trace.span import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
+from shoal.trace.recorder import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
 
 
 class Tracing:

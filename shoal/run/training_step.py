@@ -5,38 +5,37 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.run.buffer_notes import noting_buffers
 from shoal.run.checks import check_some_gradient
+from shoal.run.first_step_notes import FirstStepNotes, noting_first_step
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
-from shoal.run.random_notes import noting_draws
 from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 
 
-class FirstStepNotes(NamedTuple):
-    """Takers of notes about the first step; None where there is nothing to tell.
+class StepChecks(NamedTuple):
+    """Checks around the passes of each step.
 
     Attributes:
-        announce_draws: of random numbers that are not those of one device.
-        announce_buffers: of buffers that are not.
-        in_micro_batches: a rank computes its share of a batch in several passes.
+        guards: of the prepared models; they are told when passes begin and end.
+        nonfinite_steps: judges whether a step is taken.
+        loss_scale_guard: does so with fp16; None without it.
     """
 
-    announce_draws: Callable[[str], None] | None = None
-    announce_buffers: Callable[[str], None] | None = None
-    in_micro_batches: bool = False
+    guards: Guards
+    nonfinite_steps: NonfiniteSteps
+    loss_scale_guard: LossScaleGuard | None = None
 
 
 class TrainingStep:
@@ -45,10 +44,7 @@ class TrainingStep:
     Args:
         optimizer_in_backward: steps parameters inside the backward pass; None if the user's
             `optimizer.step()` does.
-        loss_scale_guard: None without fp16.
         tracing: None without a trace.
-        guards: of the prepared models; they are told when passes begin and end.
-        nonfinite_steps: judges each step.
         notes: who is told what makes the first step differ from one device's.
     """
 
@@ -57,18 +53,14 @@ class TrainingStep:
         local_model: base.LocalModel,
         mesh: Mesh,
         optimizer_in_backward: OptimizerInBackward | None,
-        loss_scale_guard: LossScaleGuard | None,
         tracing: Tracing | None,
-        guards: Guards,
-        nonfinite_steps: NonfiniteSteps,
+        checks: StepChecks,
         notes: FirstStepNotes,
     ) -> None:
-        self._guards = guards
-        self._nonfinite_steps = nonfinite_steps
+        self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
-        self._loss_scale_guard = loss_scale_guard
         self._tracing = tracing
         self._notes = notes
         self._has_stepped = False
@@ -108,14 +100,7 @@ class TrainingStep:
     def _noting(self) -> Iterator[None]:
         """Announce what makes the first step differ from one device's. Collective."""
         notes, self._notes = self._notes, FirstStepNotes()
-        module, mesh = self._local_model.module, self._mesh
-        with ExitStack() as stack:
-            if notes.announce_buffers is not None:
-                stack.enter_context(
-                    noting_buffers(module, mesh, notes.in_micro_batches, notes.announce_buffers)
-                )
-            if notes.announce_draws is not None:
-                stack.enter_context(noting_draws(module, notes.announce_draws))
+        with noting_first_step(self._local_model.module, self._mesh, notes):
             yield
 
     def _run_passes(

@@ -6,14 +6,14 @@
               launcher       that are checked                     torch is imported
 
 This module imports no torch, so a wrong name, option or value is an error before any process is
-started. A new strategy is one file, one entry of `STRATEGIES`, a class of options in `options.py`,
-and one row in the conformance table of the tests. A strategy that is not part of Shoal is named by
-its class, `my_module:MyStrategy`.
+started. A new strategy is one file, one entry of `STRATEGIES`, a class of options in
+`options.py`, and one row in the conformance table of the tests. A strategy that is not part of
+Shoal is named by its class, `my_module:MyStrategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,8 @@ import yaml
 
 from shoal.errors import ConfigError, did_you_mean
 from shoal.strategies import options
+from shoal.strategies.model_parallel_options import PipelineOptions, TensorOptions
+from shoal.strategies.server_options import ServerOptions
 
 if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
@@ -36,12 +38,8 @@ class StrategyEntry(NamedTuple):
 
 
 STRATEGIES = {
-    "pipeline": StrategyEntry(
-        "pipeline.strategy:Pipeline", options.PipelineOptions, splits_batch=False
-    ),
-    "tensor": StrategyEntry(
-        "tensor.strategy:TensorParallel", options.TensorOptions, splits_batch=False
-    ),
+    "pipeline": StrategyEntry("pipeline.strategy:Pipeline", PipelineOptions, splits_batch=False),
+    "tensor": StrategyEntry("tensor.strategy:TensorParallel", TensorOptions, splits_batch=False),
     "recompute": StrategyEntry(
         "transforms.activation_checkpointing:Recompute",
         options.RecomputeOptions,
@@ -55,7 +53,7 @@ STRATEGIES = {
     "zero1": StrategyEntry("zero.strategy:Zero1", options.ZeroOptions),
     "zero2": StrategyEntry("zero.strategy:Zero2", options.ZeroOptions),
     "zero3": StrategyEntry("zero.strategy:Zero3", options.ZeroOptions),
-    "server": StrategyEntry("server.strategy:Server", options.ServerOptions),
+    "server": StrategyEntry("server.strategy:Server", ServerOptions),
     "local": StrategyEntry("local_sgd:LocalSgd", options.LocalOptions),
     "diloco": StrategyEntry("local_sgd:Diloco", options.DilocoOptions),
 }
@@ -144,15 +142,21 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         else:
             problems.append(f"'{name}' is not known; {did_you_mean(name, STRATEGIES)}")
     names = [spec.name for spec in specs]
-    problems += [f"{name} stands there twice" for name in STRATEGIES if names.count(name) > 1]
+    _raise_problems(text, [*problems, *_clashes(names)])
+    if not any(map(_splits_batch, names)):
+        specs.append(StrategySpec("ddp", None, ()))
+    return _in_order(specs)
+
+
+def _clashes(names: Sequence[str]) -> Iterator[str]:
+    """Yield why these strategies cannot stand together."""
+    for name in STRATEGIES:
+        if names.count(name) > 1:
+            yield f"{name} stands there twice"
     splitting = [name for name in names if _splits_batch(name)]
     if len(set(splitting)) > 1:
         clash = " and ".join(splitting)
-        problems.append(f"{clash} share out the batch in different ways; keep one")
-    _raise_problems(text, problems)
-    if not splitting:
-        specs.append(StrategySpec("ddp", None, ()))
-    return _in_order(specs)
+        yield f"{clash} share out the batch in different ways; keep one"
 
 
 def _problem_of_class_path(text: str) -> str:
@@ -229,9 +233,7 @@ def check_recordable(line: StrategyLine) -> None:
 
     A strategy that is not part of Shoal is checked later, in the rank.
     """
-    servers = [
-        spec.options for spec in line.specs if isinstance(spec.options, options.ServerOptions)
-    ]
+    servers = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
     if any(server.staleness.strip("0") == "" for server in servers):
         raise ConfigError([SYNCHRONOUS])
     if not servers and all(spec.name in STRATEGIES for spec in line.specs):

@@ -28,14 +28,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
-from shoal.strategies.colocation import Colocation, ColocationRequest
 from shoal.strategies.finite_check import FiniteCheck
-from shoal.strategies.full_model import FullModel
-from shoal.strategies.model_traits import PassTraits, PipelineTraits
+from shoal.strategies.full_model import Colocation, ColocationRequest, FullModel
+from shoal.strategies.model_traits import (
+    NEEDS_NOTHING,
+    OutsideStep,
+    PassTraits,
+    PipelineTraits,
+    no_op,
+)
 from shoal.strategies.options import StrategyOptions
-from shoal.strategies.outside_step import NEEDS_NOTHING, OutsideStep, no_op
-from shoal.strategies.remote_optimizer import RemoteOptimizer
-from shoal.strategies.state import STATELESS, StrategyState
+from shoal.strategies.state import STATELESS, RemoteOptimizer, StrategyState
 
 ComputeLoss = Callable[..., Any]
 """The user's function of a batch: (*args, **kwargs) -> loss or (loss, extra).

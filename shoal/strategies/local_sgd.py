@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ from shoal.platform.tensors import MIB, accumulation_dtype
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
-from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
+from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
 
@@ -63,6 +64,8 @@ VELOCITY_PREFIX = "velocity."
 class LocalSgd(LocalOptions, Strategy):
     """Local SGD: average the weights of all ranks every H steps."""
 
+    can_apply_again: ClassVar[bool] = True
+
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
@@ -77,6 +80,8 @@ class LocalSgd(LocalOptions, Strategy):
 
 class Diloco(DilocoOptions, Strategy):
     """DiLoCo: step an outer optimizer by the mean change of all ranks, every H steps."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.

@@ -6,6 +6,14 @@ run_microbatch      its forward and backward passes on one rank
 forward_backward    `run` and `reduce_gradients` of a local model
 mean_loss           the loss sum of a step, divided by the samples or by the count
 rescale_by_count    the division by a count that no rank knew before
+scaled_for_mean, mean_result   factors that turn a mean over n ranks into a sum:
+
+      loss of a rank     weighted by its share of the global batch; all losses sum to the mean
+      scaled_for_mean    each rank multiplies its loss and its totals by n
+      mean over ranks    (n a + n b + ...) / n  =  a + b + ...
+
+PyTorch's engines, and rank-order means, divide by the number of ranks. Every strategy undoes that
+division with these two functions.
 """
 
 from __future__ import annotations
@@ -212,3 +220,18 @@ def count_or_one(totals: Tensor) -> Tensor:
     """Return the global count, or 1 if it is 0: a batch of ignored tokens gives zeros, no NaN."""
     count = totals[COUNT]
     return torch.where(count == 0, torch.ones_like(count), count)
+
+
+def scaled_for_mean(batch: LocalBatch, num_ranks: int) -> LocalBatch:
+    """Return `batch` with `num_ranks` times its weight, so that means over ranks become sums."""
+    return batch._replace(grad_weight=batch.grad_weight * num_ranks)
+
+
+def mean_result(local: StepResult, summed_totals: Tensor, num_ranks: int) -> StepResult:
+    """Return the result of a step whose batches went through `scaled_for_mean`.
+
+    Args:
+        local: the result of this rank.
+        summed_totals: (TOTALS_LENGTH,), the sum of the totals over `num_ranks` ranks.
+    """
+    return local._replace(step_totals=summed_totals / num_ranks)

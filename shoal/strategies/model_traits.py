@@ -1,9 +1,14 @@
-"""Facts about a local model that a later strategy must know, whichever strategy made them so."""
+"""Facts about a local model that a later strategy must know, whichever strategy made them so.
+
+Among them are the needs of the models between steps: to be evaluated, tried, and applied again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.comm.axis import Axis
 from shoal.strategies.full_model import FullModel
@@ -57,3 +62,33 @@ class PipelineTraits:
     """Name in `LocalModel.module` -> name in the full model, for tied parameters. A stage may hold
     such a parameter only under its second name.
     """
+
+
+def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the models: nothing is to be done around it."""
+    return function(*args, **kwargs)
+
+
+def no_op() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class OutsideStep:
+    """Needs of the models outside of training steps. The default needs nothing."""
+
+    call: Callable[..., Any] = plain_call
+    """Call (function, *args, **kwargs): the function may call the models, for example to evaluate
+    them. Every rank of a collective forward pass must make the call.
+    """
+    reshard: Callable[[], None] = no_op
+    """Free the parameters that a forward pass without a backward pass has gathered."""
+    whole_models: Callable[[], AbstractContextManager[bool]] | None = None
+    """Return a context in which this rank may run the models without the others; it yields False
+    if it cannot. Collective. None if nothing is to be done for that, or nothing can be."""
+    close: Callable[[], None] = no_op
+    """Make the models what they were, before the strategies are applied again. Collective."""
+
+
+NEEDS_NOTHING = OutsideStep()
+"""The needs of models in one piece, on one rank."""

@@ -3,6 +3,8 @@
 A module may count its forward passes, keep activations in a list, or write into its buffers. A
 pass that the user did not ask for, to observe, to measure or to try, must not be seen in any of
 these. Parameters keep their values: no such pass may change them.
+
+A trial makes such passes with few samples, so strategies measure nothing while one is running.
 """
 
 from __future__ import annotations
@@ -140,3 +142,22 @@ def _refill(container: Any, contents: Any) -> None:
         container.update(contents)
     else:
         container.extend(contents)
+
+
+_depth = 0
+
+
+@contextmanager
+def trial_running() -> Iterator[None]:
+    """Let `is_trial_running` be True inside of the block."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def is_trial_running() -> bool:
+    """Return True inside of a trial."""
+    return _depth > 0

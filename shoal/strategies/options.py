@@ -1,9 +1,10 @@
-"""Options of all strategies, and checks of their values that need no model and no world.
+"""Options of strategies, and checks of their values that need no model and no world.
 
       class Ddp(DdpOptions, Strategy)     a strategy inherits its options
 
-This file imports no torch, so a bad value is an error before any process is started. Each class
-raises ConfigError with all of its problems.
+Options of strategies that divide the model stand in `model_parallel_options.py`, those of parameter
+servers in `server_options.py`. These files import no torch, so a bad value is an error before any
+process is started. Each class raises ConfigError with all of its problems.
 """
 
 from __future__ import annotations
@@ -16,17 +17,6 @@ from typing import ClassVar
 from shoal.comm import compression_spec
 from shoal.comm.algorithms.algorithm_names import refuse_unknown
 from shoal.errors import ConfigError, problems_of, raise_problems
-from shoal.strategies.pipeline.schedules import SCHEDULES, problems
-
-PARALLEL_STYLES = ("column", "row")
-_MAX_CONNECTIONS = 16
-MAX_SERVERS = 1024
-_NO_TLS = (
-    "servers no longer encrypt their connections. Both ends prove that they hold the key of this "
-    "job, and between machines every frame is authenticated (docs/security.md), but who can listen "
-    "sees gradients and weights. Leave tls out; where that matters, use a network that encrypts, "
-    "such as WireGuard or IPsec"
-)
 
 
 class StrategyOptions:
@@ -55,94 +45,6 @@ def mesh_sizes(strategies: Iterable[StrategyOptions]) -> dict[str, int]:
 @dataclass(frozen=True)
 class NoOptions(StrategyOptions):
     """A strategy without options."""
-
-
-@dataclass(frozen=True)
-class PipelineOptions(StrategyOptions):
-    """Options of pipeline parallelism.
-
-    Args:
-        ranks: ranks of each pipeline.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule NAME` draws
-            it.
-        microbatches: micro-batches of the local batch; 0 to choose.
-        stages: stages on each rank, for interleaved and zero-bubble; 0 for the schedule's default.
-        balance: time (forward and backward, measured on a sample) or parameters.
-        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
-    """
-
-    value: ClassVar[str] = "ranks"
-    ranks: int = 2
-    schedule: str = "1f1b"
-    microbatches: int = 0
-    stages: int = 0
-    balance: str = "time"
-    cuts: str = ""
-
-    def __post_init__(self) -> None:
-        messages = []
-        if self.balance not in ("time", "parameters"):
-            messages.append(f"balance={self.balance}: by time or by parameters")
-        if self.microbatches < 0:
-            messages.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
-        # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
-        messages += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
-        if self.cuts and self.schedule in SCHEDULES:
-            num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
-            num_cuts = len(self.cuts.split("/"))
-            if num_cuts != num_stages - 1:
-                need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
-                messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
-        raise_problems(messages)
-
-    @property
-    def mesh_dims(self) -> dict[str, int]:
-        return {"pipeline": self.ranks}
-
-
-@dataclass(frozen=True)
-class TensorOptions(StrategyOptions):
-    """Options of tensor parallelism.
-
-    Args:
-        degree: ranks in each tensor group. Divides the world size, and the ranks of each machine.
-        whole: patterns of module names, with + between them. These modules are replicated, with all
-            modules inside.
-        cut_by: a plan: PATTERN:column and PATTERN:row with + between them. No other module is
-            divided then.
-        sequence: sequence parallel: activations between divided layers are sharded along the
-            sequence.
-    """
-
-    value: ClassVar[str] = "degree"
-    degree: int = 2
-    whole: str = ""
-    cut_by: str = ""
-    sequence: bool = False
-
-    def __post_init__(self) -> None:
-        messages = []
-        if self.degree <= 0:
-            messages.append(f"tensor={self.degree}: must be 1 or more")
-        for pattern, style in self.plan:
-            if style not in PARALLEL_STYLES or not pattern:
-                word = f"{pattern}:{style}" if style else pattern
-                messages.append(f"cut_by: '{word}' is not PATTERN:column or PATTERN:row")
-        raise_problems(messages)
-
-    @property
-    def mesh_dims(self) -> dict[str, int]:
-        return {"tensor": self.degree}
-
-    @property
-    def plan(self) -> list[tuple[str, str]]:
-        """Patterns of `cut_by`, each with its parallel style; "" for a word without a colon."""
-        pairs = []
-        for word in self.cut_by.split("+"):
-            if word.strip():
-                pattern, colon, style = word.strip().rpartition(":")
-                pairs.append((pattern, style) if colon else (style, ""))
-        return pairs
 
 
 @dataclass(frozen=True)
@@ -241,71 +143,6 @@ class ZeroOptions(StrategyOptions):
     @property
     def mesh_dims(self) -> dict[str, int]:
         return {"dp_shard": self.hybrid}
-
-
-@dataclass(frozen=True)
-class ServerOptions(StrategyOptions):
-    """Options of parameter servers.
-
-    Args:
-        servers: number of servers, and of the shards that they own.
-        replicas: servers that hold each shard. With 2, the loss of any one server loses no state,
-            and training continues.
-        staleness: steps that a worker may be ahead of the slowest one. "0" is synchronous and
-            exact; "async" sets no bound. If it is not 0, each push is a step of its own, with
-            1/workers of the learning rate.
-        compress: encoding of pushed gradients: none, bf16, fp16, topk=FRACTION or onebit. Every one
-            but none is inexact.
-        part_mb: maximum size of a partition, in MiB. Small models have smaller partitions: on one
-            machine about one for each server, between machines about four. A server that is added
-            on one machine may find none to take.
-        lease_s: seconds for which a server may be silent before another one takes over.
-        shared_memory: workers and servers of one machine read each other's memory, without
-            messages.
-        aggregate: with several workers on each of several machines, the workers of one machine sum
-            their gradients before they push, and share one pull. Synchronous steps without
-            compression only.
-        connections: no effect. Accepted from 1 to 16 for older configurations and checkpoints.
-        tls: only none. Connections are authenticated and not encrypted, so a certificate is
-            refused.
-    """
-
-    value: ClassVar[str] = "servers"
-    servers: int = 1
-    replicas: int = 1
-    staleness: str = "0"
-    compress: str = "none"
-    part_mb: float = 4.0
-    lease_s: float = 2.0
-    shared_memory: bool = True
-    aggregate: bool = True
-    connections: int = 1
-    tls: str = "none"
-
-    def __post_init__(self) -> None:
-        messages = []
-        if self.servers <= 0:
-            messages.append(f"server={self.servers}: there must be at least one server")
-        if self.replicas < 1:
-            messages.append(f"replicas={self.replicas}: there must be at least one of each shard")
-        if max(self.servers, self.replicas) > MAX_SERVERS:
-            given = f"server={self.servers},replicas={self.replicas}"
-            messages.append(f"{given}: there may be up to {MAX_SERVERS:,} of each")
-        if not 0 < self.lease_s < inf:
-            messages.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
-        is_number = self.staleness.isdecimal() and len(self.staleness) < 19
-        if self.staleness != "async" and not is_number:
-            messages.append(
-                f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
-            )
-        if not 0 < self.part_mb < inf:
-            messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
-        if not 1 <= self.connections <= _MAX_CONNECTIONS:
-            messages.append(f"connections={self.connections}: must be from 1 to {_MAX_CONNECTIONS}")
-        if self.tls != "none":
-            messages.append(f"tls={self.tls}: {_NO_TLS}")
-        messages += problems_of(lambda: compression_spec.read(self.compress))
-        raise_problems(messages)
 
 
 @dataclass(frozen=True)

@@ -50,19 +50,14 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     terms = _merged(terms)
     if len(terms) == 1:
         return _single(terms[0], batch)
-    counts = [term.count for term in terms if term.count is not None]
     if not batch.is_last_microbatch or batch.previous_totals is not None:
         raise UsageError(
             f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
             "batch is divided into micro-batches: the counts of all of them are needed before the "
             "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
         )
-    if batch.num_samples == 0:  # a stand-in adds nothing to the counts
-        counts = [torch.zeros_like(count) for count in counts]
-    totals = torch.stack([count.detach().double() for count in counts])
-    if batch.sum_counts is not None:
-        totals = batch.sum_counts(totals)
-    divisors = iter(torch.where(totals == 0, torch.ones_like(totals), totals).unbind())
+    counts = [term.count for term in terms if term.count is not None]
+    divisors = iter(_global_counts(counts, batch))
     samples = max(batch.num_samples, 1)
     value: Tensor | float = 0.0
     for term in terms:
@@ -74,6 +69,16 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
             value = value + term.value * scale.to(term.value.dtype)
     assert isinstance(value, Tensor)
     return CombinedLoss(value)
+
+
+def _global_counts(counts: Sequence[Tensor], batch: LocalBatch) -> Sequence[Tensor]:
+    """Return each count summed over ranks, 1 in the place of 0. Collective over the data axis."""
+    if batch.num_samples == 0:  # a stand-in adds nothing to the counts
+        counts = [torch.zeros_like(count) for count in counts]
+    totals = torch.stack([count.detach().double() for count in counts])
+    if batch.sum_counts is not None:
+        totals = batch.sum_counts(totals)
+    return torch.where(totals == 0, torch.ones_like(totals), totals).unbind()
 
 
 def _single(term: Term, batch: LocalBatch) -> CombinedLoss:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.trace.intervals import Interval, Intervals, difference, intersection, total_length, union
-from shoal.trace.span import (
+from shoal.trace.recorder import (
     ASIDE,
     BACKWARD,
     BLOCKED,

@@ -27,7 +27,7 @@ from typing import Any
 from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write
 from shoal.trace.breakdown import Collectives, Spans, group_collectives, wait_of
-from shoal.trace.span import BLOCKED, EXCHANGE, KINDS, STEP, Span
+from shoal.trace.recorder import BLOCKED, EXCHANGE, KINDS, STEP, Span
 
 NAME = "trace.json"
 COMPRESSED_NAME = "trace.json.gz"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from shoal.data.mixing import mix_dataset
 from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
+from shoal.run import Run, init_with_place
 from shoal.train import plugins
 from shoal.train.optimizer import scaled_rate
 from shoal.train.shm_check import check_shared_memory, free_shared_bytes
@@ -37,6 +40,35 @@ class Components:
     validation_loader: DataLoader
     notes: list[str]
     """Sentences about weights that were rounded when they were loaded."""
+
+
+def init_run(job: Job, announce: Callable[[str], None]) -> Run:
+    """Join the other ranks of `job`, and set what is the same for all of this process. Collective.
+
+    Args:
+        announce: is called with each line of the startup summary, on rank 0 only.
+    """
+    if job.train.deterministic:
+        # Without this variable cuBLAS refuses to be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    run = init_with_place(
+        job.strategy,
+        seed=job.seed,
+        accumulate=job.train.accumulate,
+        precision=job.train.precision,
+        compile=job.model.compile,
+        step_in_backward=job.optimizer.in_backward,
+        sync_batchnorm=job.model.sync_batchnorm,
+        draws=job.train.draws,
+        nonfinite=job.train.nonfinite,
+        max_nonfinite=job.train.max_nonfinite,
+        trace=job.log.trace,
+        trace_to=job.directory,
+        announce=announce,
+    )
+    torch.use_deterministic_algorithms(job.train.deterministic)
+    torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
+    return run
 
 
 def build(job: Job, device: torch.device) -> Components:

@@ -9,33 +9,28 @@ for each epoch
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from shoal.config.job import Job
 from shoal.errors import CleanupFailed, ConfigError, RecordError, ShoalError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot
-from shoal.run import init_with_place
 from shoal.run.supervised import supervised
-from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train import optimizer as optimizers
-from shoal.train.build import build, describe, steps_of_epochs
-from shoal.train.checkpoint import Saved, newest
-from shoal.train.ema import Ema, layout_with_averages
+from shoal.train.build import build, describe, init_run, steps_of_epochs
+from shoal.train.checkpoint import newest
+from shoal.train.ema import layout_with_averages
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.run_directory import claim_for_all, make_again
 from shoal.train.run_saver import open_saver
-from shoal.train.throughput import Stopwatch
+from shoal.train.training_state import TrainingState
 
 
 def train(job: Job) -> None:
@@ -54,39 +49,18 @@ class Training:
     """One run on one rank.
 
     Attributes:
-        step: optimizer steps since the beginning of the run, over all of its processes.
-        sums: float64 totals of the steps since the last log line, (TOTALS_LENGTH,).
-        final: report of the last evaluation.
+        state: what changes with each step, and what a checkpoint holds of it.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         lines = list[str]()
         self._lines_before_log: list[str] | None = lines
-        self.run = init_with_place(
-            job.strategy,
-            seed=job.seed,
-            accumulate=job.train.accumulate,
-            precision=job.train.precision,
-            compile=job.model.compile,
-            step_in_backward=job.optimizer.in_backward,
-            sync_batchnorm=job.model.sync_batchnorm,
-            draws=job.train.draws,
-            nonfinite=job.train.nonfinite,
-            max_nonfinite=job.train.max_nonfinite,
-            trace=job.log.trace,
-            trace_to=job.directory,
-            announce=self._announce,
-        )
+        self.run = init_run(job, self._announce)
         # Handled from here on: to build a model can take minutes. The first step tells the other
         # ranks of a signal.
         self._sigterm_before = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
         built = build(job, self.run.device)
-        if job.train.deterministic:
-            # Without this variable cuBLAS refuses to be deterministic.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(job.train.deterministic)
-        torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
         self.weights_notes = built.notes
         self.task = built.task
         self.validation = built.validation_loader
@@ -95,20 +69,20 @@ class Training:
             built.model, optimizer, built.train_loader
         )
         self.compute_loss = self.task.compute_loss(self.model)
-        self.ema = Ema(self.run.parameters(), job.train.ema) if job.train.ema else None
+        self.state = TrainingState(self.run, job.train.ema)
         self.directory = Path(job.directory)
-        self._is_divided = False  # a strategy may wait for the first batch
         self._locks: list[IO[str]] = []
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
-        self.step = 0
-        self.watch = Stopwatch()
         self.record: Record | None = None
-        self.final: dict[str, Any] | None = None
-        self.sums = torch.zeros(TOTALS_LENGTH, dtype=torch.float64, device=self.run.device)
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning of the run, over all of its processes."""
+        return self.state.step
 
     def _announce(self, line: str) -> None:
         """Keep a line for the header of the log; print it at once when the log is open."""
@@ -128,12 +102,17 @@ class Training:
                 notes.append, like=layout_with_averages(self.run.layout_of())
             )
         if saved is not None:
-            self._load(saved, notes)
+            accept_data = self.job.train.accept_data == "changed"
+            notes += self.state.load(saved, accept_data)
+            try:
+                self.saver.resume(saved.step, saved.info["best"])
+            except CleanupFailed as error:
+                notes.append(f"{error}; training goes on")
             notes.append(f"resumed from {saved.path}")
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
-        self.unlogged_samples, self.logged_s = 0, self.watch.seconds
+        self.state.begin_interval()
 
     def run_all(self) -> None:
         """Train all remaining epochs, and end the run. Collective."""
@@ -181,17 +160,7 @@ class Training:
         if self.job.train.clip_norm is not None:
             self.run.clip_gradients(self.job.train.clip_norm)
         self.optimizer.step()
-        if self.ema is not None and self.run.finite:
-            self.run.wait()  # the average reads the new weights
-            if not self._is_divided:
-                self.ema.follow(self.run.parameters())
-                self._is_divided = True
-            self.ema.update()
-        self.step += 1
-        assert self.run.totals is not None
-        if self.run.finite:  # else one step would hide the loss of the others
-            self.sums += self.run.totals
-        self.unlogged_samples += self.loader.share.global_rows
+        self.state.count_step(self.loader.share.global_rows)
         self.progress.step(self.loader.share.global_rows)
         if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
             self._check_replicas()
@@ -204,70 +173,53 @@ class Training:
             self.log.note(f"step {self.step}: {sentence}")
 
     def _log(self, rate: float) -> None:
-        """Log one record of the steps since the last one.
-
-        A step waits for the device only here: `tolist` copies the sums to the CPU.
-        """
-        loss, count, _, hits, predictions, *_ = self.sums.tolist()
-        self.sums.zero_()
-        seconds = self.watch.seconds
+        """Log one record of the steps since the last one."""
+        interval = self.state.end_interval()
         record = {
             "step": self.step,
             "epoch": self.loader.epoch + 1,
             "sample": self.loader.position,
-            # No count: all steps were skipped.
-            **self.task.training_report(loss / count if count else math.nan, hits, predictions),
+            **self.task.training_report(interval.loss, interval.hits, interval.predictions),
             "lr": rate,
-            "samples_per_s": self.unlogged_samples / max(seconds - self.logged_s, 1e-9),
-            "time_s": seconds,
+            "samples_per_s": interval.samples_per_s,
+            "time_s": self.state.watch.seconds,
         }
         self.log.step(record)
         self.progress.show(record)
-        self.unlogged_samples = 0
-        self.logged_s = seconds
 
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
-        self._synchronize()
-        with self._pause("evaluating"), self._evaluated_weights():
+        self.state.synchronize()
+        with self._pause("evaluating"), self.state.evaluated_weights():
             sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
-        self.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
-        self.log.evaluation({**self.final, "time_s": self.watch.seconds})
-        self.progress.evaluation(self.final)
+        self.state.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
+        self.log.evaluation({**self.state.final, "time_s": self.state.watch.seconds})
+        self.progress.evaluation(self.state.final)
         # First the outcome of the save before: if it failed, its report is not the one to beat.
         self.saver.wait()
         return self._is_best()
 
-    @contextmanager
-    def _evaluated_weights(self) -> Iterator[None]:
-        """Put the moving average in the place of the weights in this context, if there is one."""
-        if self.ema is None:
-            yield
-            return
-        with self.run.edit(), self.ema.in_place():  # servers own the weights
-            yield
-
     def _is_best(self) -> bool:
         """Return True, and remember it, if this very step has the best evaluation so far."""
-        if self.final is None or self.final["step"] != self.step:
+        if self.state.final is None or self.state.final["step"] != self.step:
             return False
-        if not math.isfinite(self.final["loss"]) and self.job.train.nonfinite != "ignore":
+        if not math.isfinite(self.state.final["loss"]) and self.job.train.nonfinite != "ignore":
             return False
         best = self.saver.best
-        is_better = best is None or self.task.score(self.final) > self.task.score(best)
+        is_better = best is None or self.task.score(self.state.final) > self.task.score(best)
         if is_better:
-            self.saver.best = self.final
+            self.saver.best = self.state.final
         return is_better
 
     def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.saver.wait()
         self._keep_directory()
-        self._synchronize()
+        self.state.synchronize()
         if self.job.train.check_replicas:
             self._check_replicas()
         try:
-            tensors, info, private = self.run.state()
+            state = self.state.collect(self.saver.best)
         except TrainingDiverged as error:
             if must_succeed:
                 raise
@@ -275,14 +227,7 @@ class Training:
             self.log.note(f"{error} Nothing is saved at step {self.step}")
             return
         self._save_record()
-        tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
-        info |= {
-            "step": self.step,
-            "time_s": self.watch.seconds,
-            "final": self.final,
-            "best": self.saver.best,
-        }
-        self.saver.save(self.step, (tensors, info, private), best, must_succeed)
+        self.saver.save(self.step, state, best, must_succeed)
 
     def _keep_directory(self) -> None:
         """Make the run directory again, and tell, if somebody has removed it. On rank 0."""
@@ -308,35 +253,10 @@ class Training:
         except RecordError as error:
             self.log.note(f"{error}; training goes on")
 
-    def _synchronize(self) -> None:
-        """Give all ranks the same weights. Collective.
-
-        If they differed, all ranks take rank 0's moving average and sums too: those are logged.
-        """
-        if not self.run.synchronize():
-            return
-        self.run.mesh.broadcast_tensor(self.sums)
-        if self.ema is not None:
-            self.ema.broadcast(self.run.mesh)
-
     def _is_save_due(self) -> bool:
         """Return True if `checkpoint.every_steps` asks for a save now."""
         every = self.job.checkpoint.every_steps
         return every is not None and self.step % every == 0
-
-    def _load(self, saved: Saved, notes: list[str]) -> None:
-        accept_data = self.job.train.accept_data == "changed"
-        notes += self.run.load_state(saved.tensors, saved.info, saved.private, accept_data)
-        if self.ema is not None:
-            self.ema.load(saved.tensors)
-        self.sums.copy_(saved.tensors["sums"])
-        self.step = saved.step
-        self.watch = Stopwatch(saved.info["time_s"])
-        self.final = saved.info["final"]
-        try:
-            self.saver.resume(saved.step, saved.info["best"])
-        except CleanupFailed as error:
-            notes.append(f"{error}; training goes on")
 
     def _open(self, notes: list[str]) -> None:
         """Open log and display, and print what kind of run this is."""
@@ -379,7 +299,7 @@ class Training:
     @contextmanager
     def _pause(self, doing: str) -> Iterator[None]:
         """Exclude what is done in this context from speed, training time and the trace's steps."""
-        with self.progress.paused(doing), self.watch.excluded(), self.run.outside_step(doing):
+        with self.progress.paused(doing), self.state.watch.excluded(), self.run.outside_step(doing):
             yield
 
     def _finish(self) -> None:
@@ -397,11 +317,11 @@ class Training:
         self.progress.close()
         self.log.close(
             {
-                "final": self.final,
+                "final": self.state.final,
                 "best": self.saver.best,
                 "epochs": self.job.train.epochs,
                 "steps": self.step,
-                "time_s": self.watch.seconds,
+                "time_s": self.state.watch.seconds,
                 "checkpoint": newest(self.checkpoints.directory) if self.run.rank == 0 else None,
                 "curves": curves,
             }

@@ -1,11 +1,13 @@
-"""A trial of an optimizer: does it step each number by itself?
+"""Trials of an optimizer: does it step each number by itself, and each parameter?
 
     whole     step({4 x 6 matrix, vector of 4})                  three times, with random gradients
     halves    step({2 x 6, 2}) and step({2 x 6, 2})              rows and gradients of the whole
+    alone     step({4 x 6}) and step({4})                        each tensor without the other
 
 An optimizer that looks at whole tensors (LAMB's norms, Muon's orthogonal matrices, Adafactor's
-rows and columns, a global norm) takes other steps on the halves, and so on shards. It is found by
-what it does, under whatever name.
+rows and columns, a global norm) takes other steps on the halves, and so on shards. One that looks
+at all parameters together (a global norm, LBFGS, Prodigy) takes other steps alone, and so on the
+stages of a pipeline. Both are found by what they do, under whatever name.
 """
 
 from __future__ import annotations
@@ -63,6 +65,57 @@ def optimizer_is_elementwise(optimizer: Optimizer, dim: int = 0) -> OptimizerAns
         generators.restore()
 
 
+def optimizer_steps_parameters_alone(optimizer: Optimizer) -> OptimizerAnswer:
+    """Return whether an optimizer steps a parameter as it would without the other parameters.
+
+    The rest is as for `optimizer_is_elementwise`. Not collective.
+    """
+    generators = GeneratorStates({p.device for g in optimizer.param_groups for p in g["params"]})
+    try:
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _tried_alone(optimizer)
+    finally:
+        generators.restore()
+
+
+def _tried_alone(optimizer: Optimizer) -> OptimizerAnswer:
+    failure: Exception | None = None
+    shapes: list[tuple[int, ...]] = [(ROWS, COLUMNS), (COLUMNS, ROWS)]
+    for dtype in _dtypes(optimizer):
+        for sparse in (False, True):
+            sample = _Sample(shapes, dtype, 0, sparse)
+            try:
+                return _compared_alone(optimizer, sample)
+            except Exception as error:  # noqa: BLE001 - it may raise anything
+                failure = failure or error
+    return _not_tried(failure)
+
+
+def _compared_alone(optimizer: Optimizer, sample: _Sample) -> OptimizerAnswer:
+    """Compare the steps of two tensors together with those of each alone, in every group."""
+    before = torch.get_rng_state()
+    together = _steps(optimizer, sample, None)
+    draws = not torch.equal(before, torch.get_rng_state())
+    first, second = (_steps(optimizer, sample.only(index), None) for index in (0, 1))
+    alone = [tensor for pair in zip(first, second, strict=True) for tensor in pair]
+    answer = _answer(optimizer, sample, together, alone)
+    if answer.is_elementwise is not False:
+        return answer
+    if draws:
+        return OptimizerAnswer(False, "it draws random numbers, other ones for each parameter")
+    return OptimizerAnswer(
+        False,
+        f"its steps of a small matrix differ by {answer.reason} when another one is beside it",
+    )
+
+
+def _not_tried(failure: Exception | None) -> OptimizerAnswer:
+    return OptimizerAnswer(
+        None, f"a copy of it fails on small tensors ({type(failure).__name__}: {failure})"
+    )
+
+
 def _tried(optimizer: Optimizer, dim: int) -> OptimizerAnswer:
     failure: Exception | None = None
     # A vector is left out where an optimizer takes only matrices, and float64 where it takes none.
@@ -73,9 +126,7 @@ def _tried(optimizer: Optimizer, dim: int) -> OptimizerAnswer:
                     return _compared(optimizer, _Sample(shapes, dtype, dim, sparse))
                 except Exception as error:  # noqa: BLE001 - it may raise anything
                     failure = failure or error
-    return OptimizerAnswer(
-        None, f"a copy of it fails on small tensors ({type(failure).__name__}: {failure})"
-    )
+    return _not_tried(failure)
 
 
 def _dtypes(optimizer: Optimizer) -> list[torch.dtype]:
@@ -101,6 +152,13 @@ class _Sample:
 
         self._values = [numbers(shape) for shape in shapes]
         self._gradients = [[numbers(shape) for shape in shapes] for _ in range(STEPS)]
+
+    def only(self, index: int) -> _Sample:
+        """Return a sample of one of the tensors, with its gradients."""
+        one = copy.copy(self)
+        one._values = [self._values[index]]
+        one._gradients = [[gradients[index]] for gradients in self._gradients]
+        return one
 
     def values(self, half: int | None) -> list[Tensor]:
         """Return the values at the beginning; `half` 0 or 1, None for the whole."""
@@ -130,20 +188,30 @@ def _compared(optimizer: Optimizer, sample: _Sample) -> OptimizerAnswer:
     whole = _steps(optimizer, sample, None)
     draws = not torch.equal(before, torch.get_rng_state())
     joined = sample.joined((_steps(optimizer, sample, 0), _steps(optimizer, sample, 1)))
-    start = sample.values(None) * len(optimizer.param_groups)
-    moved = sum(float((a - b).square().sum()) for a, b in zip(whole, start, strict=True)) ** 0.5
-    apart = sum(float((a - b).square().sum()) for a, b in zip(whole, joined, strict=True)) ** 0.5
-    if not moved:
-        return OptimizerAnswer(None, "a copy of it moves nothing")
-    if apart <= TOLERANCE_OF_STEPS * moved:
-        return OptimizerAnswer(True, "halves of a matrix take the steps of the whole")
+    answer = _answer(optimizer, sample, whole, joined)
+    if answer.is_elementwise is not False:
+        return answer
     if draws:
         return OptimizerAnswer(False, "it draws random numbers, other ones for each half")
     return OptimizerAnswer(
         False,
-        f"on two halves of a small matrix its steps differ by {100 * apart / moved:.2g} % from "
-        "those on the whole, so it looks at whole tensors",
+        f"on two halves of a small matrix its steps differ by {answer.reason} from those on the "
+        "whole, so it looks at whole tensors",
     )
+
+
+def _answer(
+    optimizer: Optimizer, sample: _Sample, whole: list[Tensor], parts: list[Tensor]
+) -> OptimizerAnswer:
+    """Compare the values after some steps; the reason of a difference is its size."""
+    start = sample.values(None) * len(optimizer.param_groups)
+    moved = sum(float((a - b).square().sum()) for a, b in zip(whole, start, strict=True)) ** 0.5
+    apart = sum(float((a - b).square().sum()) for a, b in zip(whole, parts, strict=True)) ** 0.5
+    if not moved:
+        return OptimizerAnswer(None, "a copy of it moves nothing")
+    if apart <= TOLERANCE_OF_STEPS * moved:
+        return OptimizerAnswer(True, "parts take the steps of the whole")
+    return OptimizerAnswer(False, f"{100 * apart / moved:.2g} %")
 
 
 def _steps(optimizer: Optimizer, sample: _Sample, half: int | None) -> list[Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from shoal.strategies.module_snapshot import is_trial_running
+
 
 class LossKind(Enum):
     """The way in which the loss of a batch follows from those of its parts."""
@@ -122,3 +124,15 @@ def _listed(sizes: tuple[int, ...]) -> str:
 def _percent(difference: float) -> str:
     percent = 100 * difference
     return f"{percent:.0f} %" if percent >= 1 else f"{percent:.2g} %"
+
+
+def end_trial() -> None:
+    """End a trial if one is running; else do nothing. Nothing is announced.
+
+    To be called first by functions that take part in communication, such as `run.gather`: whoever
+    calls them knows that the samples of a batch influence one another.
+
+    Raises: CannotTry: a trial is running.
+    """
+    if is_trial_running():
+        raise CannotTry("")

@@ -22,7 +22,7 @@ from torch import nn
 from shoal.data.seeds import GeneratorStates
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks
-from shoal.strategies.trial_passes import running
+from shoal.strategies.module_snapshot import trial_running
 from shoal.trial.saved_objects import SavedObjects
 
 
@@ -67,7 +67,7 @@ class Untouched:
         self._grads = [parameter.grad for parameter in self._parameters]
         self._hooks = [dict(gradient_hooks(parameter)) for parameter in self._parameters]
         self._tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        self._stack.enter_context(running())
+        self._stack.enter_context(trial_running())
         self._stack.enter_context(redirect_stdout(io.StringIO()))
         self._stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run import Run, init_with_place
-from shoal.run.buffer_notes import WRITES
+from shoal.run.first_step_notes import WRITES
 from shoal.run.init import seed_generators
 from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction, supervised

@@ -142,7 +142,13 @@ def test_only_a_server_with_too_many_starts_is_asked_again():
             "host b: ssh says: ssh: Could not resolve hostname b: Name or service not known. "
             "Is the name right? An alias belongs into ~/.ssh/config",
         ),
-        (255, [], [], "host b: ssh ended with 255 and said nothing. Log in once by hand: ssh b"),
+        (
+            255,
+            [],
+            [],
+            "host b: ssh lost the connection without a word, or the login shell was killed. "
+            "Log in once by hand: ssh b",
+        ),
         (
             127,
             ["bash: line 1: exec: /opt/venv/bin/python: not found"],

@@ -18,10 +18,9 @@ PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py", "run/prepared.py"),
-    *("run/step_output.py", "run/guards/process_wide.py", "strategies/outside_step.py"),
+    *("run/step_output.py", "run/guards/process_wide.py", "strategies/model_traits.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
-    *("run/guards/loss_watch.py", "run/guards/foreign_optimizer.py"),
-    *("run/guards/group_numbers.py", "run/guards/mixed_shards.py"),
+    *("run/guards/loss_watch.py", "run/guards/optimizer_guards.py", "run/guards/mixed_shards.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
     *("parameter_server/worker/push_trace.py", "parameter_server/worker/flat_params.py"),

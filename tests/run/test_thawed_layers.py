@@ -81,6 +81,8 @@ def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str
     ("strategy", "ranks", "accumulate"),
     [
         ("zero3", 2, 1),
+        pytest.param("recompute,ddp", 2, 1, marks=pytest.mark.slow),
+        pytest.param("recompute,zero3", 2, 1, marks=pytest.mark.slow),
         pytest.param("ddp", 2, 1, marks=pytest.mark.slow),
         pytest.param("zero1", 3, 1, marks=pytest.mark.slow),
         pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
@@ -96,6 +98,57 @@ def test_layers_are_thawed_and_frozen_as_on_one_device(
         assert their_losses == pytest.approx(losses, rel=1e-10)
         for name, value in weights.items():
             assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def one_model_in_phases(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a head, all layers, the head and all layers, with one optimizer for each phase.
+
+    In a fifth phase the last optimizer goes on with a further group, and keeps its momentum.
+    """
+    torch.manual_seed(0)
+    run = shoal.init(strategy, **QUIET)
+    net = Net().double()
+    optimizer, batches = None, loader()
+    losses = []
+    extra = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        scores = net(x) if phase < 4 else net(x) + extra(x)
+        return F.cross_entropy(scores, y)
+
+    for phase in range(5):
+        if phase < 4:
+            net.blocks.requires_grad_(phase % 2 == 1)
+            net.scale.requires_grad_(phase % 2 == 1)
+            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        if phase == 0:
+            net, optimizer, batches = run.prepare(net, optimizer, batches)
+        elif phase < 4:
+            optimizer = run.prepare(optimizer)
+        else:
+            optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.05})
+            extra, optimizer = run.prepare(extra, optimizer)
+        for x, y in batches:
+            loss = run.forward_backward(compute_loss, x, y)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in run.weights().items() if "calls" not in name}
+    return losses, weights
+
+
+def all_in_phases(strategies: list[str]) -> list[Any]:
+    return [one_model_in_phases(strategy) for strategy in strategies]
+
+
+def test_servers_and_local_steps_train_other_layers_from_phase_to_phase() -> None:
+    losses, weights = one_model_in_phases("single")
+    for found in world.run(2, all_in_phases, ["server=1", "local=1", "recompute,ddp"]):
+        for their_losses, their_weights in found:
+            assert their_losses[-1] == pytest.approx(losses[-1], rel=1e-10)
+            for name, value in weights.items():
+                assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
@@ -131,7 +184,7 @@ def all_at_rest(strategies: list[str]) -> list[Any]:
 
 def test_where_other_layers_cannot_be_trained_later_the_cure_is_a_rate_of_zero() -> None:
     _, losses, weights = at_rest("single")
-    for found in world.run(2, all_at_rest, ["tensor=2", "pipeline=2", "server=1"]):
+    for found in world.run(2, all_at_rest, ["tensor=2", "pipeline=2"]):
         for refusal, their_losses, their_weights in found:
             assert "a learning rate of 0 for those that rest" in refusal
             assert their_losses == pytest.approx(losses, rel=1e-10)

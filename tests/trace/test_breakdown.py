@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.trace.breakdown import COMPONENTS, StepBreakdown, compute_breakdown
-from shoal.trace.span import (
+from shoal.trace.recorder import (
     ASIDE,
     BACKWARD,
     BLOCKED,

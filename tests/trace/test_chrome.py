@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
-from shoal.trace.span import BACKWARD, BLOCKED, EXCHANGE, STEP, Span
+from shoal.trace.recorder import BACKWARD, BLOCKED, EXCHANGE, STEP, Span
 
 
 def a_trace(directory: Path, exchanges: int = 3) -> Trace:

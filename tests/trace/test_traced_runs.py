@@ -20,7 +20,7 @@ from shoal.testing import world
 from shoal.trace import chrome
 from shoal.trace.breakdown import COMPONENTS, Breakdown, compute_breakdown
 from shoal.trace.chrome import Trace
-from shoal.trace.span import BACKWARD, BLOCKED, EXCHANGE, FORWARD, STEP
+from shoal.trace.recorder import BACKWARD, BLOCKED, EXCHANGE, FORWARD, STEP
 
 
 def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Breakdown]:

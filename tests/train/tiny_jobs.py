@@ -138,7 +138,8 @@ def is_resumed(job: Job) -> dict[str, Tensor]:
     training.resume()
     tensors, _, _ = training.run.state()
     training.log.close()
-    tensors |= {"sums": training.sums} | (training.ema.state() if training.ema else {})
+    state = training.state
+    tensors |= {"sums": state.sums} | (state.ema.state() if state.ema else {})
     return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim.adamw8bit import AdamW8bit
-from shoal.trial import optimizer_is_elementwise
+from shoal.trial import optimizer_is_elementwise, optimizer_steps_parameters_alone
 
 
 class UserOptimizer(Optimizer):
@@ -130,6 +130,16 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_found(name: str) -> None:
     assert answer.is_elementwise is False, answer
     cause = "draws random numbers" if name == "noise" else "looks at whole tensors"
     assert cause in answer.reason
+
+
+TOGETHER = {"LBFGS", "global norm", "noise"}
+"""Those whose step of a parameter depends on the other parameters, or on their number."""
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_an_optimizer_that_looks_at_all_parameters_together_is_found(name: str) -> None:
+    answer = optimizer_steps_parameters_alone((ELEMENTWISE | WHOLE)[name](params()))
+    assert answer.is_elementwise is (name not in TOGETHER), answer
 
 
 def test_a_cut_along_columns_tells_what_one_along_rows_cannot() -> None:

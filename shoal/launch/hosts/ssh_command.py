@@ -27,6 +27,7 @@ THROTTLED = (
     "kex_exchange_identification: connection closed by remote host",
 )
 QUOTED_LINES = 3
+SILENT = "ssh lost the connection without a word, or the login shell was killed"
 BY_HAND = "Log in once by hand"
 CURES = (
     ("could not resolve", "Is the name right? An alias belongs into ~/.ssh/config"),
@@ -145,7 +146,7 @@ def describe_ssh_failure(
         problem = f"no agent answered in time{_printed(shown)}"
         cure = "A start-up file of the login shell may wait for input, or the host is overloaded"
     elif exit_code == SSH_FAILED:
-        problem = f"ssh says: {quoted}" if quoted else "ssh ended with 255 and said nothing"
+        problem = f"ssh says: {quoted}" if quoted else SILENT
         cure = next((cure for reason, cure in CURES if reason in text), f"{BY_HAND}: ssh {host}")
     elif exit_code == NOT_FOUND or "command not found" in text or "unknown command" in text:
         problem, cure = f"no {python} there", "Give --python, or install Shoal there"
@@ -159,7 +160,7 @@ def describe_ssh_failure(
         end = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         problem = f"the agent's command ended with {end}"
         problem += _printed(_quoted([*stderr_lines, *output_lines]))
-        cure = f"{BY_HAND}: ssh {host} {python} -m shoal doctor"
+        cure = f"{BY_HAND}: ssh {host} {shlex.quote(python)} -m shoal doctor"
     return f"host {printable(host)}: {problem.rstrip('.')}. {cure}"
 
 

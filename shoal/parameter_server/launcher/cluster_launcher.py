@@ -7,6 +7,8 @@ rank 2                servers of host 1, aggregator of host 1
 rank 3
 
 There are aggregators only if several hosts have several workers.
+
+`report_servers` tells at the end of the run what the servers have done.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.parameter_server.coordinator import admin_client
@@ -31,6 +35,7 @@ from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
 from shoal.platform.files import make_private_directory
+from shoal.platform.tensors import MIB
 
 CLOSE_LIMIT_S = 30.0
 """Time for the other workers to disconnect after this one has."""
@@ -113,12 +118,19 @@ class ClusterLauncher:
             admin_client.symlink_to(self._link, self._folder)
 
     def close(self) -> None:
-        """End the processes that this rank has started, once all their workers have left."""
-        # An aggregator leaves the servers when its own workers have left it, so it is first.
-        for pool in reversed(self.pools):
-            pool.close(CLOSE_LIMIT_S)
+        """End the processes that this rank has started, and what starts them."""
+        self.end_processes()
         if self.mesh.helper_spawner is not None:
             self.mesh.helper_spawner.close()
+
+    def end_processes(self) -> None:
+        """End the processes that this rank has started, once all their workers have left.
+
+        Another launcher of the same rank may start others afterwards.
+        """
+        # An aggregator leaves the servers when its own workers have left it, so it is first.
+        while self.pools:
+            self.pools.pop().close(CLOSE_LIMIT_S)
         if self._link is not None:
             self._link.unlink(missing_ok=True)
         if self._folder is not None:
@@ -189,3 +201,34 @@ def _format_address(process: CoordinatorProcess | None) -> str:
 def _parse_address(text: str) -> Address:
     host, port = text.split(" ")
     return host, int(port)
+
+
+def report_servers(figures: Iterable[Mapping[str, Any]], together: bool) -> list[str]:
+    """Return the lines of the report.
+
+    Args:
+        figures: of each shard; an aggregator's have those of the shards behind it.
+        together: all workers took each step together, so there is no staleness to report.
+    """
+    shards = [shard for figure in figures for shard in figure.get("behind", [figure])]
+    received_mib = sum(shard["received_bytes"] for shard in shards) / MIB
+    sent_mib = sum(shard["sent_bytes"] for shard in shards) / MIB
+    lines = [
+        f"servers: {len(shards)} shards received {received_mib:,.1f} MiB and sent "
+        f"{sent_mib:,.1f} MiB"
+    ]
+    refused = sum(shard["refused"] for shard in shards)
+    if refused:
+        lines.append(f"servers refused {refused} connections or messages: their warnings say why")
+    reads: Counter[int] = Counter()  # staleness -> number of reads
+    for shard in shards:
+        reads.update({int(staleness): count for staleness, count in shard["staleness"].items()})
+    if not together:
+        shares = (
+            f"{staleness}: {100 * reads[staleness] / reads.total():.1f} %"
+            for staleness in sorted(reads)
+        )
+        lines.append(
+            f"steps that a worker was ahead of the slowest when it read: {', '.join(shares)}"
+        )
+    return lines

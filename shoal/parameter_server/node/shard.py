@@ -33,8 +33,8 @@ from shoal.parameter_server.events import (
     ReplicateUpdate,
     StepRequest,
 )
-from shoal.parameter_server.node.aggregation import GradientQuery, GradientSum, Push, respond
 from shoal.parameter_server.node.event_log import Event, EventLog
+from shoal.parameter_server.node.partition_state import GradientQuery, GradientSum, Push, respond
 from shoal.parameter_server.node.shard_replica import ShardReplica
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import Partition

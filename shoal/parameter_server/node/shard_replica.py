@@ -30,8 +30,12 @@ from shoal.parameter_server.events import (
     ReplicateUpdate,
     TransferDone,
 )
-from shoal.parameter_server.node.aggregation import GradientQuery, GradientSum, Push
-from shoal.parameter_server.node.partition_state import PartitionState
+from shoal.parameter_server.node.partition_state import (
+    GradientQuery,
+    GradientSum,
+    PartitionState,
+    Push,
+)
 from shoal.parameter_server.node.replication_acks import AckTracker
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import Partition

@@ -3,13 +3,14 @@
       a loop does                              file
       loss.backward()                          backward_hooks.py
       clip_grad_norm_, p.grad                  absent_gradient.py, grad_clipping.py
-      p.grad.norm().item()                     partial_numbers.py
+      p.grad.norm().item()                     mixed_shards.py
       mean.lerp_(p, 0.1)                       mixed_shards.py
-      p.clamp_(), p.data, load_state_dict      weight_writes.py, given_state.py
-      model.state_dict()                       state_requests.py
+      p.clamp_(), p.data, load_state_dict      weight_writes.py, full_state.py
+      model.state_dict()                       full_state.py
+      weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
-      optimizers that were not prepared        foreign_optimizer.py
-      rates of its own on each rank            group_numbers.py
+      optimizers that were not prepared        optimizer_guards.py
+      rates of its own on each rank            optimizer_guards.py
       loss that is not finite                  loss_watch.py
 
 `Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has

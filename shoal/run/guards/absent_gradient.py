@@ -3,6 +3,9 @@
 Where servers or other stages have a gradient, `.grad` would be None, and a loop that sums norms
 over `.grad` would leave it out in silence. The stand-in can be asked for its shape, and removed.
 Any other use is an error that names the cure.
+
+`READABLE` are the attributes of a tensor that tell nothing of its values; other stand-ins, such as
+absent weights, have them too.
 """
 
 from __future__ import annotations
@@ -20,7 +23,20 @@ from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import Removable
-from shoal.run.guards.readable_attributes import READABLE
+
+_NAMES = (
+    *("shape", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cuda", "is_cpu"),
+    *("is_leaf", "requires_grad", "grad_fn", "grad", "ndim"),
+)
+
+READABLE: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _NAMES),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_complex),
+        *(Tensor.is_floating_point, Tensor.requires_grad_),
+    ]
+)
+"""Functions that `__torch_function__` is given for them."""
 
 _ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_, Tensor.zero_}
 

@@ -20,9 +20,9 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
+from shoal.run.guards.absent_gradient import READABLE
 from shoal.run.guards.call_site import call_site, is_called_by_shoal
 from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.guards.readable_attributes import READABLE
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params
 
@@ -138,10 +138,10 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
         try:
             with DisableTorchFunctionSubclass():
-                found = func(*args, **kwargs)
-            if all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(found)):
+                result = func(*args, **kwargs)
+            if _is_without_values(result):
                 return tree_map(
-                    lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), found
+                    lambda leaf: _as_absent(leaf, absent.weight_name, absent.under), result
                 )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where values are missing
             failure = error
@@ -151,6 +151,11 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
     ) from failure
+
+
+def _is_without_values(result: Any) -> bool:
+    """Return True if a function computed nothing but shapes."""
+    return all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result))
 
 
 def _written_where_here(

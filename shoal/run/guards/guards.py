@@ -16,22 +16,21 @@ from shoal.run.guards.absent_gradient import AbsentGradients
 from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.borrowed_weights import guard_functional_call
-from shoal.run.guards.foreign_optimizer import (
-    ParameterNames,
-    guard_foreign_optimizers,
-    named_parameters,
-)
 from shoal.run.guards.full_state import (
     cut_given_optimizer_state,
     cut_given_weights,
     guard_state_requests,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
-from shoal.run.guards.group_numbers import guard_group_numbers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.loss_watch import LossWatch
-from shoal.run.guards.mixed_shards import guard_mixed_shards
-from shoal.run.guards.partial_numbers import guard_partial_numbers
+from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
+from shoal.run.guards.optimizer_guards import (
+    ParameterNames,
+    guard_foreign_optimizers,
+    guard_group_numbers,
+    named_parameters,
+)
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel

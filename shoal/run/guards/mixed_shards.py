@@ -1,4 +1,4 @@
-"""Whole tensors combined with shards: an error that says what to do instead of torch's own.
+"""Mistakes with shards: an error that says what to do instead of torch's own, or of none.
 
 mean.lerp_(parameter, 0.1)      an average of weights; the parameter is a DTensor, the mean is whole
 parameter.mul_(mask)            the mask is whole
@@ -7,6 +7,10 @@ average + 0.1 * parameter       an operator
 In-place methods, and functions of several tensors, are replaced for all tensors: torch asks the
 class of the tensor on the left. Operators are replaced for DTensors only: Python asks the right
 operand first where its class is derived from that of the left one.
+
+p.grad.norm()                   a DTensor: each rank has the norm of its shard
+p.grad.norm().sqrt()            torch combines the parts
+p.grad.norm().item()            torch returns this rank's part: an error
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import UsageError
 from shoal.platform.torch_private.kernels import FUNCTIONS_OF_LISTS
+from shoal.platform.torch_private.replaced_functions import watch_numbers
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch
@@ -87,3 +92,26 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
 
 
 _mixed = ProcessWidePatch(_install)
+
+
+def guard_partial_numbers(guarded: GuardedModels) -> Iterator[Removable]:
+    """Refuse to read numbers of which this rank has a part, if parameters are shards."""
+    if guarded.local_model.has_sharded_params:
+        yield _numbers.add(guarded)
+
+
+def _check_number(tensor: DTensor) -> None:
+    if any(placement.is_partial() or placement.is_shard() for placement in tensor.placements):
+        raise UsageError(
+            f"item(){call_site()}: this rank has its part of this number only, that of its shards. "
+            "Use x.full_tensor().item() on all ranks; for the norm of all gradients "
+            "run.clip_gradients(max_norm) or torch.nn.utils.clip_grad_norm_, for whole ones "
+            "run.gradients()."
+        )
+
+
+def _install_watch(_: ProcessWidePatch) -> Any:
+    return watch_numbers(_check_number)
+
+
+_numbers = ProcessWidePatch(_install_watch)

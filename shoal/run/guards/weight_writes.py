@@ -24,9 +24,9 @@ from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
 )
 from shoal.platform.torch_private.tensor_state import version
+from shoal.run.guards.absent_gradient import READABLE
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
-from shoal.run.guards.readable_attributes import READABLE
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data

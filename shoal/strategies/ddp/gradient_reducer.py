@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.strategies.mean_scaling import scaled_for_mean
+from shoal.strategies.local_step import scaled_for_mean
 
 
 class GradientLayout(ABC):

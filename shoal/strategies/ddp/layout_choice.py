@@ -13,8 +13,12 @@ from shoal.comm.compression.reducers import CompressedReducer, parse, uncompress
 from shoal.comm.deterministic import needs_order
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel
-from shoal.strategies.ddp.bucket_worker import BucketWorker, with_own_group
-from shoal.strategies.ddp.gradient_bucket import GradientBucket, bucketize_backward
+from shoal.strategies.ddp.gradient_bucket import (
+    BucketWorker,
+    GradientBucket,
+    bucketize_backward,
+    with_own_group,
+)
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.overlapped_buckets import OverlappedBuckets
 from shoal.strategies.ddp.reduce_functions import (

@@ -33,9 +33,8 @@ from shoal.strategies.base import (
     LocalModel,
     StepResult,
 )
-from shoal.strategies.ddp.bucket_worker import BucketWorker
 from shoal.strategies.ddp.buffer_sync import BufferSync
-from shoal.strategies.ddp.gradient_bucket import GradientBucket
+from shoal.strategies.ddp.gradient_bucket import BucketWorker, GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
 from shoal.strategies.grad_checks import AccumulatedOnceCheck

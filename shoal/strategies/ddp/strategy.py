@@ -75,6 +75,11 @@ class Ddp(DdpOptions, Strategy):
         reducer = build_reducer(self, model, mesh.data)
         traits = model.pass_traits
         register_cleanup(reducer)
+
+        def close() -> None:
+            reducer.close()
+            model.outside_step.close()
+
         return replace(
             model,
             forward=reducer.forward,
@@ -83,7 +88,7 @@ class Ddp(DdpOptions, Strategy):
                 traits, grads_not_ready_reason=traits.grads_not_ready_reason or GRADS_AFTER_BACKWARD
             ),
             strategy_state=reducer.reduce.strategy_state,
-            outside_step=replace(model.outside_step, close=reducer.close),
+            outside_step=replace(model.outside_step, close=close),
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
 

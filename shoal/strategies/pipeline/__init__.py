@@ -11,9 +11,10 @@
    `random_streams.py` makes random numbers independent of stages.
 4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
-6. Send: `stage_messages.py` says which message follows from which action, `p2p.py` sends it.
+6. Send: `stage_messages.py` says which message follows from which action, and has its header;
+   `p2p.py` sends it, over a `p2p_link.py`.
 7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics,
    `result_broadcast.py` tells all ranks what the last stage has.
 
-`schedule_timing.py` and `draw.py` show a table without running it.
+`schedule_timing.py` shows a table without running it.
 """

@@ -24,7 +24,7 @@ from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.parameter_groups import disjoint_groups
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
-from shoal.trace.span import BACKWARD, FORWARD
+from shoal.trace.recorder import BACKWARD, FORWARD
 
 
 class StageOutput(NamedTuple):

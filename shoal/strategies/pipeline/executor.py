@@ -36,7 +36,8 @@ from shoal.strategies.pipeline.division import (
 )
 from shoal.strategies.pipeline.dry_run import digest
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.p2p import P2PLink, StageComm, downward_group
+from shoal.strategies.pipeline.p2p import StageComm
+from shoal.strategies.pipeline.p2p_link import P2PLink, downward_group
 from shoal.strategies.pipeline.random_streams import draw_seed
 from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
-from shoal.strategies.colocation import ColocationRequest
+from shoal.strategies.full_model import ColocationRequest
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.output_forms import OutputForms

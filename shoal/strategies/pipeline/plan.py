@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
-from shoal.strategies.colocation import Colocation
-from shoal.strategies.full_model import FullModel
+from shoal.strategies.full_model import Colocation, FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.balance import balanced
 from shoal.strategies.pipeline.dry_run import DryRun

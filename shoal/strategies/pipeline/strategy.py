@@ -37,8 +37,8 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.model_parallel_options import PipelineOptions
 from shoal.strategies.model_traits import PassTraits, PipelineTraits
-from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,
     names_on_any_rank,

@@ -145,7 +145,7 @@ def find_units(
         named: names of modules that must be units, where the user wants stages to begin.
         with_plain: modules without parameters, such as nn.ReLU, are units too.
     """
-    total = _num_parameters(model) or 1
+    largest = (_num_parameters(model) or 1) / num_stages
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -154,11 +154,8 @@ def find_units(
             return
         prefix = f"{path}." if path else ""
         holds_named = any(name.startswith(prefix) for name in named)
-        size = _num_parameters(module)
-        is_whole = not (_is_divisible(module) and size > total / num_stages)
-        is_plain = with_plain and not any(True for _ in module.children())
         may_be_unit = path and path not in expanded and not holds_named and not _is_list(module)
-        if path in named or (may_be_unit and (is_whole if size else is_plain)):
+        if path in named or (may_be_unit and _suits_as_unit(module, largest, with_plain)):
             seen.add(id(module))
             found[path] = module
             return
@@ -167,6 +164,19 @@ def find_units(
 
     search("", model)
     return found
+
+
+def _suits_as_unit(module: nn.Module, largest: float, with_plain: bool) -> bool:
+    """Return True if a module need not be looked into.
+
+    Args:
+        largest: number of parameters of a module that is a unit though it could be divided.
+        with_plain: a module without parameters and without modules inside is a unit, too.
+    """
+    size = _num_parameters(module)
+    if size == 0:
+        return with_plain and not any(True for _ in module.children())
+    return size <= largest or not _is_divisible(module)
 
 
 def enclosing(name: str, modules: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ A parameter's gradient is freed when its last partition has been pushed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -56,10 +57,16 @@ class GradientPusher:
         self._encoded: dict[int, Tensor] = {}
         self._is_last_backward = False
 
-    def register_hooks(self) -> None:
-        """Register a hook on every parameter, to push gradients from now on."""
+    def register_hooks(self) -> ExitStack:
+        """Register a hook on every parameter, to push gradients from now on.
+
+        Returns: its `close` removes the hooks.
+        """
+        hooks = ExitStack()
         for name, parameter in self.flat.parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, name))
+            hook = partial(self._on_grad_ready, name)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        return hooks
 
     def begin(self, is_last: bool) -> None:
         """Begin a backward pass. The last one of a step completes gradients, and pushes them."""

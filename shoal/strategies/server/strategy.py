@@ -13,28 +13,36 @@
       shoal/parameter_server   the servers, and the workers' connections to them
 
 Sources: Li et al., OSDI 2014 (the architecture); Ho et al., NIPS 2013 (bounded staleness); Jiang et
-al., OSDI 2020 (push in the order of the backward pass, pull in that of the forward pass).
-"""
+al., OSDI 2020 (push in the order of the backward pass, pull in that of the forward pass)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
 from shoal.errors import StrategyRefused
+from shoal.parameter_server.launcher.server_pool import ClusterConfig
+from shoal.parameter_server.optimizer_spec import OptimizerSpec
+from shoal.parameter_server.partitioning import assign
+from shoal.parameter_server.shard_settings import ShardSettings
+from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.push_trace import PushTrace
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
-from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
+from shoal.strategies.server_options import ServerOptions
 
 
 class Server(ServerOptions, Strategy):
     """Sharded parameter servers beside the workers, started and stopped with them."""
 
     needs_helper_processes: ClassVar[bool] = True
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward`, `run`, `gather_params` and `strategy_state`.
@@ -68,14 +76,21 @@ class Server(ServerOptions, Strategy):
                 "complex128. Use complex64, or ddp."
             )
         mesh.broadcast_module(model.module)
-        engine = WorkerEngine(self, model, mesh)
+        engine = WorkerEngine(self, model, mesh, start_servers)
         register_cleanup(engine)
+
+        def close() -> None:
+            engine.detach()
+            # Its `close` would end the processes of the next engine.
+            unregister_cleanup(engine)
+
         return replace(
             model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
             strategy_state=engine,
+            outside_step=replace(model.outside_step, close=close),
         )
 
     @property
@@ -96,3 +111,31 @@ class Server(ServerOptions, Strategy):
                 "used."
             )
         return sentences
+
+
+def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
+    """Start servers for an engine's partitions, and connect to them. Collective."""
+    options = engine.options
+    flat = engine.flat
+    staleness = engine.staleness
+    owners = tuple(assign(flat.parts, options.servers))
+
+    def make_config(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
+        settings = ShardSettings(
+            tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression
+        )
+        return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
+
+    job, arbiter = engine.launcher.start(make_config)
+    # Ranks whose pushes a step waits for, in the trace.
+    ranks = range(engine.mesh.size) if engine.is_synchronous else ()
+    peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
+    return connect_to_servers(
+        engine.launcher.worker,
+        flat,
+        arbiter,
+        job.transport,
+        staleness=staleness,
+        shares=options.shared_memory and engine.compression is None,
+        trace=PushTrace(engine.mesh.recorder, peers),
+    )

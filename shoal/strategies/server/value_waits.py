@@ -11,7 +11,7 @@ by a function. In a step, such a parameter has a class of its own until its valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,12 @@ class ValueWaits:
         self._classes: dict[str, type] = {}  # of parameters that wait for a first read: their own
         self._waiting_classes: dict[type, type] = {}
 
-    def register_hooks(self) -> None:
-        """Let each wrap unit, and each model, wait when it is called."""
+    def register_hooks(self) -> ExitStack:
+        """Let each wrap unit, and each model, wait when it is called.
+
+        Returns: its `close` removes the hooks.
+        """
+        hooks = ExitStack()
         is_container = type(self._module).forward is nn.Module.forward
         models = [*self._module.children()] if is_container else [self._module]
         remaining = set(self._flat.parameters)
@@ -58,7 +62,8 @@ class ValueWaits:
             inside = [name for name in inside if name in remaining]
             remaining -= set(inside)
             hook: Any = torch.compiler.disable(partial(self._on_call, inside))
-            unit.register_forward_pre_hook(hook)
+            hooks.callback(unit.register_forward_pre_hook(hook).remove)
+        return hooks
 
     @contextmanager
     def at_first_read(self) -> Iterator[None]:

@@ -24,8 +24,7 @@ from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
-from shoal.parameter_server.launcher.cluster_report import report
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher, report_servers
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import (
@@ -39,11 +38,10 @@ from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS
 from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
-from shoal.strategies.mean_scaling import scaled_for_mean
-from shoal.strategies.options import ServerOptions
+from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
-from shoal.strategies.server.server_start import start_servers
 from shoal.strategies.server.value_waits import ValueWaits
+from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
 
 RESIDUAL_PREFIX = "not_pushed."
@@ -83,13 +81,13 @@ class WorkerEngine(StrategyState):
     in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
 
     def __init__(
-        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect | None = None
+        self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect
     ) -> None:
         self.options = options
         self.remote_optimizer = self
         self.model = model
         self.mesh = mesh
-        self._connect = connect or start_servers
+        self._connect = connect
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
@@ -100,6 +98,7 @@ class WorkerEngine(StrategyState):
         self.leaves_out = False
         self.has_other_weights = False
         self._is_connected = False
+        self._on_detach: list[Callable[[], object]] = []
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
         self.launcher = ClusterLauncher(mesh, aggregates, options.shared_memory)
         self.client: WorkerClient
@@ -176,6 +175,7 @@ class WorkerEngine(StrategyState):
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
+        self._on_detach.append(lambda: vars(optimizer).pop("zero_grad", None))
 
     def _sync_stop(self, stop_requested: bool) -> None:
         """Set the stop request in the totals, so that all workers stop after the same step.
@@ -203,9 +203,9 @@ class WorkerEngine(StrategyState):
             self.client, self.flat, self.compression, self.model.finite_check
         )
         self.push_state(optimizer)
-        self.pusher.register_hooks()
+        self._on_detach.append(self.pusher.register_hooks().close)
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
-        self.waits.register_hooks()
+        self._on_detach.append(self.waits.register_hooks().close)
 
     def _partitions(
         self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
@@ -273,7 +273,7 @@ class WorkerEngine(StrategyState):
 
     def report(self) -> list[str]:
         """Return the servers' statistics, for the end of a run. Called on one rank."""
-        return report(self.client.stats(), self.is_synchronous)
+        return report_servers(self.client.stats(), self.is_synchronous)
 
     def record(self) -> None:
         if self.is_synchronous:
@@ -335,11 +335,29 @@ class WorkerEngine(StrategyState):
         self.mesh.barrier()
         optimizer.state.clear()
 
+    def detach(self) -> None:
+        """Make the models and the optimizer what they were, and end the servers. Collective.
+
+        The parameters keep the values that they have now: call `synchronize` before.
+        """
+        for undo in self._on_detach:
+            undo()
+        self._on_detach.clear()
+        self.flat.give_back()
+        self._disconnect()
+        self.launcher.end_processes()
+        self.mesh.barrier()  # no rank starts servers while another one's are ending
+        self.model.outside_step.close()
+
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        if self._is_connected:
-            self.client.close()
+        self._disconnect()
         self.launcher.close()
+
+    def _disconnect(self) -> None:
+        if self._is_connected:
+            self._is_connected = False
+            self.client.close()
 
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:

@@ -51,9 +51,8 @@ from shoal.strategies.base import (
     StepResult,
     Strategy,
 )
-from shoal.strategies.colocation import Colocation
-from shoal.strategies.full_model import FullModel, free_other_params
-from shoal.strategies.options import TensorOptions
+from shoal.strategies.full_model import Colocation, FullModel, free_other_params
+from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan

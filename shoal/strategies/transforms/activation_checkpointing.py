@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import wraps
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,15 @@ from shoal.platform.tensors import MIB
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
+from shoal.strategies.module_snapshot import is_trial_running
 from shoal.strategies.options import RecomputeOptions
-from shoal.strategies.trial_passes import is_trial_running
 from shoal.strategies.wrap_units import innermost, units
 
 
 class Recompute(RecomputeOptions, Strategy):
     """Recomputes units of the model in the backward pass."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace the forward functions of units, in place.
@@ -55,9 +57,17 @@ class Recompute(RecomputeOptions, Strategy):
                 "it. Name the class of its blocks: recompute,unit=CLASS."
             )
         budget = _MemoryBudget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
+        own_forwards = [vars(module).get("forward") for module in chosen]
         for index, module in enumerate(chosen):
             # A method, so that a copy of the module gets one that is bound to the copy.
             module.forward = MethodType(_recomputed(module, index, budget), module)
+
+        def close() -> None:
+            for module, own_forward in zip(chosen, own_forwards, strict=True):
+                vars(module).pop("forward", None)
+                if own_forward is not None:  # a function that the user had assigned
+                    module.forward = own_forward
+            model.outside_step.close()
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
             try:
@@ -69,7 +79,12 @@ class Recompute(RecomputeOptions, Strategy):
                     "or leave out recompute."
                 ) from error
 
-        return replace(model, run=run, pass_traits=replace(model.pass_traits, recomputes=True))
+        return replace(
+            model,
+            run=run,
+            pass_traits=replace(model.pass_traits, recomputes=True),
+            outside_step=replace(model.outside_step, close=close),
+        )
 
 
 def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:

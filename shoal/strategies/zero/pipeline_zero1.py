@@ -35,7 +35,7 @@ from shoal.comm.norm import to_local
 from shoal.platform.tensors import dense, flatten_tensors, unflatten_tensors
 from shoal.platform.torch_private.fsdp import StridedShard
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult
-from shoal.strategies.mean_scaling import mean_result, scaled_for_mean
+from shoal.strategies.local_step import mean_result, scaled_for_mean
 
 
 class PipelineZeroOne:

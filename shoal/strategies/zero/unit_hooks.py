@@ -1,10 +1,12 @@
 """Hooks around the runs of one unit: the turn of the unit, and the token that goes through it.
 
-`lockstep.py` draws where they lie around the engine's own hooks.
+`lockstep.py` draws where they lie around the engine's own hooks. A node in the graph tells when the
+backward pass of a unit is over: when the gradients of its inputs have arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
+from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
 from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
-from shoal.strategies.zero.gradient_callback import call_on_gradients, differentiable
 from shoal.strategies.zero.unit_order import END_OF_STEP
 
 if TYPE_CHECKING:
@@ -207,3 +209,48 @@ class UnitHooks:
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
             check.names += names
+
+
+def call_on_gradients(
+    callback: Callable[[], None], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the tensors, with a node in the graph that calls `callback` in the backward pass.
+
+    The node runs once, when the gradients of all returned tensors are there.
+    """
+    outputs: tuple[Tensor, ...] = _GradientCallback.apply(callback, *tensors)
+    return outputs
+
+
+class _GradientCallback(torch.autograd.Function):
+    """Identity of tensors; its backward pass calls a function and passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.callback()
+        return None, *gradients
+
+
+def differentiable(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
+    """Return the tensors of a nest that need a gradient, and a function that replaces them.
+
+    The function takes as many tensors, and returns the nest with these in their places.
+    """
+    leaves, spec = tree_flatten(nest)
+    indices = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+
+    def replaced(tensors: tuple[Tensor, ...]) -> Any:
+        by_index = dict(zip(indices, tensors, strict=True))
+        new_leaves = [by_index.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return tree_unflatten(new_leaves, spec)
+
+    return [leaves[index] for index in indices], replaced

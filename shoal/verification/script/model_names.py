@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from shoal.run.models import ModelGroup
+from shoal.run.prepare_arguments import ModelGroup
 
 WRAPPERS = {
     "_orig_mod": None,

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
-from shoal.strategies.trial_passes import is_trial_running
+from shoal.strategies.module_snapshot import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.run_record import CallRecord

@@ -9,12 +9,12 @@ import pytest
 
 from shoal.cli import main
 from shoal.errors import ConfigError
-from shoal.strategies.pipeline.draw import render
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable, check
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
     expected_bubble,
     in_flight,
+    render,
     timeline,
 )
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table

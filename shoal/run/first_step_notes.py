@@ -1,0 +1,163 @@
+"""Notes about the first step: what makes it differ from that of one device.
+
+buffers          Codebooks, queues and moving averages are computed from a batch. Where each rank,
+                 or each micro-batch, has another part of it, their values are not those of one
+                 device. BatchNorm has a note of its own.
+random numbers   A layer may draw in its `forward` (stochastic depth, noise, `F.dropout`), and so
+                 may the loss. Every random operator of the first step is seen, and where it was
+                 called, beyond the layers that the startup summary names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.data.draws import draws_numbers
+from shoal.platform.torch_private.module_state import is_compiled
+from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.platform.torch_private.tensor_state import schema_of
+from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
+from shoal.strategies.wrap_units import has_dropout
+
+
+class FirstStepNotes(NamedTuple):
+    """Takers of notes about the first step; None where there is nothing to tell.
+
+    Attributes:
+        announce_draws: of random numbers that are not those of one device.
+        announce_buffers: of buffers that are not.
+        in_micro_batches: a rank computes its share of a batch in several passes.
+    """
+
+    announce_draws: Callable[[str], None] | None = None
+    announce_buffers: Callable[[str], None] | None = None
+    in_micro_batches: bool = False
+
+
+@contextmanager
+def noting_first_step(module: nn.Module, mesh: Mesh, notes: FirstStepNotes) -> Iterator[None]:
+    """Announce what makes the passes of this context differ from one device's. Collective.
+
+    Args: module: the prepared model, or the group of them.
+    """
+    with ExitStack() as stack:
+        if notes.announce_buffers is not None:
+            stack.enter_context(
+                noting_buffers(module, mesh, notes.in_micro_batches, notes.announce_buffers)
+            )
+        if notes.announce_draws is not None:
+            stack.enter_context(noting_draws(module, notes.announce_draws))
+        yield
+
+
+WRITES = "pass writes these buffers from the samples of one rank"
+"""Words of the note by which it is known."""
+
+
+@contextmanager
+def noting_buffers(
+    module: nn.Module, mesh: Mesh, divided: bool, announce: Callable[[str], None]
+) -> Iterator[None]:
+    """Announce buffers that the block writes and that differ between ranks. Collective.
+
+    Args:
+        module: the prepared model, or the group of them.
+        divided: a batch is divided into micro-batches, so buffers that are equal on all ranks may
+            differ from one device's too.
+    """
+    before = snapshot(module)
+    yield
+    changes = changed_since(module, before)
+    buffers = mutable_buffers(module)
+    names = [name for name in buffers if changes[name] and buffers[name].is_floating_point()]
+    flags = torch.tensor([name in names for name in buffers], dtype=torch.float64)
+    if not len(buffers) or not bool(mesh.data.all_reduce(flags.to(mesh.device)).sum()):
+        return
+    sums = torch.stack([_checksum(buffer) for buffer in buffers.values()]).to(mesh.device)
+    largest, negated_smallest = mesh.data.all_reduce_max(torch.stack((sums, -sums)))
+    differs = (largest + negated_smallest > 0).tolist()
+    apart = [
+        name.removeprefix(".")
+        for name, differ in zip(buffers, differs, strict=True)
+        if differ or (divided and name in names)
+    ]
+    if apart:
+        announce(
+            f"note: {', '.join(apart[:3])}{' and others' if len(apart) > 3 else ''}: a forward "
+            f"{WRITES} or micro-batch, so they are not those of one device. Compute them from "
+            "run.gather(...), if they must be."
+        )
+
+
+def _checksum(buffer: Tensor) -> Tensor:
+    """Return a number that differs where values differ, nearly always; 0 for other dtypes."""
+    if not buffer.is_floating_point() or not buffer.numel():
+        return torch.zeros((), dtype=torch.float64)
+    return torch.nan_to_num(buffer.detach().double()).sum().cpu()
+
+
+LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+"""Folders of files that are not the user's."""
+
+
+class RandomOperators(DispatchMode):
+    """Notes which random operators run inside, and in which module or line.
+
+    Args: module: the prepared model, or the group of them.
+
+    Attributes: places: descriptions of the places that draw, each once, in order.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.places: dict[str, None] = {}
+        self._names = {id(inner): name for name, inner in module.named_modules() if name}
+        self._known = {id(inner) for inner in module.modules() if has_dropout(inner)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if draws_numbers(func, args, kwargs or {}):
+            operator = schema_of(func).name.partition("::")[2].removesuffix("_")
+            self._note(operator, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str, frame: FrameType | None) -> None:
+        """Remember the innermost module and the innermost line of the user's own."""
+        name, line = "", ""
+        while frame is not None and not (name and line):
+            holder = frame.f_locals.get("self")
+            if isinstance(holder, nn.Module):
+                if id(holder) in self._known:
+                    return  # the startup summary has named it
+                name = name or self._names.get(id(holder), "")
+            file = frame.f_code.co_filename
+            if not line and not file.startswith((*LIBRARIES, "<")):
+                line = f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        place = " at ".join(part for part in (name, line) if part)
+        self.places[f"{operator} in {place}" if place else operator] = None
+
+
+@contextmanager
+def noting_draws(module: nn.Module, announce: Callable[[str], None]) -> Iterator[None]:
+    """Announce what draws random numbers inside, with one note; nothing for a compiled model."""
+    if any(map(is_compiled, module.modules())):
+        yield
+        return
+    with RandomOperators(module) as operators:
+        yield
+    if operators.places:
+        first, *others = operators.places
+        more = f" and {len(others)} more" if others else ""
+        announce(
+            f"note: the first step draws random numbers ({first}{more}): a stream of its own on "
+            'every rank, so same law, other numbers. draws="global" draws those of one device.'
+        )

@@ -1,0 +1,100 @@
+"""Options of the strategies that divide the model, as `options.py` has those of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.errors import raise_problems
+from shoal.strategies.options import StrategyOptions
+from shoal.strategies.pipeline.schedules import SCHEDULES, problems
+
+PARALLEL_STYLES = ("column", "row")
+
+
+@dataclass(frozen=True)
+class PipelineOptions(StrategyOptions):
+    """Options of pipeline parallelism.
+
+    Args:
+        ranks: ranks of each pipeline.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule NAME` draws
+            it.
+        microbatches: micro-batches of the local batch; 0 to choose.
+        stages: stages on each rank, for interleaved and zero-bubble; 0 for the schedule's default.
+        balance: time (forward and backward, measured on a sample) or parameters.
+        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
+    """
+
+    value: ClassVar[str] = "ranks"
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    stages: int = 0
+    balance: str = "time"
+    cuts: str = ""
+
+    def __post_init__(self) -> None:
+        messages = []
+        if self.balance not in ("time", "parameters"):
+            messages.append(f"balance={self.balance}: by time or by parameters")
+        if self.microbatches < 0:
+            messages.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
+        # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
+        messages += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
+        if self.cuts and self.schedule in SCHEDULES:
+            num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
+            num_cuts = len(self.cuts.split("/"))
+            if num_cuts != num_stages - 1:
+                need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
+                messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
+        raise_problems(messages)
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        return {"pipeline": self.ranks}
+
+
+@dataclass(frozen=True)
+class TensorOptions(StrategyOptions):
+    """Options of tensor parallelism.
+
+    Args:
+        degree: ranks in each tensor group. Divides the world size, and the ranks of each machine.
+        whole: patterns of module names, with + between them. These modules are replicated, with all
+            modules inside.
+        cut_by: a plan: PATTERN:column and PATTERN:row with + between them. No other module is
+            divided then.
+        sequence: sequence parallel: activations between divided layers are sharded along the
+            sequence.
+    """
+
+    value: ClassVar[str] = "degree"
+    degree: int = 2
+    whole: str = ""
+    cut_by: str = ""
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        messages = []
+        if self.degree <= 0:
+            messages.append(f"tensor={self.degree}: must be 1 or more")
+        for pattern, style in self.plan:
+            if style not in PARALLEL_STYLES or not pattern:
+                word = f"{pattern}:{style}" if style else pattern
+                messages.append(f"cut_by: '{word}' is not PATTERN:column or PATTERN:row")
+        raise_problems(messages)
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        return {"tensor": self.degree}
+
+    @property
+    def plan(self) -> list[tuple[str, str]]:
+        """Patterns of `cut_by`, each with its parallel style; "" for a word without a colon."""
+        pairs = []
+        for word in self.cut_by.split("+"):
+            if word.strip():
+                pattern, colon, style = word.strip().rpartition(":")
+                pairs.append((pattern, style) if colon else (style, ""))
+        return pairs

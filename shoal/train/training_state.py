@@ -1,0 +1,150 @@
+"""The state of a training run that changes with each step, and what a checkpoint holds of it.
+
+state of `Run`     weights, optimizer, position in the data, random numbers
+here               steps, training time, totals since the last log line, moving average, reports
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.run import Run
+from shoal.strategies.base import TOTALS_LENGTH
+from shoal.train.checkpoint import Saved
+from shoal.train.ema import Ema
+from shoal.train.run_saver import Report, State
+from shoal.train.throughput import Stopwatch
+
+
+class LogInterval(NamedTuple):
+    """Results of the steps between two log lines, over all ranks.
+
+    Attributes:
+        loss: mean over all samples; NaN if all steps were skipped.
+        hits, predictions: correct predictions, and all.
+    """
+
+    loss: float
+    hits: float
+    predictions: float
+    samples_per_s: float
+
+
+class TrainingState:
+    """The state of one run beside that of `Run`, on one rank.
+
+    Args:
+        run: after `prepare`.
+        ema_decay: decay of the moving average of the weights; None or 0 for no average.
+
+    Attributes:
+        step: optimizer steps since the beginning of the run, over all of its processes.
+        sums: float64 totals of the steps since the last log line, (TOTALS_LENGTH,).
+        ema: the moving average; None if there is none.
+        watch: time of training, over all processes of the run.
+        final: report of the last evaluation.
+    """
+
+    def __init__(self, run: Run, ema_decay: float | None) -> None:
+        self._run = run
+        self.step = 0
+        self.watch = Stopwatch()
+        self.sums = torch.zeros(TOTALS_LENGTH, dtype=torch.float64, device=run.device)
+        self.ema = Ema(run.parameters(), ema_decay) if ema_decay else None
+        self.final: dict[str, Any] | None = None
+        self._is_divided = False  # a strategy may wait for the first batch
+        self._interval_samples = 0
+        self._interval_start_s = 0.0
+
+    def count_step(self, samples: int) -> None:
+        """Count a step that was taken, on so many samples over all ranks."""
+        run = self._run
+        if self.ema is not None and run.finite:
+            run.wait()  # the average reads the new weights
+            if not self._is_divided:
+                self.ema.follow(run.parameters())
+                self._is_divided = True
+            self.ema.update()
+        self.step += 1
+        assert run.totals is not None
+        if run.finite:  # else one step would hide the loss of the others
+            self.sums += run.totals
+        self._interval_samples += samples
+
+    def begin_interval(self) -> None:
+        """Measure speed from now on. The sums stay: a resumed run logs those of the run before."""
+        self._interval_samples = 0
+        self._interval_start_s = self.watch.seconds
+
+    def end_interval(self) -> LogInterval:
+        """Return the results of the steps since the last log line, and begin the next interval.
+
+        A step waits for the device only here: `tolist` copies the sums to the CPU.
+        """
+        loss, count, _, hits, predictions, *_ = self.sums.tolist()
+        self.sums.zero_()
+        seconds = max(self.watch.seconds - self._interval_start_s, 1e-9)
+        samples_per_s = self._interval_samples / seconds
+        self.begin_interval()
+        # No count: all steps were skipped.
+        mean_loss = loss / count if count else math.nan
+        return LogInterval(mean_loss, hits, predictions, samples_per_s)
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Put the moving average in the place of the weights in this context, if there is one."""
+        if self.ema is None:
+            yield
+            return
+        with self._run.edit(), self.ema.in_place():  # servers own the weights
+            yield
+
+    def synchronize(self) -> None:
+        """Give all ranks the same weights. Collective.
+
+        If they differed, all ranks take rank 0's moving average and sums too: those are logged.
+        """
+        if not self._run.synchronize():
+            return
+        self._run.mesh.broadcast_tensor(self.sums)
+        if self.ema is not None:
+            self.ema.broadcast(self._run.mesh)
+
+    def collect(self, best: Report | None) -> State:
+        """Return what a checkpoint holds, the state of `Run` included. Collective.
+
+        Args:
+            best: report of the best evaluation so far.
+
+        Raises:
+            TrainingDiverged: the weights are not finite.
+        """
+        tensors, info, private = self._run.state()
+        tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
+        info |= {
+            "step": self.step,
+            "time_s": self.watch.seconds,
+            "final": self.final,
+            "best": best,
+        }
+        return tensors, info, private
+
+    def load(self, saved: Saved, accept_data: bool) -> list[str]:
+        """Load what `collect` returned. Return notes for the log. Collective.
+
+        Args:
+            accept_data: go on with other data than the run had.
+        """
+        notes = self._run.load_state(saved.tensors, saved.info, saved.private, accept_data)
+        if self.ema is not None:
+            self.ema.load(saved.tensors)
+        self.sums.copy_(saved.tensors["sums"])
+        self.step = saved.step
+        self.watch = Stopwatch(saved.info["time_s"])
+        self.final = saved.info["final"]
+        return notes
