@@ -16,6 +16,7 @@ from shoal.cli import (
     argument_types,
     cluster_options,
     execution,
+    host_options,
     job_options,
     trace_flag,
 )
@@ -25,12 +26,14 @@ from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
     from shoal.launch.cluster_work import ClusterWork
+    from shoal.launch.hosts.remote_work import HostsOptions
     from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
 EXAMPLES = """\
   shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
   shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
+  shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
 
@@ -42,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.processes,
         help="processes on this machine",
     )
+    host_options.arguments(parser)
     parser.add_argument(
         "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
     )
@@ -81,8 +85,6 @@ def run(options: argparse.Namespace) -> int:
         from shoal.cli import cluster_jobs
 
         return cluster_jobs.submit(options, partial(_cluster_work, options))
-    if options.processes is None:
-        raise UsageError("-n: how many processes? For example -n 4; on a cluster --slurm")
     from shoal.launch.local import run_script
 
     info = execution.rank_info(None)
@@ -92,14 +94,48 @@ def run(options: argparse.Namespace) -> int:
             f"{info.reason}. Let that launcher start the ranks, without `shoal launch`: "
             f"python {options.script}"
         )
+    hosts = host_options.read(options)
+    if hosts is None and options.processes is None:
+        raise UsageError(
+            "-n: how many processes? For example -n 4; on several hosts --hosts, on a cluster "
+            "--slurm"
+        )
+    if hosts is not None and hosts.min_hosts is not None:
+        raise UsageError("--min-hosts: shoal launch starts a script once. Leave it out")
+    world = options.processes if hosts is None else hosts.processes
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
-    if problems := [*_problems(options, line, options.processes), *_script_problems(options)]:
+    if problems := [*_problems(options, line, world), *_script_problems(options)]:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
+    if hosts is not None:
+        host_options.check_servers(hosts, line)
+        return _run_on_hosts(options, hosts, environment)
     return run_script(
         str(options.script), options.arguments, options.processes, environment, options.output
     )
+
+
+def _run_on_hosts(
+    options: argparse.Namespace, hosts: HostsOptions, environment: dict[str, str]
+) -> int:
+    from shoal.launch.hosts.driver import run_on_hosts
+    from shoal.launch.hosts.host_facts import FactsRequest
+    from shoal.launch.hosts.remote_work import RemoteWork
+    from shoal.launch.local import script_preload
+
+    script = str(options.script)
+    arguments = [script, list(options.arguments)]
+    work = RemoteWork(
+        target="shoal.launch.rank:script",
+        arguments=arguments,
+        again=arguments,
+        environment=environment,
+        output=options.output,
+        preload=script_preload(script),
+        request=FactsRequest(host_options.working_directory(), script=script),
+    )
+    return run_on_hosts(hosts, work)
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:

@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 
 from shoal import __version__
 from shoal.cli import (
+    agent,
     config,
     doctor,
     evaluate,
@@ -68,6 +69,7 @@ VERBS: dict[str, Verb] = {
     "schedule": schedule,
     "launch": launch,
     "servers": servers,
+    "agent": agent,
     "doctor": doctor,
 }
 # Verbs that accept settings as flags, such as --optimizer.lr 0.1.

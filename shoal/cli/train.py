@@ -16,7 +16,14 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal.cli import argument_types, cluster_options, execution, job_options, trace_flag
+from shoal.cli import (
+    argument_types,
+    cluster_options,
+    execution,
+    host_options,
+    job_options,
+    trace_flag,
+)
 from shoal.errors import ConfigError, UsageError
 from shoal.watchdog.hang_limit import chosen_limit_s
 
@@ -31,6 +38,7 @@ EXAMPLES = """\
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own, with another setting
   shoal train digits -n 4 --strategy zero3      parameters in shards
+  shoal train digits --hosts a:2,b:2            two processes on each of two hosts, by ssh
   shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
   shoal train digits --slurm --nodes 4          four nodes of a Slurm cluster
 """
@@ -39,6 +47,7 @@ EXAMPLES = """\
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, shown=("strategy", "out"))
     trace_flag.argument(parser)
+    host_options.arguments(parser)
     parser.add_argument(
         "--record",
         action="store_true",
@@ -47,7 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts",
         type=argument_types.integer(-(2**63), 1_000_000),
-        help="with -n: how often a run goes on by itself when a process was killed (default: 3)",
+        help="with -n or --hosts: how often a run goes on by itself when a process was killed "
+        "(default: 3)",
     )
     parser.add_argument(
         "--hang-limit",
@@ -66,7 +76,11 @@ def run(options: argparse.Namespace) -> int:
     from shoal.train.run_directory import check_usable
 
     info = execution.rank_info(options.processes)
+    hosts = host_options.read(options)
     world = options.processes or info.world
+    if hosts is not None:
+        _check_single(info)
+        world = options.processes = hosts.processes
     restarts = _restarts(options, info)
     settings, line, notes = _settings(options, world)
     if info.rank == 0:  # under another launcher every rank runs this function
@@ -77,6 +91,12 @@ def run(options: argparse.Namespace) -> int:
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)
+    if hosts is not None and restarts is not None:
+        host_options.check_servers(hosts, line)
+        from shoal.train.supervised_run import train_on_hosts
+
+        directory = host_options.working_directory()
+        return train_on_hosts(settings.job, line, hosts, directory, restarts)
     if restarts is not None:
         from shoal.train.supervised_run import train
 
@@ -148,6 +168,14 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         output=None,
         restarts=restarts,
     )
+
+
+def _check_single(info: RankInfo) -> None:
+    if info.launcher != "single":
+        raise UsageError(
+            f"--hosts starts ranks itself, but another launcher started this process: "
+            f"{info.reason}. Leave --hosts out, or start one process"
+        )
 
 
 def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:

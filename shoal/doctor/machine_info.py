@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal import __version__
 from shoal.errors import ShoalError
+from shoal.platform.cgroups import cgroup_limits, usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +74,7 @@ def machine() -> Facts:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores_usable": usable_cores(),
         "cores_limit": cores_limit,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "memory_limit_bytes": memory_limit_bytes,
@@ -122,30 +123,6 @@ def launch() -> Facts:
     except ShoalError as error:
         decision = {"launcher": None, "reason": None, "conflict": str(error)}
     return {**decision, **{program: shutil.which(program) for program in ("srun", "mpirun", "ssh")}}
-
-
-def cgroup_limits(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> tuple[float | None, int | None]:
-    """Return the limits (cores, bytes) of the control groups around this process; None for no
-    limit.
-    """
-    inner = {
-        names: path
-        for _, names, path in (line.split(":", 2) for line in _read(membership).splitlines())
-    }
-    cores, sizes = [], []
-    for group in _cgroup_ancestors(root, inner.get("", "/")):
-        cores += [words for words in [_numbers(group / "cpu.max")] if len(words) == 2]
-        sizes += _numbers(group / "memory.max")
-    # Version 1, still used on older clusters, has one tree for each resource, and -1 or a huge
-    # number means "no limit".
-    for group in _cgroup_ancestors(root / "cpu", inner.get("cpu", inner.get("cpu,cpuacct", "/"))):
-        quota, period = _numbers(group / "cpu.cfs_quota_us"), _numbers(group / "cpu.cfs_period_us")
-        cores += [quota + period] if quota and period else []
-    for group in _cgroup_ancestors(root / "memory", inner.get("memory", "/")):
-        sizes += [size for size in _numbers(group / "memory.limit_in_bytes") if size < 2**60]
-    return min((quota / period for quota, period in cores), default=None), min(sizes, default=None)
 
 
 def check_collectives() -> int:
@@ -328,17 +305,6 @@ def _open_files() -> int:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _cgroup_ancestors(root: Path, inner: str) -> list[Path]:
-    """Return the control group `inner` and its ancestors, up to the root of the tree."""
-    group = root / inner.lstrip("/")
-    return [path for path in (group, *group.parents) if path.is_relative_to(root)]
-
-
-def _numbers(path: Path) -> list[int]:
-    words = _read(path).split()
-    return [int(word) for word in words] if all(word.isdigit() for word in words) else []
 
 
 def _read(path: Path) -> str:

@@ -45,6 +45,7 @@ class Failure:
         code: exit code of the launcher because of this failure, 1 to 255.
         is_loss: a process was killed or stopped without a request, or a server shard is lost. The
             program may be right, and a restart may help.
+        host: the host of the rank; empty where there is one host.
         process: name of the process that failed, where it is no rank.
     """
 
@@ -56,10 +57,11 @@ class Failure:
     code: int
     is_loss: bool = False
     process: str = ""
+    host: str = ""
 
     def describe(self, world: int) -> str:
         """Return the text for the user, which ends with the full traceback."""
-        name = self.process or f"rank {self.rank} of {world}"
+        name = self._name(world)
         if not self.headline:
             return self.text if world == 1 else f"{name}: {self.text}"
         headline = f"{name} {self.headline}"
@@ -68,8 +70,12 @@ class Failure:
     def summary(self, world: int) -> str:
         """Return one sentence without a full stop."""
         if self.headline:
-            return f"{self.process or f'rank {self.rank} of {world}'} {self.headline}"
+            return f"{self._name(world)} {self.headline}"
         return self.text.splitlines()[0].partition(". ")[0].rstrip(".")
+
+    def _name(self, world: int) -> str:
+        name = self.process or f"rank {self.rank} of {world}"
+        return f"{name} on {self.host}" if self.host else name
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:

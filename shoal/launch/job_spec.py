@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from shoal.launch.ranks import Ranks
+from shoal.launch.rank_set import RankSet
 from shoal.launch.start import start
+
+
+class ResumableJob(Protocol):
+    """A run that can be resumed, on this host or on several."""
+
+    @property
+    def problems(self) -> Callable[[int], Sequence[str]]:
+        """Returns why `shoal scale` cannot give the run so many ranks; empty where it can."""
+
+    @property
+    def saved_step(self) -> Callable[[], int | None]:
+        """Returns the step from which the next start resumes; None for the beginning."""
+
+    def start(self, processes: int) -> RankSet:
+        """Start the ranks for the first time. Raises LaunchError."""
+
+    def available(self, processes: int, signals: socket.socket) -> int:
+        """Return how many ranks can be started now in place of `processes`, after a loss.
+
+        Args:
+            processes: the number of ranks before.
+            signals: as `supervise.caught` yields it. It is not read; once it can be, a wait for
+                lost hosts ends.
+
+        Returns:
+            The number; 0 where the run cannot go on.
+        """
+
+    def restart(self, processes: int) -> RankSet:
+        """Start the ranks so that they resume. Raises as `start` does."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +65,7 @@ class JobSpec:
     environment: Mapping[str, str]
     preload: Sequence[str]
 
-    def start(self, processes: int) -> Ranks:
+    def start(self, processes: int) -> RankSet:
         """Start the ranks for the first time.
 
         Raises:
@@ -42,11 +73,15 @@ class JobSpec:
         """
         return self._start(self.arguments, processes)
 
-    def restart(self, processes: int) -> Ranks:
+    def available(self, processes: int, signals: socket.socket) -> int:
+        """Return `processes`: this machine has not been lost."""
+        return processes
+
+    def restart(self, processes: int) -> RankSet:
         """Start the ranks so that they resume. Raises as `start` does."""
         return self._start(self.restart_arguments, processes)
 
-    def _start(self, arguments: tuple[Any, ...], processes: int) -> Ranks:
+    def _start(self, arguments: tuple[Any, ...], processes: int) -> RankSet:
         preload = [*self.preload, self.target.__module__]
         return start(
             self.target,

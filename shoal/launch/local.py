@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
 from shoal.launch.output import Output
+from shoal.launch.rank_set import RankSet
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision, arrived, caught
 
@@ -74,14 +76,23 @@ def run(
                 torch_store=torch_store,
             ) as ranks,
         ):
-            supervision = Supervision(ranks, grace_s)
-            while ranks.alive:
-                supervision.step(sources=[signals])
-                for number in arrived(signals):
-                    supervision.forward(number)
-            return exit_code(supervision)
+            return supervised(ranks, signals, grace_s)
     except KeyboardInterrupt:  # before signals are caught
         return rank.EXIT_INTERRUPTED
+
+
+def supervised(ranks: RankSet, signals: socket.socket, grace_s: float) -> int:
+    """Supervise ranks to their end, and return the exit code of the command.
+
+    Args:
+        signals: as `supervise.caught` yields it.
+    """
+    supervision = Supervision(ranks, grace_s)
+    while ranks.alive:
+        supervision.step(sources=[signals])
+        for number in arrived(signals):
+            supervision.forward(number)
+    return exit_code(supervision)
 
 
 def run_script(
@@ -99,16 +110,25 @@ def run_script(
     Raises:
         LaunchError: as for `run`, and where there is no such file.
     """
+    preload = script_preload(path)
+    return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
+
+
+def script_preload(path: str) -> list[str]:
+    """Return the modules to import before ranks of the script `path` are forked.
+
+    Raises:
+        LaunchError: there is no such file.
+    """
     try:
         with tokenize.open(path) as file:
-            preload = preloads.for_script(file.read())
+            return preloads.for_script(file.read())
     except OSError as error:
         raise LaunchError(
             f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
         ) from error
     except SyntaxError:  # text in no known encoding; the ranks report it with the line
-        preload = []
-    return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
+        return []
 
 
 def exit_code(supervision: Supervision) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Literal, TextIO
 
+StreamName = Literal["stdout", "stderr"]
 Output = Literal["first", "all", "lines"]
 """The outputs that the user sees.
 
@@ -16,10 +19,14 @@ Output = Literal["first", "all", "lines"]
 - `lines`: as `all`, but lines of rank 0 begin with their rank too, and no rank has a terminal.
 """
 
+NEWLINE = re.compile(rb"(?<=\n)")
+NEWLINE_OR_RETURN = re.compile(rb"(?<=[\r\n])")
+"""A progress bar ends each of its states with a carriage return."""
+
 OutputMode = Literal["through", "lines", "dropped"]
 
 
-def output_mode(output: Output, rank: int, stream: Literal["stdout", "stderr"]) -> OutputMode:
+def output_mode(output: Output, rank: int, stream: StreamName) -> OutputMode:
     """Return how one stream of one rank reaches the user."""
     if rank == 0 and output != "lines":
         return "through"
@@ -28,28 +35,38 @@ def output_mode(output: Output, rank: int, stream: Literal["stdout", "stderr"]) 
 
 @dataclass(eq=False)
 class LineForwarder:
-    """Copies what one rank writes to one stream, in complete lines that begin with the rank."""
+    """Reads what one rank writes to one stream, in complete lines.
+
+    Args:
+        source: the end of the pipe from which the lines are read.
+        emit: takes complete lines, each with its end.
+        ends: matches behind each line.
+    """
 
     source: Connection
-    rank: int
-    sink: TextIO
+    emit: Callable[[list[str]], None]
+    ends: re.Pattern[bytes] = NEWLINE
     unfinished: bytes = field(default=b"", init=False)
 
     def fileno(self) -> int:
         return self.source.fileno()
 
     def forward(self) -> bool:
-        """Copy the bytes that have arrived; wait if there are none.
+        """Take the bytes that have arrived; wait if there are none.
 
         Returns:
             False once the rank has closed the stream.
         """
         received = os.read(self.fileno(), 1 << 16)
-        *lines, self.unfinished = (self.unfinished + received).split(b"\n")
+        *lines, self.unfinished = self.ends.split(self.unfinished + received)
         if not received and self.unfinished:  # the last line has no newline
-            lines, self.unfinished = [self.unfinished], b""
-        text = "".join(f"[rank {self.rank}] {line.decode(errors='replace')}\n" for line in lines)
-        if text:
-            self.sink.write(text)
-            self.sink.flush()
+            lines, self.unfinished = [*lines, self.unfinished + b"\n"], b""
+        if lines:
+            self.emit([line.decode(errors="replace") for line in lines])
         return bool(received)
+
+
+def print_lines(rank: int, sink: TextIO, lines: list[str]) -> None:
+    """Print lines that begin with the rank."""
+    sink.write("".join(f"[rank {rank}] {line}" for line in lines))
+    sink.flush()

@@ -26,6 +26,7 @@ from typing import Any
 
 from shoal.launch import failure
 from shoal.launch.loss_report import own_reporter
+from shoal.platform.cgroups import usable_cores
 from shoal.watchdog.progress_writer import own_progress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,8 +54,8 @@ class RankSpec:
     """All that a new rank needs to run.
 
     Args:
-        rank: the rank, from 0 to world - 1.
-        world: the number of ranks.
+        rank: the rank.
+        local_world: the number of ranks on this host, which divide its cores.
         payload: the pickled target and its arguments. They are unpickled where an error can be
             reported.
         environment: all environment variables of the rank.
@@ -68,7 +69,7 @@ class RankSpec:
     """
 
     rank: int
-    world: int
+    local_world: int
     payload: bytes
     environment: Mapping[str, str]
     report: Connection
@@ -93,7 +94,7 @@ def _run_target(spec: RankSpec) -> int:
     reporter = own_reporter()
     reporter.attach(spec.report, spec.rank)
     try:
-        _end_with_parent()
+        end_with_parent()
         _redirect_output(spec.stdout, spec.stderr)
         _reset_signal_handlers()
         _configure_process(spec)
@@ -132,20 +133,22 @@ def script(path: str, arguments: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def serve_store(listener: socket.socket, port: int) -> None:
+def serve_store(listener: socket.socket) -> None:
     """Serve the ranks' rendezvous store until the parent ends.
 
     It is a process of its own, for a store in a rank would be gone when that rank ends.
 
     Args:
-        listener: already bound to `port`, so that no other process can take the port.
+        listener: already bound, so that no other process can take the port.
     """
-    _end_with_parent()
+    end_with_parent()
     # torch does not export it to type checkers, but documents it here.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    # The server listens at the listener's address alone. Given no listener it would at all.
+    address, port = listener.getsockname()[:2]
     store = TCPStore(
-        "127.0.0.1",
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -155,7 +158,7 @@ def serve_store(listener: socket.socket, port: int) -> None:
     del store
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Make this process, and all that it starts, die when the process that asked for it dies.
 
     A session of its own keeps the terminal's Ctrl-C away from ranks and their data-loader workers:
@@ -226,7 +229,9 @@ def _configure_process(spec: RankSpec) -> None:
     gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
     threads = spec.environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    torch.set_num_threads(int(threads) if threads.isdigit() else max(1, _cores() // spec.world))
+    torch.set_num_threads(
+        int(threads) if threads.isdigit() else max(1, usable_cores() // spec.local_world)
+    )
 
 
 def _attach_progress(spec: RankSpec) -> None:
@@ -238,10 +243,6 @@ def _attach_progress(spec: RankSpec) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         faulthandler.register(STACKS_SIGNAL, file=descriptor)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def keep_process_groups_alive() -> None:

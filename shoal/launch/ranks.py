@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,24 +18,14 @@ from shoal.errors import LaunchError
 from shoal.launch.failure import Failure, signal_name
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_store import PrivateStore
-from shoal.launch.rank import RankResult
+from shoal.launch.rank_events import RankExited
+from shoal.launch.rank_set import RankEvent
 from shoal.platform.processes import parent_pid, process_state
 from shoal.watchdog.progress_memory import ProgressMemory
 
 UNKNOWN_CODE = 255
 """Exit code that multiprocessing gives to a process whose fork server has ended, among others."""
 END_S = 0.5
-
-
-@dataclass(frozen=True)
-class RankExited:
-    """The end of a rank's process; a negative code is the signal that killed it."""
-
-    rank: int
-    code: int
-
-
-RankEvent = RankExited | Failure | RankResult
 
 
 class Rank:
@@ -139,7 +128,8 @@ class Ranks:
 
     Args:
         store: the process that serves torch's store; None where there is none.
-        private: the store in which Shoal's own ranks meet.
+        private: the store in which Shoal's own ranks of one host meet; None where they meet in
+            `store`.
         progress: the memory of the ranks' progress words.
         hang_limit_s: the limit after which a rank is late; 0 for none.
 
@@ -150,7 +140,7 @@ class Ranks:
     def __init__(
         self,
         store: BaseProcess | None,
-        private: PrivateStore,
+        private: PrivateStore | None,
         progress: ProgressMemory,
         hang_limit_s: float = 0.0,
     ) -> None:
@@ -200,6 +190,21 @@ class Ranks:
             )
         return events
 
+    def pause(self) -> None:
+        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued.
+
+        Ranks have sessions of their own, so the terminal's signal does not reach them.
+        """
+        for rank in self.alive:
+            rank.signal_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for rank in self.alive:
+            rank.signal_group(signal.SIGCONT)
+
+    def located(self, failure: Failure) -> Failure:
+        """Return the failure itself: there is one host."""
+        return failure
+
     def _lost_fork_server(self, alive: Sequence[Rank]) -> list[RankEvent]:
         """Return the failure of the fork server, once it has ended. Nothing can start any more."""
         parents = {rank.parent for rank in alive} - {os.getpid(), None}
@@ -235,7 +240,8 @@ class Ranks:
         if self.store is not None:
             self.store.kill()
             self.store.join()
-        self._private.close()
+        if self._private is not None:
+            self._private.close()
         self.progress.close()
 
 

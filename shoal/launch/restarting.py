@@ -16,9 +16,9 @@ from math import inf
 
 from shoal.launch import rank
 from shoal.launch.control_channel import ControlServer
-from shoal.launch.job_spec import JobSpec
+from shoal.launch.job_spec import ResumableJob
 from shoal.launch.local import exit_code
-from shoal.launch.ranks import Ranks
+from shoal.launch.rank_set import RankSet
 from shoal.launch.scaling import Scaling
 from shoal.launch.supervise import Supervision, arrived, caught
 
@@ -27,9 +27,9 @@ CONTROL_OPEN_S = 0.1
 
 
 def run_with_restarts(
-    job: JobSpec, processes: int, control: ControlServer, restarts: int, grace_s: float = 60.0
+    job: ResumableJob, processes: int, control: ControlServer, restarts: int, grace_s: float = 60.0
 ) -> int:
-    """Run `job` on `processes` ranks of this machine, to its end. Main thread only.
+    """Run `job` on `processes` ranks, to its end. Main thread only.
 
     Args:
         job: the work of the ranks.
@@ -95,7 +95,7 @@ class RestartingRun:
 
     def __init__(
         self,
-        job: JobSpec,
+        job: ResumableJob,
         processes: int,
         control: ControlServer,
         policy: RestartPolicy,
@@ -115,13 +115,13 @@ class RestartingRun:
             while True:
                 with ranks:
                     supervision = self._supervise(ranks, signals)
-                if not (self._may_rescale(supervision) or self._may_restart(supervision)):
+                if not (self._may_rescale(supervision) or self._may_restart(supervision, signals)):
                     self.scaling.cancel()
                     return exit_code(supervision)
                 ranks = self.job.restart(self.processes)
                 self.scaling.confirm()
 
-    def _supervise(self, ranks: Ranks, signals: socket.socket) -> Supervision:
+    def _supervise(self, ranks: RankSet, signals: socket.socket) -> Supervision:
         """Supervise the ranks until all have ended.
 
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.
@@ -149,7 +149,7 @@ class RestartingRun:
         _print_note(f"{previous} stopped for `shoal scale`; {start}")
         return True
 
-    def _may_restart(self, supervision: Supervision) -> bool:
+    def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
         """Return True if the ranks start again after a loss. Print that, or why not."""
         cause = supervision.cause
         if cause is None or not _has_lost_rank(supervision) or self.policy.restarts == 0:
@@ -161,6 +161,12 @@ class RestartingRun:
             return False
         # A rank may have been lost while all stopped for `shoal scale`.
         self.processes = self.scaling.requested or self.processes
+        found = self.job.available(self.processes, signals)
+        if found == 0:
+            for number in arrived(signals):
+                supervision.forward(number)
+            return False
+        self.processes = found
         count = f"restart {self.policy.made} of {self.policy.restarts}"
         _print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.launch.control_channel import ControlConnection
-from shoal.launch.job_spec import JobSpec
+from shoal.launch.job_spec import ResumableJob
 from shoal.launch.supervise import Supervision
 
 
@@ -21,7 +21,7 @@ class Scaling:
         requested: the number of ranks for the next start; None without a request.
     """
 
-    def __init__(self, job: JobSpec) -> None:
+    def __init__(self, job: ResumableJob) -> None:
         self.job = job
         self.requested: int | None = None
         self._caller: ControlConnection | None = None

@@ -3,9 +3,10 @@
 On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
 has one thread. Elsewhere each rank is a fresh interpreter.
 
-Ranks meet in memory of this process, see `private_store`. Where a script may call torch's
-init_process_group itself, there is a store of torch's too. It listens on a loopback port that is
-bound before any process learns its number, so two runs cannot take one port.
+Ranks of one host meet in memory of this process, see `private_store`. Where a script may call
+torch's init_process_group itself, there is a store of torch's too. It listens on a loopback port
+that is bound before any process learns its number, so two runs cannot take one port. Ranks of
+several hosts meet there too, at an address of one of them.
 
     this process -- fork server -+- torch's store
                                  +- rank 0 (a session of its own) -- its data-loader workers
@@ -21,15 +22,24 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
-from shoal.launch.output import LineForwarder, Output, output_mode
+from shoal.launch.host_share import HostShare
+from shoal.launch.output import (
+    NEWLINE_OR_RETURN,
+    LineForwarder,
+    Output,
+    StreamName,
+    output_mode,
+    print_lines,
+)
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
@@ -37,6 +47,8 @@ from shoal.watchdog.hang_limit import limit_of_ranks
 from shoal.watchdog.progress_memory import ProgressMemory
 
 Context = ForkServerContext | SpawnContext
+StreamEnds = tuple[Connection | None, LineForwarder | None]
+"""The end to which a rank writes, and the forwarder of its lines."""
 
 
 def start(
@@ -49,6 +61,7 @@ def start(
     preload: Iterable[str] = (),
     wants_values: bool = False,
     torch_store: bool = True,
+    share: HostShare | None = None,
 ) -> Ranks:
     """Start `processes` ranks, each of which calls `target(*arguments)`.
 
@@ -64,6 +77,8 @@ def start(
         wants_values: `Ranks.watch` returns the targets' return values as RankResults.
         torch_store: serve a TCPStore, for `init_process_group` with `env://` in the target. Any
             user of the machine can connect to it.
+        share: this host's part of the world; None where this host has all of it. Ranks on several
+            hosts always meet in a store of torch's.
 
     Raises:
         LaunchError: `processes` is below 1; the target or an argument cannot be pickled; the fork
@@ -74,33 +89,44 @@ def start(
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     try:
-        ranks, store_variables = _start_stores(
-            context, torch_store, ProgressMemory(processes), limit_of_ranks(environment)
-        )
+        # Words lie by rank. Ranks of several hosts have no watchdog yet.
+        words = processes if share is None else share.first_rank + processes
+        limit_s = limit_of_ranks(environment) if share is None else 0.0
+        ranks, common = _start_stores(context, torch_store, share, ProgressMemory(words), limit_s)
     except (EOFError, ConnectionError) as error:
         raise LaunchError(
             "The process that ranks are forked from has ended; its message stands above."
         ) from error
     try:
-        for rank in range(processes):
-            launcher_variables = {**store_variables, **_rank_variables(rank, processes)}
-            variables = {**_inherited(), **environment, **launcher_variables}
+        first, world = (0, processes) if share is None else (share.first_rank, share.world)
+        for local_rank in range(processes):
+            rank = first + local_rank
+            launcher_variables = {**common, **_rank_variables(rank, world, local_rank, processes)}
+            variables = {**_inherited(share), **environment, **launcher_variables}
+            streams = _streams(context, output, rank, share)
             ranks.all.append(
                 _start_rank(
-                    context,
-                    rank,
-                    processes,
-                    payload,
-                    variables,
-                    output,
-                    wants_values,
-                    ranks,
+                    context, rank, processes, payload, variables, streams, wants_values, ranks
                 )
             )
     except BaseException:
         ranks.kill()
         raise
     return ranks
+
+
+def prepare(preload: Iterable[str] = ()) -> Context:
+    """Begin to import what ranks need, so that `start` does not wait for it. Main thread only.
+
+    The fork server ends with the thread that has started it.
+
+    Args:
+        preload: as for `start`, with the target's module.
+
+    Returns:
+        The context of the ranks' processes. A process of it starts once the imports are done.
+    """
+    return _context((*preloads.ALWAYS, *preload))
 
 
 def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
@@ -133,25 +159,38 @@ def _context(preload: Sequence[str]) -> Context:
 
 
 def _start_stores(
-    context: Context, torch_store: bool, progress: ProgressMemory, hang_limit_s: float
+    context: Context,
+    torch_store: bool,
+    share: HostShare | None,
+    progress: ProgressMemory,
+    hang_limit_s: float,
 ) -> tuple[Ranks, dict[str, str]]:
     """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
+    if share is not None:
+        process = None if share.listener is None else _serve_on(context, share.listener)
+        return Ranks(process, None, progress, hang_limit_s), _store_variables(
+            share.address, share.port
+        )
     private = PrivateStore()
     if private.variables and not torch_store:
         return Ranks(None, private, progress, hang_limit_s), {**private.variables}
-    process, variables = _start_torch_store(context)
-    ranks = Ranks(process, private, progress, hang_limit_s)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    variables = _store_variables(*listener.getsockname())
+    ranks = Ranks(_serve_on(context, listener), private, progress, hang_limit_s)
     return ranks, {**private.variables, **variables}
 
 
-def _start_torch_store(context: Context) -> tuple[BaseProcess, dict[str, str]]:
-    """Start the process of torch's store. Return it, and the variables for the ranks."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        host, port = listener.getsockname()
-        process = context.Process(target=serve_store, args=(listener, port), name="store")
+def _serve_on(context: Context, listener: socket.socket) -> BaseProcess:
+    """Start the process of torch's store. It takes the listener over."""
+    with listener:
+        process = context.Process(target=serve_store, args=(listener,), name="store")
         process.start()
-    return process, {
-        "MASTER_ADDR": host,
+    return process
+
+
+def _store_variables(address: str, port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         # With these two, `init_method="env://"` connects to a store that exists, on rank 0 too
         # (torch's rendezvous.py).
@@ -160,50 +199,49 @@ def _start_torch_store(context: Context) -> tuple[BaseProcess, dict[str, str]]:
     }
 
 
-def _inherited() -> dict[str, str]:
+def _inherited(share: HostShare | None) -> dict[str, str]:
     """Return this process's variables without those of an outer torchrun.
 
-    Gloo uses the loopback interface, unless the user has chosen another: the address of the host's
-    name may lead to another machine.
+    On one host Gloo uses the loopback interface, unless the user has chosen another: the address of
+    the host's name may lead to another machine.
     """
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    variables = {"GLOO_SOCKET_IFNAME": loopback}
+    variables = {"GLOO_SOCKET_IFNAME": loopback} if share is None else {**share.variables}
     for name, value in os.environ.items():
         if not name.startswith("TORCHELASTIC_"):
             variables[name] = value
     return variables
 
 
-def _rank_variables(rank: int, world: int) -> dict[str, str]:
+def _rank_variables(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
     return {
         "SHOAL_LAUNCHER": "local",
         "SHOAL_EXPECTED_WORLD": str(world),
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
     }
 
 
 def _start_rank(
     context: Context,
     rank: int,
-    world: int,
+    local_world: int,
     payload: bytes,
     environment: Mapping[str, str],
-    output: Output,
+    streams: Sequence[StreamEnds],
     wants_value: bool,
     ranks: Ranks,
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
-    stdout, stdout_lines = _stream(context, output, rank, "stdout")
-    stderr, stderr_lines = _stream(context, output, rank, "stderr")
+    (stdout, stdout_lines), (stderr, stderr_lines) = streams
     paths = None
     if ranks.progress.path is not None and ranks.progress.stacks_path is not None:
         paths = ranks.progress.path, ranks.progress.stacks_path
     spec = RankSpec(
         rank,
-        world,
+        local_world,
         payload,
         environment,
         report,
@@ -219,14 +257,30 @@ def _start_rank(
     for end in (report, stdout, stderr):
         if end is not None:
             end.close()
-    streams = [lines for lines in (stdout_lines, stderr_lines) if lines is not None]
-    return Rank(rank, process, reader, streams)
+    forwarders = [lines for lines in (stdout_lines, stderr_lines) if lines is not None]
+    return Rank(rank, process, reader, forwarders)
 
 
-def _stream(
-    context: Context, output: Output, rank: int, name: Literal["stdout", "stderr"]
-) -> tuple[Connection | None, LineForwarder | None]:
-    """Return the end to which the rank writes, and the forwarder of its lines."""
+def _streams(
+    context: Context, output: Output, rank: int, share: HostShare | None
+) -> Sequence[StreamEnds]:
+    """Return the ends of stdout and of stderr."""
+    if share is None:
+        return [_stream(context, output, rank, name) for name in ("stdout", "stderr")]
+    # The driver has the terminal, so no rank has it here.
+    is_shown = {"stdout": output != "first" or rank == 0, "stderr": True}
+    ends: list[StreamEnds] = []
+    for name in ("stdout", "stderr"):
+        if not is_shown[name]:
+            ends.append((None, None))
+            continue
+        source, end = context.Pipe(duplex=False)
+        emit = partial(share.emit, rank, name)
+        ends.append((end, LineForwarder(source, emit, NEWLINE_OR_RETURN)))
+    return ends
+
+
+def _stream(context: Context, output: Output, rank: int, name: StreamName) -> StreamEnds:
     match output_mode(output, rank, name):
         case "through":
             return Connection(os.dup(1 if name == "stdout" else 2), readable=False), None
@@ -234,4 +288,4 @@ def _stream(
             return None, None
         case "lines":
             source, end = context.Pipe(duplex=False)
-            return end, LineForwarder(source, rank, getattr(sys, name))
+            return end, LineForwarder(source, partial(print_lines, rank, getattr(sys, name)))

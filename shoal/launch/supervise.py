@@ -5,7 +5,6 @@ The first failure ends the other ranks, and a signal to this process reaches all
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -16,8 +15,10 @@ from math import inf
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.rank import EXIT_RESTART, RankResult
+from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_monitor import RankMonitor
-from shoal.launch.ranks import RankEvent, RankExited, Ranks
+from shoal.launch.rank_set import RankEvent, RankSet
+from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import POLL_S, SigstopDetector
 
 # After a lost connection, wait so long for the failure from which it follows.
@@ -82,7 +83,7 @@ class Supervision:
         stop_signal: the first SIGINT or SIGTERM to this process; None before.
     """
 
-    ranks: Ranks
+    ranks: RankSet
     grace_s: float
     ends_siblings: bool = True
     codes: dict[int, int] = field(default_factory=dict, init=False)
@@ -97,10 +98,11 @@ class Supervision:
     _ended_s: float = field(default=inf, init=False)
     _is_stopping: bool = field(default=False, init=False)  # `stop` was called
     _sigstop: SigstopDetector = field(default_factory=SigstopDetector, init=False)
-    _monitor: RankMonitor = field(init=False)
+    _monitor: RankMonitor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._monitor = RankMonitor(self.ranks)
+        if isinstance(self.ranks, Ranks):  # words of other hosts are not read yet
+            self._monitor = RankMonitor(self.ranks)
 
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.
@@ -115,7 +117,7 @@ class Supervision:
             self._on_event(event)
         for failure in self._sigstop.poll(self.ranks.alive):
             self._on_failure(failure)
-        for failure in self._monitor.poll():
+        for failure in self._monitor.poll() if self._monitor is not None else ():
             self._on_failure(failure)
             if self.ends_siblings:  # no signal but SIGKILL ends a rank that hangs in C
                 self._ended_s = time.monotonic()
@@ -133,7 +135,7 @@ class Supervision:
         """
         now_s = time.monotonic()
         if number == signal.SIGTSTP:
-            self._pause()
+            self.ranks.pause()
         elif self.stop_signal is None:
             self.stop_signal = number
             self._stop_signal_s = now_s
@@ -194,7 +196,7 @@ class Supervision:
     def _on_failure(self, failure: Failure) -> None:
         if failure.time_s >= self._ended_s:
             return
-        self.failures.append(failure)
+        self.failures.append(self.ranks.located(failure))
         if self.ends_siblings:
             delay_s = SECONDARY_FAILURE_S if failure.is_secondary else 0.0
             self._end_at_s = min(self._end_at_s, time.monotonic() + delay_s)
@@ -205,14 +207,3 @@ class Supervision:
         self._kill_at_s = min(self._kill_at_s, self._ended_s + KILL_S)
         for rank in self.ranks.alive:
             rank.signal(signal.SIGTERM)
-
-    def _pause(self) -> None:
-        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued.
-
-        Ranks have sessions of their own, so the terminal's signal does not reach them.
-        """
-        for rank in self.ranks.alive:
-            rank.signal_group(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for rank in self.ranks.alive:
-            rank.signal_group(signal.SIGCONT)

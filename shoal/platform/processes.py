@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 def process_state(pid: int) -> str | None:
@@ -36,3 +42,40 @@ def boot_id() -> str:
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parents end, so that none escapes. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(limit_s: float) -> None:
+    """Kill all processes below this one, also those in sessions of their own. Linux only.
+
+    Args:
+        limit_s: stop trying after so long; a process in the kernel's uninterruptible sleep stays.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline_s:
+        for pid in pids:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the processes below `root` that are not zombies of somebody else."""
+    parents: dict[int, int] = {}
+    for path in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state != "Z" or int(parent) == root:
+                parents[int(path.parent.name)] = int(parent)
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from shoal.platform.torch_private.c10d import Options, add_backend, timeout_of
+from shoal.platform.cgroups import usable_cores
+from shoal.platform.torch_private.c10d import Options, add_backend, make_gloo, timeout_of
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
@@ -67,7 +67,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         super().__init__(rank, size)
         self.recorder: Recorder | None = None
         self._label = label
-        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo = make_gloo(PrefixStore("gloo", store), rank, size, timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
         # Without the group in it: the waiter would keep the group alive.
         self._timeout = partial(timeout_of, gloo)
@@ -101,7 +101,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         assert self._peers is not None
         self._board = self._join_board(host_ranks, topology.memory, topology.attached)
         # With more ranks than cores, spinning would take the core from the rank that is late.
-        spin_s = SPIN_S if len(host_ranks) <= len(os.sched_getaffinity(0)) else 0.0
+        spin_s = SPIN_S if len(host_ranks) <= usable_cores() else 0.0
         if topology.compiled and 1 < len(host_ranks) <= MAX_NATIVE_RANKS:
             self._native_calls = NativeCalls(self._board, yields=spin_s == 0)
         if len(topology.hosts) > 1:

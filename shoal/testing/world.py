@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from shoal.errors import LaunchError
 from shoal.launch import preload
 from shoal.launch.environment import read
 from shoal.launch.failure import Failure, from_exit_code, root_cause
+from shoal.launch.output import print_lines
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import start as start_ranks
 from shoal.launch.supervise import Supervision
@@ -177,7 +179,7 @@ class World:
         hanging = {rank.number: io.StringIO() for rank in self._ranks.alive}
         for rank in self._ranks.alive:
             for stream in rank.streams:
-                stream.sink = hanging[rank.number]
+                stream.emit = partial(print_lines, rank.number, hanging[rank.number])
             rank.signal(signal.SIGUSR1)
         deadline_s = time.monotonic() + STACK_DUMP_S
         while self._ranks.alive and (remaining_s := deadline_s - time.monotonic()) > 0:

@@ -6,6 +6,7 @@ Importing this module does not import torch, so that a launcher on a login node 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,24 @@ def train(job: Job) -> None:
     from shoal.train.loop import train as train_here
 
     train_here(job)
+
+
+def train_settings(settings: str) -> None:
+    """Train the job whose settings are the YAML text `settings`. As `train`, for another host."""
+    from shoal.config import read
+
+    with tempfile.TemporaryDirectory(prefix="shoal-") as directory:
+        path = Path(directory, "config.yaml")
+        path.write_text(settings)
+        job = read(path).job
+    train(job)
+
+
+def last_saved(directory: str) -> int | None:
+    """Return the step of a run's newest checkpoint; None if there is no checkpoint."""
+    from shoal.train.run_directory import last_saved as last_saved_here
+
+    return last_saved_here(Path(directory))
 
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`shoal train -n N`: a job on ranks of this machine, restarted after a lost rank or a scaling."""
+"""`shoal train -n N` and `--hosts`: a job on ranks, restarted after a loss or a scaling."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shoal.config import to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
+from shoal.launch.hosts.driver import run_on_hosts_with_restarts
+from shoal.launch.hosts.host_facts import FactsRequest
+from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts
@@ -54,6 +58,32 @@ def train(
         }
         spec = JobSpec(entry.train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
         return run_with_restarts(spec, processes, control, restarts)
+
+
+def train_on_hosts(
+    job: Job, line: StrategyLine, hosts: HostsOptions, directory: str, restarts: int = RESTARTS
+) -> int:
+    """Train `job` on ranks of several hosts. For the main thread.
+
+    Args:
+        directory: the working directory, which all hosts have.
+
+    Returns: the exit code, as `train`.
+    """
+    resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
+    work = RemoteWork(
+        target="shoal.train.entry:train_settings",
+        arguments=[to_yaml(job)],
+        again=[to_yaml(resumed)],
+        environment={},
+        output="first",
+        preload=PRELOAD,
+        request=FactsRequest(directory, run_directory=job.directory),
+        saved_step=("shoal.train.entry:last_saved", [job.directory]),
+        problems=partial(check_job, job, line),
+    )
+    with ControlServer(Path(job.directory), CONFIG) as control:
+        return run_on_hosts_with_restarts(hosts, work, control, restarts)
 
 
 @contextmanager

@@ -188,31 +188,3 @@ def test_a_gpu_is_shown_with_its_memory_and_makes_half_precision_fast(report):
 def test_a_taken_port_is_no_reason_to_call_the_loopback_broken():
     with socket.create_server(("127.0.0.1", 0)):
         assert machine_info._loopback_error() is None
-
-
-def test_limits_of_the_containers_around_are_found(tmp_path: Path):
-    inner = tmp_path / "groups" / "job" / "step"
-    inner.mkdir(parents=True)
-    (inner / "cpu.max").write_text("max 100000\n")
-    (inner.parent / "cpu.max").write_text("150000 100000\n")
-    (inner / "memory.max").write_text("1073741824\n")
-    (inner.parent / "memory.max").write_text("max\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/job/step\n")
-    assert machine_info.cgroup_limits(tmp_path / "groups", membership) == (1.5, 2**30)
-
-
-def test_limits_of_the_older_kind_of_container_are_found(tmp_path: Path):
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "memory" / "job").mkdir(parents=True)
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("2147483648\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text("4:memory:/job\n1:cpu:/\n0::/\n")
-    assert machine_info.cgroup_limits(tmp_path, membership) == (None, 2**31)
-
-
-def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path):
-    assert machine_info.cgroup_limits(tmp_path, tmp_path / "absent") == (None, None)

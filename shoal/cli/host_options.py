@@ -1,0 +1,110 @@
+"""The options of commands that start ranks on several hosts by ssh."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli import argument_types
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.strategies import StrategyLine
+
+SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
+ALONE = ("hostfile", "python", "env", "address", "interface", "min_hosts")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("several hosts, by ssh")
+    group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
+    group.add_argument(
+        "--hostfile", type=argument_types.path, help="file with one host a line: a, b:2, c slots=2"
+    )
+    group.add_argument("--python", help="Python there (default: the path of this one)")
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="variable to carry to all hosts; may be repeated",
+    )
+    group.add_argument("--address", help="of the first host, where ranks meet (default: tried)")
+    group.add_argument("--interface", help="of the first host, in place of --address")
+    group.add_argument(
+        "--min-hosts",
+        type=argument_types.integer(1),
+        help="shoal train: go on without lost hosts while there are so many",
+    )
+
+
+def read(options: argparse.Namespace) -> HostsOptions | None:
+    """Return the options of a command for several hosts; None where it names no host.
+
+    Raises:
+        UsageError: an option makes no sense.
+    """
+    from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.launch.hosts.ssh_hosts import parse_hosts, read_hostfile
+
+    if options.hosts is None and options.hostfile is None:
+        given = [name for name in ALONE if getattr(options, name)]
+        if given:
+            name = given[0].replace("_", "-")
+            raise UsageError(f"--{name} is about several hosts. Name them by --hosts or --hostfile")
+        return None
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name hosts; give one of them")
+    if options.address and options.interface:
+        raise UsageError("--address and --interface both choose an address; give one of them")
+    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts)
+    found = HostsOptions(
+        hosts=hosts,
+        python=options.python or sys.executable,
+        variables=dict(_variable(text) for text in options.env),
+        address=options.address,
+        interface=options.interface,
+        min_hosts=options.min_hosts,
+    )
+    if options.processes is not None and options.processes != found.processes:
+        raise UsageError(
+            f"-n {options.processes}: the hosts have {found.processes} ranks "
+            f"({', '.join(map(str, hosts))}; 1 where the list says no number). Leave -n out."
+        )
+    if found.min_hosts is not None and found.min_hosts > len(hosts):
+        raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(hosts)} hosts")
+    return found
+
+
+def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
+    """Raise UsageError for parameter servers whose key the other hosts would not find."""
+    has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
+    if has_servers and len(hosts.hosts) > 1 and SERVER_DIRECTORY not in hosts.variables:
+        raise UsageError(
+            "strategy server on several hosts: they read the servers' key from a file. Give "
+            f"--env {SERVER_DIRECTORY}=DIR, a directory of yours that all of them share"
+        )
+
+
+def working_directory() -> str:
+    """Return the working directory for the hosts, by the name that the user's shell gave it.
+
+    A home directory may be a symbolic link here and none there.
+    """
+    named = os.environ.get("PWD", "")
+    path = Path(named)
+    if path.is_absolute() and path.exists() and os.path.samefile(path, "."):
+        return named
+    return str(Path.cwd())
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or (not equals and name not in os.environ):
+        raise UsageError(f"--env {text}: give NAME=VALUE, or the name of a variable that is set")
+    return name, value if equals else os.environ[name]

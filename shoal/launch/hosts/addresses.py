@@ -1,0 +1,138 @@
+"""The addresses by which hosts reach each other, found by routes and by connections that are tried.
+
+    driver                agent of the first host           agents of all others
+      | ------- listen on these addresses -> ReachListener          |
+      | <------ ports ---------------------------|                  |
+      | ------- reach these addresses and ports ------------------> | try_reach
+      |                    <======= a connection to each address == |
+      |                    == one back to where it came from ====>  |
+      | <------ Reach for each address ---------------------------- |
+    choose_address
+
+Names are not used: a host's own name often leads to its loopback address (Debian's 127.0.1.1).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+
+from shoal.errors import UsageError
+from shoal.launch.hosts.reach import Reach
+from shoal.platform.interfaces import HostAddress, addresses_that_are_up
+
+DISCARD_PORT = 9
+
+
+def local_addresses() -> tuple[HostAddress, ...]:
+    """Return this host's addresses of interfaces that are up, without loopback and link-local ones.
+
+    A link-local address means another host on each interface, so it cannot be passed on.
+
+    Raises:
+        OSError: the system does not tell them.
+    """
+    return tuple(one for one in addresses_that_are_up() if _is_offered(one.address))
+
+
+def _is_offered(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+
+
+def source_address(peer: str) -> str:
+    """Return this host's own address on the route to the address `peer`. Nothing is sent.
+
+    Raises:
+        OSError: there is no route.
+        ValueError: `peer` is no address.
+    """
+    version = ipaddress.ip_address(peer).version
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, DISCARD_PORT))
+        return str(probe.getsockname()[0])
+
+
+def candidate_addresses(
+    addresses: Sequence[HostAddress],
+    ssh_address: str | None,
+    address: str | None = None,
+    interface: str | None = None,
+) -> list[str]:
+    """Return the addresses at which the first host may be tried, the most promising first.
+
+    Args:
+        addresses: of the first host, from its facts.
+        ssh_address: from its facts; it comes first if it is among `addresses`. Behind a jump host
+            or a translation of addresses it may be one that the other hosts do not reach.
+        address: the user's choice; an address of the first host.
+        interface: the user's choice; an interface of the first host.
+
+    Raises:
+        UsageError: the host has no such address or interface, or no address at all.
+    """
+    if address is not None:
+        return [_chosen_address(addresses, address)]
+    chosen = [one for one in addresses if interface in (None, one.interface)]
+    if not chosen and interface is not None:
+        names = ", ".join(sorted({one.interface for one in addresses})) or "none with an address"
+        raise UsageError(f"--interface {interface}: the first host has {names}.")
+    own = [one.address for one in chosen]
+    if not own:
+        # Hosts without a network are one machine in a test, and meet on its loopback interface.
+        own = ["127.0.0.1"]
+    return sorted(own, key=lambda one: one != ssh_address)
+
+
+def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
+    try:
+        chosen = ipaddress.ip_address(text)
+    except ValueError:
+        raise UsageError(f"--address {text}: give an IPv4 or IPv6 address, not a name.") from None
+    own = [one.address for one in addresses]
+    if str(chosen) not in own and not chosen.is_loopback:
+        raise UsageError(
+            f"--address {text}: the first host has {', '.join(own) or 'no address'}. "
+            "Give one of these, or leave it out."
+        )
+    return str(chosen)
+
+
+def choose_address(
+    first: str, candidates: Sequence[str], reports: Mapping[str, Sequence[Reach]]
+) -> str | list[str]:
+    """Return the first candidate that all hosts reach both ways; else who cannot reach whom.
+
+    Args:
+        first: the name of the first host.
+        candidates: its addresses, the most promising first.
+        reports: the outcomes of each other host, by its name. Without other hosts the first
+            candidate is chosen.
+
+    Returns:
+        The address, or a list of problems with one line for each host that is in the way.
+    """
+    problems = {
+        host: {one.address: one.problem for one in outcomes} for host, outcomes in reports.items()
+    }
+    for address in candidates:
+        if all(found.get(address, "not tried") == "" for found in problems.values()):
+            return address
+    cure = "Give --address or --interface, or let these hosts connect to each other"
+    unreached = {
+        host: [f"{address}: {found.get(address, 'not tried')}" for address in candidates]
+        for host, found in problems.items()
+        if all(found.get(address) != "" for address in candidates)
+    }
+    if unreached:
+        return [
+            f"{host} and {first} cannot reach each other ({'; '.join(tried)}). {cure}"
+            for host, tried in unreached.items()
+        ]
+    lines = []
+    for address in candidates:
+        missing = [host for host, found in problems.items() if found.get(address) != ""]
+        lines.append(f"{address} of {first} is not reached by {', '.join(missing)}")
+    return [f"no address is reached by all hosts: {'; '.join(lines)}. {cure}"]

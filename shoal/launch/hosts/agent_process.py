@@ -1,0 +1,246 @@
+"""The process of `shoal agent`: it owns the connection to the driver, the ranks, and the clock.
+
+    ssh ── agent ─┬─ fork server ─┬─ store of torch, on one host
+                  │               ├─ lease watcher
+                  │               └─ ranks, each with its data-loader workers
+                  └─ threads that answer questions about this host
+
+The agent decides nothing; see `agent_session`. When it ends, however it ends, all of these end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
+
+from shoal.errors import ShoalError
+from shoal.launch.failure import Failure
+from shoal.launch.host_share import HostShare
+from shoal.launch.hosts import agent_session
+from shoal.launch.hosts.agent_messages import MARKER, Message, encode, shortened
+from shoal.launch.hosts.agent_questions import AgentQuestions, imported
+from shoal.launch.hosts.agent_session import AgentSession, Order
+from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
+from shoal.launch.hosts.lease import clock_s
+from shoal.launch.hosts.lease_watcher import LeaseWord
+from shoal.launch.output import StreamName
+from shoal.launch.rank_events import RankExited
+from shoal.launch.rank_set import RankEvent
+from shoal.launch.ranks import Ranks
+from shoal.launch.sigstop_detector import SigstopDetector
+from shoal.launch.start import prepare, start
+from shoal.platform.processes import adopt_orphans, kill_descendants
+
+RETRY_S = 0.02  # until the connection takes more bytes
+POLL_S = 1.0
+READ_BYTES = 1 << 16
+
+
+def run_agent() -> NoReturn:
+    """Run this process as an agent: its driver is at the other end of standard input and output."""
+    source, sink = _take_streams()
+    # Python was started in the root directory, which must not be searched for modules.
+    sys.path[0] = os.path.dirname(sys.executable)
+    adopt_orphans()
+    agent = AgentProcess(source, sink)
+    code = 1
+    try:
+        agent.run()
+        code = 0
+    finally:
+        if code:  # the traceback stands before what the end of ranks may print
+            sys.excepthook(*sys.exc_info())
+        agent.close()
+        # Handlers at the end of an interpreter might wait for what was just killed.
+        os._exit(code)
+
+
+def _take_streams() -> tuple[int, int]:
+    """Return descriptors of standard input and output, which nothing else has from now on.
+
+    A process that held one of them would hold ssh open. What is printed goes to standard error.
+    """
+    source, sink = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    os.set_blocking(source, False)
+    os.set_blocking(sink, False)
+    return source, sink
+
+
+class AgentProcess:
+    """The body around an AgentSession.
+
+    Args:
+        source: descriptor from which the driver's messages are read, non-blocking.
+        sink: descriptor to which messages are written, non-blocking.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        self.session = AgentSession(clock_s())
+        self.questions = AgentQuestions()
+        self.ranks: Ranks | None = None
+        self.lease_word = LeaseWord()
+        self._source = source
+        self._sink = sink
+        self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
+        self._work: Message = {}
+        self._sigstop = SigstopDetector(has_all=False)
+        self._is_over = False
+
+    def run(self) -> None:
+        """Do what the driver says until it ends the run, or the lease ends."""
+        while not self._is_over:
+            self._send()
+            due_s = self.session.due_s - clock_s()
+            timeout_s = max(0.0, min(due_s, RETRY_S if self._unsent else POLL_S))
+            for event in self._wait(timeout_s):
+                self._on_event(event)
+            for number, answer in self.questions.answers():
+                self.session.answer(number, **answer)
+            self._obey(self._receive())
+            self._obey(self.session.tick(clock_s()))
+            if not self._is_over:
+                self.lease_word.write(self.session.lease_until_s)
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self._kill_ranks()
+        self.questions.close()
+        kill_descendants(self.session.times.kill_s)
+        with contextlib.suppress(OSError):  # the connection may be gone, or full
+            os.write(self._sink, encode("bye"))
+
+    def _wait(self, timeout_s: float) -> Sequence[RankEvent]:
+        sources: list[Any] = [self._source, self.questions]
+        if self.ranks is None:
+            wait(sources, timeout_s)
+            return []
+        try:
+            events = self.ranks.watch(timeout_s, sources)
+        except ShoalError as error:  # the store has ended
+            rank = self.ranks.all[0].number
+            self._kill_ranks()
+            return [Failure(rank, time.monotonic(), "", str(error), False, 1, is_loss=True)]
+        return [*events, *self._sigstop.poll(self.ranks.alive)]
+
+    def _receive(self) -> list[Order]:
+        try:
+            data = os.read(self._source, READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        return self.session.received(data, clock_s())
+
+    def _send(self) -> None:
+        """Write as much as the connection takes now."""
+        try:
+            while self._unsent or (lines := self.session.to_send()):
+                self._unsent = self._unsent or lines
+                self._unsent = self._unsent[os.write(self._sink, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the end of the input says the same
+            self._unsent = b""
+
+    def _obey(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            match order:
+                case agent_session.Specified(message):
+                    self._specify(message)
+                case agent_session.Asked({"question": "prepare", "number": number}):
+                    self._prepare(number)
+                case agent_session.Asked(message):
+                    self.questions.ask(message)
+                case agent_session.StartRanks(message):
+                    self._start(message)
+                case agent_session.SignalRank(rank, number, to_group):
+                    self._signal(rank, number, to_group)
+                case agent_session.KillRanks():
+                    self._kill_ranks()
+                    self.session.stopped()
+                case agent_session.EndAgent(reason):
+                    print(f"shoal agent: {reason}", file=sys.stderr)
+                    self._is_over = True
+
+    def _specify(self, message: Message) -> None:
+        os.environ.update(message["variables"])
+        request = FactsRequest.from_json(message["request"])
+        with contextlib.suppress(OSError):  # the facts say that it is missing
+            os.chdir(request.cwd)
+            os.environ["PWD"] = request.cwd
+        self._work = message["work"]
+        self.session.hello(collect_facts(request).to_json(), clock_s())
+        self.lease_word.write(self.session.lease_until_s)  # before any rank can be asked for
+
+    def _prepare(self, number: int) -> None:
+        """Import in the fork server what ranks need; answer when it is done."""
+        context = prepare(self._work["preload"])
+        self.questions.answer_later(number, partial(self.lease_word.watch, context))
+
+    def _start(self, message: Message) -> None:
+        """Start this host's ranks of an epoch."""
+        listener = self.questions.store_listeners.pop(int(message["port"]), None)
+        share = HostShare(
+            first_rank=int(message["first"]),
+            world=int(message["world"]),
+            address=message["address"],
+            port=int(message["port"]),
+            listener=listener,
+            variables=message["variables"],
+            emit=self._emit,
+        )
+        arguments = self._work["again" if message["again"] else "arguments"]
+        try:
+            self.ranks = start(
+                imported(self._work["target"]),
+                tuple(arguments),
+                int(message["count"]),
+                self._work["environment"],
+                self._work["output"],
+                preload=self._work["preload"],
+                share=share,
+            )
+        except ShoalError as error:
+            failure = Failure(share.first_rank, time.monotonic(), "", str(error), False, 1)
+            self._on_event(failure)
+            for local_rank in range(int(message["count"])):
+                self.session.ended(share.first_rank + local_rank, 1)
+
+    def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
+        self.session.output(rank, stream, "".join(lines))
+
+    def _on_event(self, event: RankEvent) -> None:
+        match event:
+            case RankExited(rank, code):
+                self.session.ended(rank, code)
+            case Failure():
+                self.session.tell(
+                    "failed",
+                    rank=event.rank,
+                    age_s=time.monotonic() - event.time_s,
+                    headline=shortened(event.headline),
+                    text=shortened(event.text),
+                    is_secondary=event.is_secondary,
+                    code=event.code,
+                    is_loss=event.is_loss,
+                )
+
+    def _signal(self, rank: int, number: int, to_group: bool) -> None:
+        for process in self.ranks.alive if self.ranks is not None else ():
+            if process.number == rank:
+                (process.signal_group if to_group else process.signal)(number)
+
+    def _kill_ranks(self) -> None:
+        if self.ranks is not None:
+            self.ranks.kill()
+        self.ranks = None

@@ -1,0 +1,113 @@
+"""The checks of all hosts before any rank starts, and the address at which ranks meet."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import LaunchError, UsageError
+from shoal.launch.hosts import preflight
+from shoal.launch.hosts.addresses import candidate_addresses, choose_address
+from shoal.launch.hosts.host_connections import HostConnections
+from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
+from shoal.launch.hosts.reach import Reach
+from shoal.launch.hosts.remote_work import HostsOptions
+
+ANSWER_S = 15.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The network of the ranks.
+
+    Args:
+        address: of the first host, at which all ranks meet.
+        sources: the own address of each host on the way there, by number.
+    """
+
+    address: str
+    sources: dict[int, str]
+
+
+def host_problems(
+    connections: HostConnections, request: FactsRequest, failed: Sequence[str]
+) -> list[str]:
+    """Return all problems of all hosts, those that could not be connected first."""
+    known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
+    here = collect_facts(request)
+    return [*failed, *preflight.problems(known, request, here)]
+
+
+def host_notes(connections: HostConnections) -> list[str]:
+    """Return what the user should know, and what does not keep the run from starting."""
+    known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
+    return preflight.notes(known, time.time())
+
+
+def find_meeting(
+    connections: HostConnections, options: HostsOptions, hosts: Sequence[int]
+) -> Meeting:
+    """Return the address of the first of `hosts` at which all others reach it, and it them.
+
+    Raises:
+        LaunchError: there is none; the message says who cannot reach whom.
+        UsageError: the user's choice is none of its addresses.
+    """
+    first, *others = hosts
+    if not others:
+        return Meeting(LOOPBACK, {first: LOOPBACK})
+    facts = connections.facts[first]
+    # The user's choice is about the first host of the list, which may be lost by now.
+    choice = (options.address, options.interface) if first == 0 else (None, None)
+    candidates = candidate_addresses(facts.addresses, facts.ssh_address, *choice)
+    nonce = secrets.token_hex(16)
+    listen = {"question": "listen", "addresses": candidates, "nonce": nonce}
+    ports = connections.ask({first: listen}, ANSWER_S)[first]["ports"]
+    reach = {"question": "reach", "ports": ports, "nonce": nonce}
+    answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
+    connections.ask({first: {"question": "unlisten"}}, ANSWER_S)
+    found = {
+        host: [Reach.from_json(item) for item in answer["found"]]
+        for host, answer in answers.items()
+    }
+    reports = {connections.name(host): reaches for host, reaches in found.items()}
+    address = choose_address(connections.name(first), candidates, reports)
+    if not isinstance(address, str):
+        raise LaunchError("\n  ".join(["The hosts cannot reach each other:", *address]))
+    sources = {first: address}
+    for host, reaches in found.items():
+        source = next(reach.source for reach in reaches if reach.address == address)
+        sources[host] = source or address
+    return Meeting(address, sources)
+
+
+def check_shared_directory(connections: HostConnections, directory: str) -> None:
+    """Check that all hosts see one file system at `directory`.
+
+    Raises:
+        UsageError: a host does not; the message names all of them.
+        LaunchError: nothing can be written there.
+    """
+    first, *others = connections.connected
+    if not others:
+        return
+    nonce = secrets.token_hex(16)
+    write = {"question": "write-probe", "directory": directory, "nonce": nonce}
+    probe = connections.ask({first: write}, ANSWER_S)[first]["probe"]
+    if probe is None:
+        raise LaunchError(f"host {connections.name(first)}: nothing can be written in {directory}.")
+    look = {"question": "sees-probe", "probe": probe, "nonce": nonce}
+    try:
+        answers = connections.ask(dict.fromkeys(others, look), ANSWER_S)
+    finally:
+        connections.ask({first: {"question": "remove-probe", "probe": probe}}, ANSWER_S)
+    blind = [connections.name(host) for host, answer in answers.items() if not answer["sees"]]
+    if blind:
+        raise UsageError(
+            f"the run directory {directory} of host {connections.name(first)} is not the one of "
+            f"{', '.join(blind)}: what one host saves there, the others do not see, and the run "
+            "could not resume. Choose --out on a file system that all hosts share."
+        )

@@ -1,0 +1,266 @@
+"""The connections of a driver to the agents of all hosts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from shoal.errors import LaunchError, printable
+from shoal.launch.hosts.agent_messages import Message
+from shoal.launch.hosts.driver_session import (
+    DriverEvent,
+    DriverSession,
+    HostLost,
+    HostSilent,
+    HostSpoke,
+)
+from shoal.launch.hosts.host_facts import PROTOCOL, HostFacts
+from shoal.launch.hosts.lease import clock_s, lease_times
+from shoal.launch.hosts.line_printer import LinePrinter
+from shoal.launch.hosts.ssh_client import SshClient
+from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure, is_throttled
+from shoal.launch.hosts.ssh_hosts import SshHost
+
+RETRY_S = 0.02  # until a connection takes more bytes
+AT_ONCE = 8
+"""Clients that start at a time; servers and jump hosts drop more."""
+START_S = 20.0
+"""From the start of a client to the facts of its host."""
+THROTTLED_TRIES = 3
+CLOSE_S = 3.0
+
+
+class HostConnections:
+    """Clients and session of a run on several hosts. As a context, it ends all agents.
+
+    Args:
+        hosts: in the user's order; they are numbered from 0.
+        python: the interpreter on the hosts.
+        specification: what each agent is told first.
+
+    Attributes:
+        session: the driver's side of the protocol.
+        printer: of the output of ranks.
+        facts: of the hosts that are connected, by number.
+    """
+
+    def __init__(
+        self, hosts: Sequence[SshHost], python: str, specification: Mapping[str, Any]
+    ) -> None:
+        self.hosts = hosts
+        self.session = DriverSession(len(hosts), lease_times())
+        self.printer = LinePrinter()
+        self.facts: dict[int, HostFacts] = {}
+        self._python = python
+        self._specification = specification
+        self._clients: dict[int, SshClient] = {}
+        self._questions = itertools.count(1)
+        self._answers: dict[int, Message] = {}
+
+    def __enter__(self) -> HostConnections:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def name(self, host: int) -> str:
+        """Return the name of a host as the user wrote it."""
+        return printable(self.hosts[host].name)
+
+    @property
+    def connected(self) -> list[int]:
+        """Return the hosts whose agents have told their facts, in the order of their ranks."""
+        return [host for host in sorted(self.facts) if self.session.states[host].is_connected]
+
+    def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[DriverEvent]:
+        """Send and receive for at most `timeout_s`; return events of epochs and lost hosts.
+
+        It returns earlier with an event, and when one of `sources` can be read.
+
+        Raises:
+            BrokenPipeError: nobody reads what this process prints.
+        """
+        self._send()
+        due_s = self.session.due_s - clock_s()
+        if any(client.has_unsent for client in self._clients.values()):
+            due_s = min(due_s, RETRY_S)
+        streams: list[Any] = [self.printer, *sources]
+        streams += (stream for client in self._clients.values() for stream in client.sources)
+        wait(streams, max(0.0, min(timeout_s, due_s)))
+        events = self._receive()
+        events += self.session.tick(clock_s())
+        for host, count in self.printer.printed().items():
+            self.session.more_output(host, count)
+        if self.printer.error is not None:
+            raise self.printer.error
+        found = [event for event in events if self._is_for_others(event)]
+        self._send()
+        return found
+
+    def connect(self, hosts: Sequence[int], sources: Sequence[socket.socket] = ()) -> list[str]:
+        """Connect to hosts whose ranks are surely gone, several at a time.
+
+        Args:
+            hosts: their numbers.
+            sources: end the attempt when one of them can be read.
+
+        Returns:
+            A problem for each host that could not be connected.
+
+        Raises:
+            UsageError: there is no ssh client.
+        """
+        remaining = deque((host, 1, clock_s()) for host in hosts)
+        starting: dict[int, tuple[int, float]] = {}  # tries, and the time by which it must answer
+        problems: list[str] = []
+        while (remaining or starting) and not is_readable(sources):
+            while remaining and len(starting) < AT_ONCE and remaining[0][2] <= clock_s():
+                host, tries, _ = remaining.popleft()
+                command = agent_command(
+                    self.hosts[host].name, self._python, self.session.times.lease_s
+                )
+                self._clients[host] = SshClient(command)
+                starting[host] = tries, clock_s() + START_S
+            self.pump(0.1, sources)
+            for host, (tries, limit_s) in list(starting.items()):
+                if host in self.facts:
+                    del starting[host]
+                elif problem := self._start_problem(host, clock_s() > limit_s):
+                    del starting[host]
+                    if tries < THROTTLED_TRIES and is_throttled(self._clients[host].errors):
+                        remaining.append((host, tries + 1, clock_s() + random.uniform(0.5, 2)))
+                    else:
+                        problems.append(problem)
+                    self._drop(host)
+        for host in starting:
+            self._drop(host)
+        return problems
+
+    def ask(self, questions: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, Message]:
+        """Ask hosts, and return their answers.
+
+        Raises:
+            LaunchError: a host does not answer, or answers with a problem.
+        """
+        numbers = {host: next(self._questions) for host in questions}
+        for host, number in numbers.items():
+            self.session.ask(host, number, **questions[host])
+        end_s = clock_s() + limit_s
+        while missing := [host for host in numbers if numbers[host] not in self._answers]:
+            for event in self.pump(max(0.0, end_s - clock_s())):
+                self._raise_if_lost(event)
+            if clock_s() > end_s:
+                raise LaunchError(f"host {self.name(missing[0])}: its agent does not answer.")
+        answers = {host: self._answers.pop(number) for host, number in numbers.items()}
+        for host, answer in answers.items():
+            if problem := answer.get("problem"):
+                raise LaunchError(f"host {self.name(host)}: {problem}")
+        return answers
+
+    def drop(self, host: int) -> str:
+        """Close the connection to a lost host. Return what its client had printed last."""
+        errors = " | ".join(list(self._clients[host].errors)[-2:]) if host in self._clients else ""
+        self._drop(host)
+        return errors
+
+    def close(self) -> None:
+        """End all agents and their clients, and print what has come from them."""
+        for host in self._clients:
+            self.session.bye(host)
+        self._send()
+        for client in self._clients.values():
+            client.close_input()
+        end_s = clock_s() + CLOSE_S
+        for client in self._clients.values():
+            client.close(max(0.0, end_s - clock_s()))
+        self._clients.clear()
+        self.facts.clear()
+        self.printer.flush()
+
+    def _send(self) -> None:
+        for host, client in self._clients.items():
+            client.send(self.session.to_send(host))
+
+    def _receive(self) -> list[DriverEvent]:
+        events: list[DriverEvent] = []
+        for host, client in self._clients.items():
+            is_agent = bool(client.protocol)
+            data = client.read()
+            if client.protocol and not is_agent and client.protocol == str(PROTOCOL):
+                self.session.connected(host, clock_s(), **self._specification)
+            if data is not None:
+                events += self.session.received(host, data, clock_s())
+            for line in client.read_errors():
+                if host in self.facts:
+                    print(f"[{self.name(host)}] {printable(line)}", file=sys.stderr, flush=True)
+        return events
+
+    def _is_for_others(self, event: DriverEvent) -> bool:
+        """Return False for an event that is dealt with here."""
+        match event:
+            case HostSpoke(host, {"do": "hello", "facts": facts}):
+                self._note_facts(host, facts)
+            case HostSpoke(_, {"do": "answer", "number": number} as message):
+                self._answers[number] = message
+            case HostSpoke(host, {"do": "out"} as message):
+                rank, text = int(message["rank"]), str(message["text"])
+                self.printer.put(host, self.name(host), rank, str(message["stream"]), text)
+            case HostSpoke(host, {"do": "dropped", "lines": lines}):
+                text = f"note: {lines} lines of host {self.name(host)} were not printed\n"
+                self.printer.put(host, "", 0, "stderr", text)
+            case HostSpoke(_, {"do": "bye"}):
+                pass
+            case HostSilent(host):
+                print(f"note: host {self.name(host)} is silent", file=sys.stderr, flush=True)
+            case _:
+                return True
+        return False
+
+    def _note_facts(self, host: int, facts: object) -> None:
+        try:
+            self.facts[host] = HostFacts.from_json(facts)
+        except ValueError as error:
+            raise LaunchError(f"host {self.name(host)}: its facts are none: {error}") from error
+
+    def _start_problem(self, host: int, is_late: bool) -> str:
+        """Return why a host has not told its facts; empty while it may."""
+        client = self._clients[host]
+        name = self.hosts[host].name
+        if client.protocol and client.protocol != str(PROTOCOL):
+            return (
+                f"host {self.name(host)}: its Shoal speaks protocol {printable(client.protocol)}, "
+                f"this one {PROTOCOL}. Install the same version on both."
+            )
+        has_ended = client.exit_code is not None and not client.sources
+        if not has_ended and not is_late:
+            return ""
+        if client.protocol and has_ended:
+            last = " | ".join(list(client.errors)[-3:])
+            return f"host {self.name(host)}: its agent ended at once: {printable(last)}"
+        code = client.exit_code
+        return describe_ssh_failure(name, code, client.errors, client.noise, self._python)
+
+    def _drop(self, host: int) -> None:
+        if host in self._clients:
+            self._clients.pop(host).close()
+        self.session.disconnected(host, "it was closed")
+        self.facts.pop(host, None)
+
+    def _raise_if_lost(self, event: DriverEvent) -> None:
+        if isinstance(event, HostLost):
+            errors = self.drop(event.host)
+            raise LaunchError(
+                f"host {self.name(event.host)} is lost: {event.reason}. {errors}".strip()
+            )
+
+
+def is_readable(sources: Sequence[socket.socket]) -> bool:
+    """Return True if one of `sources` can be read now."""
+    return bool(sources) and bool(select.select(sources, [], [], 0)[0])

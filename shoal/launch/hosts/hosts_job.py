@@ -1,0 +1,190 @@
+"""A run on several hosts: its starts, and its hosts that are lost and come back."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from socket import socket
+from typing import Any
+
+from shoal.errors import LaunchError
+from shoal.launch.hosts.host_checks import (
+    ANSWER_S,
+    Meeting,
+    check_shared_directory,
+    find_meeting,
+    host_notes,
+    host_problems,
+)
+from shoal.launch.hosts.host_connections import HostConnections, is_readable
+from shoal.launch.hosts.lease import clock_s
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
+from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+
+PREPARE_S = 300.0
+"""For the import of torch on the slowest host."""
+RETRIES_S = (0.0, 10.0, 30.0, 90.0)
+"""Waits before each try to connect to a lost host again."""
+MOST_LOSSES = 3
+"""A host that was lost so often is left out, where `--min-hosts` allows it."""
+
+
+class HostsJob:
+    """The work of ranks on several hosts; a ResumableJob.
+
+    Args:
+        connections: to the hosts, not connected yet.
+        options: of the command.
+        work: of the ranks.
+    """
+
+    def __init__(
+        self, connections: HostConnections, options: HostsOptions, work: RemoteWork
+    ) -> None:
+        self.connections = connections
+        self.options = options
+        self.work = work
+        self._losses: Counter[int] = Counter()
+        self._members: list[int] = []
+
+    def connect(self) -> None:
+        """Connect to all hosts and check them.
+
+        Raises:
+            LaunchError: the message has all problems of all hosts.
+            UsageError: the run directory is not shared.
+        """
+        hosts = range(len(self.options.hosts))
+        failed = self.connections.connect(hosts)
+        if problems := host_problems(self.connections, self.work.request, failed):
+            raise LaunchError("\n  ".join(["The run cannot start on these hosts:", *problems]))
+        for note in host_notes(self.connections):
+            _print_note(note)
+        if self.work.request.run_directory is not None:
+            check_shared_directory(self.connections, self.work.request.run_directory)
+        self._members = list(hosts)
+
+    def problems(self, processes: int) -> Sequence[str]:
+        """Refuse `shoal scale`."""
+        return ["it runs on several hosts, and their number of ranks is that of the command."]
+
+    def saved_step(self) -> int | None:
+        """Return the step from which the next start resumes; None for the beginning."""
+        if self.work.saved_step is None or not self.connections.connected:
+            return None
+        function, arguments = self.work.saved_step
+        question = {"question": "call", "function": function, "arguments": list(arguments)}
+        host = self.connections.connected[0]
+        step: int | None = self.connections.ask({host: question}, ANSWER_S)[host]["value"]
+        return step
+
+    def start(self, processes: int) -> RemoteRanks:
+        """Start the ranks for the first time."""
+        return self._start(again=False)
+
+    def restart(self, processes: int) -> RemoteRanks:
+        """Start the ranks so that they resume."""
+        return self._start(again=True)
+
+    def available(self, processes: int, signals: socket) -> int:
+        """Connect to lost hosts again. Return the ranks of the hosts that can go on; 0 for none."""
+        everyone = range(len(self.options.hosts))
+        for host in self._missing():
+            self._losses[host] += 1
+        for wait_s in RETRIES_S:
+            wanted = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
+            problems = self._connect_again(wanted, wait_s, signals)
+            if is_readable([signals]):
+                return 0
+            for problem in problems:
+                _print_note(problem)
+            self._members = [host for host in everyone if host not in self._missing()]
+            found = sum(map(self.options.count, self._members))
+            if self._may_go_on(found):
+                return found
+        _print_note("the lost hosts did not come back")
+        return 0
+
+    def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
+        """Wait, then connect to hosts. Return the problems of those that cannot be used."""
+        begin_s = clock_s() + (wait_s if hosts else 0.0)
+        while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
+            self.connections.pump(remaining_s, [signals])
+        problems = self.connections.connect(hosts, [signals])
+        # A host that came back with another torch cannot take part.
+        problems += host_problems(self.connections, self.work.request, [])
+        return problems
+
+    def _missing(self) -> list[int]:
+        connected = self.connections.connected
+        return [host for host in range(len(self.options.hosts)) if host not in connected]
+
+    def _may_go_on(self, processes: int) -> bool:
+        """Return True if the run may go on with the present members."""
+        if len(self._members) == len(self.options.hosts):
+            return True
+        fewest = self.options.min_hosts
+        if fewest is None or len(self._members) < fewest:
+            return False
+        if problems := self.work.problems(processes):
+            _print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
+            return False
+        left = ", ".join(self.connections.name(host) for host in self._missing())
+        _print_note(f"the run goes on without {left}")
+        return True
+
+    def _start(self, again: bool) -> RemoteRanks:
+        """Start the ranks of the next epoch.
+
+        Raises:
+            LaunchError: a host does not answer, or the hosts do not reach each other.
+        """
+        members = self._members
+        self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
+        meeting = find_meeting(self.connections, self.options, members)
+        store = {"question": "store", "address": meeting.address}
+        port = self.connections.ask({members[0]: store}, ANSWER_S)[members[0]]["port"]
+        placement: list[HostRanks] = []
+        for host in members:
+            first = placement[-1].first + placement[-1].count if placement else 0
+            placement.append(HostRanks(host, first, self.options.count(host)))
+        world = sum(share.count for share in placement)
+        starts: list[tuple[int, dict[str, Any]]] = [
+            (
+                share.host,
+                {
+                    "first": share.first,
+                    "count": share.count,
+                    "world": world,
+                    "address": meeting.address,
+                    "port": port,
+                    "again": again,
+                    "variables": self._variables(share.host, meeting),
+                },
+            )
+            for share in placement
+        ]
+        self.connections.session.start(starts, clock_s())
+        return RemoteRanks(self.connections, placement)
+
+    def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
+        """Return the variables by which ranks of a host find their network."""
+        address = meeting.sources[host]
+        names = [
+            own.interface
+            for own in self.connections.facts[host].addresses
+            if own.address == address
+        ]
+        variables = {"SHOAL_ADDRESS": address}
+        interface = names[0] if names else "lo" if address.startswith("127.") else None
+        if interface is not None:
+            variables |= {
+                "GLOO_SOCKET_IFNAME": interface,
+                "NCCL_SOCKET_IFNAME": f"={interface}",
+            }
+        return variables
+
+
+def _print_note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""Ranks on several hosts, as `supervise` sees them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from shoal.launch.failure import Failure
+from shoal.launch.hosts.agent_messages import Message
+from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
+from shoal.launch.hosts.host_connections import HostConnections
+from shoal.launch.hosts.lease import clock_s
+from shoal.launch.rank_events import RankExited
+from shoal.launch.rank_set import RankEvent
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """The ranks of one host in an epoch.
+
+    Args:
+        host: its number.
+        first: its first rank; the others follow.
+        count: the number of its ranks.
+    """
+
+    host: int
+    first: int
+    count: int
+
+
+class RemoteRank:
+    """One rank on another host."""
+
+    pid = 0
+
+    def __init__(self, connections: HostConnections, host: int, number: int) -> None:
+        self.number = number
+        self.host = host
+        self.is_alive = True
+        self._session = connections.session
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank's own process, not to its children."""
+        if self.is_alive:
+            self._session.signal(self.host, self.number, number, to_group=False)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and to all processes that it started."""
+        if self.is_alive:
+            self._session.signal(self.host, self.number, number, to_group=True)
+
+
+class RemoteRanks:
+    """All ranks of one epoch. As a context, it kills them all.
+
+    Args:
+        connections: the epoch has been started on it.
+        placement: the ranks of each host, by rank.
+
+    Attributes:
+        all: the ranks, by rank.
+    """
+
+    def __init__(self, connections: HostConnections, placement: Sequence[HostRanks]) -> None:
+        self.connections = connections
+        self.placement = placement
+        self.all = [
+            RemoteRank(connections, share.host, share.first + index)
+            for share in placement
+            for index in range(share.count)
+        ]
+
+    def __enter__(self) -> RemoteRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def alive(self) -> list[RemoteRank]:
+        """Those that have not ended."""
+        return [rank for rank in self.all if rank.is_alive]
+
+    def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
+        """Wait for events, print what was printed, and return the events."""
+        timeout_s = inf if timeout_s is None else timeout_s
+        events: list[RankEvent] = []
+        for event in self.connections.pump(timeout_s, sources):
+            events += self._rank_events(event)
+        if not self.alive:
+            self.connections.printer.flush()
+        return events
+
+    def pause(self) -> None:
+        """Refuse Ctrl-Z: a driver that stands still does not answer, and its ranks end."""
+        print(
+            "note: a run on several hosts cannot be stopped by Ctrl-Z and go on later. Ctrl-C ends "
+            "it, and the same command resumes it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def located(self, failure: Failure) -> Failure:
+        """Return the failure with its host, and with the rank's last lines if it left no other."""
+        host = self.connections.name(self.all[failure.rank].host)
+        lines = self.connections.printer.last_lines.get(failure.rank)
+        if failure.text or not lines:
+            return replace(failure, host=host)
+        text = "Its last lines on stderr:\n" + "\n".join(f"  {line}" for line in lines)
+        return replace(failure, host=host, text=text)
+
+    def kill(self) -> None:
+        """Kill all ranks, and wait until none can be alive on any host.
+
+        A host that does not answer is waited for until the lease of its agent is over.
+        """
+        session = self.connections.session
+        for share in self.placement:
+            session.kill(share.host)
+        while (clear_s := max(session.clear_at_s(share.host) for share in self.placement)) > (
+            now_s := clock_s()
+        ):
+            for event in self.connections.pump(min(clear_s - now_s, 1.0)):
+                self._rank_events(event)
+        for rank in self.all:
+            rank.is_alive = False
+        self.connections.printer.flush()
+
+    def _rank_events(self, event: DriverEvent) -> list[RankEvent]:
+        match event:
+            case HostLost(host, reason):
+                return self._on_lost(host, reason)
+            case HostSpoke(_, {"do": "ended", "rank": rank, "code": code}):
+                self.all[rank].is_alive = False
+                return [RankExited(rank, code)]
+            case HostSpoke(_, {"do": "failed"} as message):
+                return [_failure(message)]
+            case HostSpoke(host, {"do": "refused", "reason": reason}):
+                return self._on_lost(host, f"its agent refused to start ranks: {reason}")
+        return []
+
+    def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
+        """Return the failure of the first live rank of a lost host."""
+        errors = self.connections.drop(host)
+        lost = [rank for rank in self.alive if rank.host == host]
+        for rank in lost:
+            rank.is_alive = False
+        if not lost:
+            return []
+        others = f" with {len(lost) - 1} more" if len(lost) > 1 else ""
+        said = f" (ssh says: {errors})" if errors else ""
+        headline = f"is lost{others}: the host does not answer any more, {reason}{said}"
+        failure = Failure(
+            lost[0].number, time.monotonic(), headline, "", False, code=1, is_loss=True
+        )
+        return [failure]
+
+
+def _failure(message: Message) -> Failure:
+    return Failure(
+        rank=int(message["rank"]),
+        time_s=time.monotonic() - float(message["age_s"]),
+        headline=str(message["headline"]),
+        text=str(message["text"]),
+        is_secondary=bool(message["is_secondary"]),
+        code=int(message["code"]),
+        is_loss=bool(message["is_loss"]),
+    )

@@ -1,0 +1,137 @@
+"""Lists of hosts to start ranks on: `a:2,user@b:2,[fd00::1]:2` and hostfiles."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import UsageError, printable
+from shoal.platform.ownership import read_text_of_file
+
+MOST_BYTES = 1 << 20
+"""A longer hostfile is refused."""
+
+ENTRY = re.compile(r"(?P<user>[^@]*@)?(\[(?P<bracketed>[^\]]*)\]|(?P<name>[^:]*))(:(?P<count>.*))?")
+# The user's ssh_config may put a host's name into a shell command (ProxyCommand ... %h).
+UNSAFE = re.compile(r"""[\s'"`$\\;&<>|(){}\[\]*?!#~/,\x00-\x1f\x7f]""")
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """One host as the user named it.
+
+    Args:
+        name: given to ssh as its destination: an alias of ssh_config, a name, an address, each with
+            `user@` before it or not. An IPv6 address stands without brackets.
+        processes: ranks to start there; None where the list does not say it.
+    """
+
+    name: str
+    processes: int | None
+
+    def __str__(self) -> str:
+        user, at, host = self.name.rpartition("@")
+        host = f"[{host}]" if ":" in host else host
+        return f"{user}{at}{host}" + (f":{self.processes}" if self.processes else "")
+
+
+def parse_hosts(text: str) -> list[SshHost]:
+    """Return the hosts of a list such as `a:2,user@b:2,[fd00::1]:2,c`, in its order.
+
+    Raises:
+        UsageError: it names no host, one host twice, or something that is no host. It lists all
+            problems.
+    """
+    return _hosts((("--hosts", entry.strip()) for entry in text.split(",")), "--hosts")
+
+
+def read_hostfile(path: Path | str) -> list[SshHost]:
+    """Return the hosts of a file with one host a line: `a`, `user@b:2` or `a slots=2`.
+
+    Blank lines and what follows a `#` are ignored, as are a byte-order mark and the line ends of
+    Windows.
+
+    Raises:
+        UsageError: the file cannot be read, or has problems as for `parse_hosts`.
+    """
+    path = Path(path)
+    try:
+        text = read_text_of_file(path, MOST_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"The hostfile {path} cannot be read: {reason}.") from error
+    return _hosts(_lines(path, text.removeprefix("\ufeff")), str(path))
+
+
+def _lines(path: Path, text: str) -> Iterable[tuple[str, str]]:
+    """Yield place and entry of each line, with `host slots=2` written as `host:2`."""
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words:
+            slots = words[1].removeprefix("slots=") if len(words) == 2 else ""
+            is_counted = len(words) == 2 and words[1].startswith("slots=")
+            entry = f"{words[0]}:{slots}" if is_counted else " ".join(words)
+            yield f"{path}:{number}", entry
+
+
+def _hosts(entries: Iterable[tuple[str, str]], source: str) -> list[SshHost]:
+    """Return the hosts of all entries, or raise UsageError with all problems."""
+    hosts: list[SshHost] = []
+    problems: list[str] = []
+    for place, entry in entries:
+        try:
+            host = _host(entry)
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+            continue
+        if any(other.name == host.name for other in hosts):
+            problems.append(f"{place}: {host.name} is named twice. Name it once, with the sum")
+        hosts.append(host)
+    if not hosts and not problems:
+        problems.append(f"{source}: there is no host in it")
+    if problems:
+        raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
+    return hosts
+
+
+def _host(entry: str) -> SshHost:
+    """Return the host of `[user@]name[:count]`. Raises ValueError."""
+    if not entry:
+        raise ValueError("a host without a name. Write HOST or HOST:RANKS")
+    if _is_ipv6(entry.rpartition("@")[2]):
+        raise ValueError(f"write an IPv6 address in brackets: [{entry}] or [{entry}]:2")
+    match = ENTRY.fullmatch(entry)
+    if match is None:
+        raise ValueError(
+            f"{printable(entry)} is no host. Write HOST, HOST:RANKS or [ADDRESS]:RANKS"
+        )
+    user, count = match["user"] or "", match["count"]
+    name = match["name"] if match["bracketed"] is None else match["bracketed"]
+    if match["bracketed"] is not None and not _is_ipv6(name):
+        raise ValueError(f"[{printable(name)}] is no IPv6 address")
+    _check_name(user.removesuffix("@"), "user") if user else None
+    _check_name(name, "host")
+    if count is not None and not (count.isascii() and count.isdigit() and 0 < int(count) <= 10_000):
+        raise ValueError(f"{printable(entry)}: the number of ranks must be 1 to 10000")
+    return SshHost(user + name, None if count is None else int(count))
+
+
+def _check_name(name: str, kind: str) -> None:
+    """Refuse names that ssh would take for options, or a shell for commands."""
+    if not name:
+        raise ValueError(f"a {kind} without a name. Write HOST or HOST:RANKS")
+    if name.startswith("-"):
+        raise ValueError(f"a {kind} cannot begin with '-': {printable(name)}")
+    if UNSAFE.search(name):
+        raise ValueError(f"{printable(name)} has a character that no name of a {kind} has")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""A program in the place of an agent: it speaks first, then answers a request a line until EOF."""
+
+import json
+import os
+import sys
+
+from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
+from shoal.launch.hosts.reach import ReachListener, try_reach
+from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
+
+
+def main() -> None:
+    print(f"\nSHOAL-AGENT {PROTOCOL} 00c0ffee", flush=True)
+    listener = probe = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        match request.pop("do"):
+            case "facts":
+                answer = collect_facts(FactsRequest.from_json(request)).to_json()
+            case "listen":
+                listener = ReachListener(request["addresses"], request["nonce"])
+                answer = listener.ports
+            case "reach":
+                answer = [one.to_json() for one in try_reach(request["ports"], request["nonce"])]
+            case "write":
+                probe = write_probe(request["directory"], request["nonce"])
+                answer = None if probe is None else str(probe)
+            case "see":
+                answer = sees_probe(request["probe"], request["nonce"])
+            case "environment":
+                answer = {**dict(os.environ), "cwd": os.getcwd(), "text": "ü"}
+        print(json.dumps(answer, ensure_ascii=False), flush=True)
+    if listener is not None:
+        listener.close()
+    if probe is not None:
+        remove_probe(probe)
+
+
+main()

@@ -1,0 +1,139 @@
+"""`shoal launch --hosts`: real ranks of real agents, on hosts made of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from hosts_command import hosts_command, kill, until
+
+from shoal.launch.hosts.line_printer import LinePrinter
+
+SCRIPT = Path(__file__).with_name("ddp_script.py")
+WAITS = """
+import os, pathlib, subprocess, sys, time
+if "--workers" in sys.argv:
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path(f"ready.{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    directory = tmp_path / "a dir with ümlaut"
+    directory.mkdir()
+    shutil.copy(SCRIPT, directory / "train.py")
+    (directory / "waits.py").write_text(WAITS)
+    return directory
+
+
+def is_ready(folder: Path, ranks: int = 2) -> bool:
+    return len(list(folder.glob("ready.*"))) == ranks
+
+
+def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
+    words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
+    with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
+        code, stdout, stderr = command.end()
+        assert (code, stderr.count("warning of")) == (0, 3), stderr
+        lines = sorted(stdout.splitlines())
+        tail = f"CARRIED=x y PWD={folder} {folder} ['--name', \"$x 'y'\"]"
+        assert lines == [
+            f"0 of 3 SHOAL_HOST=noisy-a LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 {tail}",
+            f"[rank 1 on b] 1 of 3 SHOAL_HOST=b LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 {tail}",
+            f"[rank 2 on b] 2 of 3 SHOAL_HOST=b LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {tail}",
+        ]
+        assert "[rank 2 on b] warning of 2" in stderr
+        assert command.others() == []
+
+
+def test_all_problems_of_all_hosts_are_told_before_any_rank_starts(folder: Path) -> None:
+    words = ["launch", "--hosts", "a,unknown-b,unknown-c:2", "train.py"]
+    with hosts_command(folder, *words) as command:
+        assert command.end() == (
+            1,
+            "",
+            "shoal: The run cannot start on these hosts:\n"
+            "  host unknown-b: ssh says: Host key verification failed. "
+            "Log in once by hand: ssh unknown-b\n"
+            "  host unknown-c: ssh says: Host key verification failed. "
+            "Log in once by hand: ssh unknown-c\n",
+        )
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_told_with_host_rank_code_and_last_lines(folder: Path) -> None:
+    with hosts_command(folder, "launch", "--hosts", "a,b", "train.py", "--fail") as command:
+        code, _, stderr = command.end()
+    assert code == 7
+    assert stderr.endswith(
+        "rank 1 of 2 on b ended with exit code 7\n\n"
+        "Its last lines on stderr:\n  warning of 1\n  the disk is on fire\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_nothing_is_left_when_the_command_is_signalled(
+    folder: Path, number: int, code: int
+) -> None:
+    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py", "--workers") as command:
+        until(lambda: is_ready(folder))
+        assert len(command.others()) > 6
+        command.signal(number)
+        assert command.end()[0] == code
+        until(lambda: command.others() == [], 10)
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_stopped_agent_end_with_its_lease(folder: Path) -> None:
+    variables = {"SHOAL_HOSTS_LEASE": "3"}
+    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py", **variables) as command:
+        until(lambda: is_ready(folder))
+        rank = int((folder / "ready.1").read_text())
+        os.kill(command.agent("b"), signal.SIGSTOP)
+        until(lambda: not Path(f"/proc/{rank}").exists(), 10)
+        code, _, stderr = command.end()
+        assert code == 1
+        assert "note: host b is silent" in stderr
+        assert "rank 1 of 2 on b is lost: the host does not answer any more" in stderr
+
+
+@pytest.mark.slow
+def test_a_killed_agent_takes_its_ranks_with_it_and_ends_the_run(folder: Path) -> None:
+    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py") as command:
+        until(lambda: is_ready(folder))
+        kill([command.agent("b")])
+        code, _, stderr = command.end()
+        assert code == 1
+        assert "rank 1 of 2 on b is lost: the host does not answer any more" in stderr
+        assert command.others() == []
+
+
+@pytest.mark.slow
+def test_agents_end_when_their_connection_is_silent(folder: Path) -> None:
+    variables = {"SHOAL_HOSTS_LEASE": "3"}
+    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py", **variables) as command:
+        until(lambda: is_ready(folder))
+        command.signal(signal.SIGSTOP)  # as a cut network: nobody answers, nothing is closed
+        until(lambda: command.others() == [], 10)
+
+
+def test_lines_of_other_ranks_begin_with_rank_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = LinePrinter()
+    printer.put(0, "a", 0, "stdout", "10%\r20%\r")
+    printer.put(1, "b", 3, "stdout", "one\ntwo\n")
+    printer.put(1, "b", 3, "stderr", "caf\udce9\n")
+    printer.flush()
+    assert capsys.readouterr() == (
+        "10%\r20%\r[rank 3 on b] one\n[rank 3 on b] two\n",
+        "[rank 3 on b] caf\\udce9\n",
+    )
+    assert printer.printed() == {0: 8, 1: 13}
+    assert list(printer.last_lines[3]) == ["caf\udce9"]

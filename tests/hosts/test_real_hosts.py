@@ -1,0 +1,346 @@
+"""Starts over ssh, checks and addresses on real hosts: namespaces with an ssh server each."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_clients import AgentClient, agents, block, chosen_address, stand_in
+from namespaces import SHELLS, Hosts, needs_hosts
+
+from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
+from shoal.launch.hosts.preflight import problems
+from shoal.launch.hosts.ssh_command import is_throttled
+from shoal.launch.hosts.ssh_hosts import SshHost, read_hostfile
+from shoal.launch.hosts.ssh_settings import read_settings, repeated_hosts
+
+pytestmark = [pytest.mark.slow, needs_hosts]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    """Two nodes in one network, left by each test as they were."""
+    with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def python(hosts: Hosts) -> str:
+    return stand_in(hosts.folder)
+
+
+def own_hosts(tmp_path: Path, *arguments, **more) -> tuple[Hosts, str]:
+    """Return hosts of another kind than those of the module, for one test."""
+    hosts = Hosts(tmp_path, *arguments, **more)
+    return hosts, stand_in(hosts.folder)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_agent_starts_under_every_login_shell(hosts: Hosts, python: str, shell: str):
+    with agents(hosts, python, [f"{shell}@node1"]) as (client,):
+        environment = client.ask("environment")
+    assert environment["cwd"] == "/"
+    assert environment["text"] == "ü"
+    assert environment["HOME"] == f"/mnt/home/{shell}"
+    assert hosts.leftovers() == {}
+
+
+@pytest.mark.parametrize(
+    ("shell", "file", "text"),
+    [
+        ("bash", ".bashrc", "echo Welcome; echo 'SHOAL-AGENTS are here'; printf 'no newline'\n"),
+        ("tcsh", ".tcshrc", "echo Welcome\nset prompt = '> '\n"),
+        ("fish", ".config/fish/config.fish", "echo Welcome\n"),
+    ],
+)
+def test_noise_of_start_up_files_before_the_marker_is_kept_apart(hosts, python, shell, file, text):
+    path = f"/mnt/home/{shell}/{file}"
+    hosts.run(hosts.nodes[0], ["mkdir", "-p", str(Path(path).parent)])
+    hosts.run(hosts.nodes[0], ["tee", path], text).check_returncode()
+    with agents(hosts, python, [f"{shell}@node1"]) as (client,):
+        assert client.noise[0] == "Welcome"
+        assert client.ask("environment")["cwd"] == "/"
+    hosts.run(hosts.nodes[0], ["rm", path])
+
+
+def test_a_start_up_file_that_reads_input_for_a_while_gets_nothing(hosts: Hosts, python: str):
+    hosts.write(hosts.nodes[0], ".bashrc", 'read -t 1 eaten; echo "got $eaten"\n')
+    with agents(hosts, python, ["node1"]) as (client,):
+        assert client.noise == ["got ", ""]
+        assert client.ask("environment")["cwd"] == "/"
+    hosts.run(hosts.nodes[0], ["rm", "/mnt/home/bash/.bashrc"])
+
+
+def test_a_start_up_file_that_waits_for_input_is_told(hosts: Hosts, python: str):
+    hosts.write(hosts.nodes[0], ".bashrc", "echo 'Press enter'; read eaten\n")
+    with AgentClient(hosts, python, "node1") as client:
+        time.sleep(2.0)
+        assert client.process.poll() is None
+        client.noise = ["Press enter"]
+        assert "it printed: Press enter. A start-up file of the login shell" in client.failure()
+    hosts.run(hosts.nodes[0], ["rm", "/mnt/home/bash/.bashrc"])
+    assert hosts.leftovers() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("echo 'This account is closed'; exit 0\n", "it printed: This account is closed. Log in"),
+        ("exit 3\n", "host node1: the agent's command ended with exit code 3"),
+    ],
+)
+def test_a_login_shell_that_ends_is_told(hosts: Hosts, python: str, text: str, told: str):
+    hosts.write(hosts.nodes[0], ".bashrc", text)
+    with AgentClient(hosts, python, "node1") as client:
+        assert not client.starts()
+        assert told in client.failure()
+    hosts.run(hosts.nodes[0], ["rm", "/mnt/home/bash/.bashrc"])
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_interpreter_that_is_not_there_is_told(hosts: Hosts, shell: str):
+    with AgentClient(hosts, "/opt/absent/python", f"{shell}@node1") as client:
+        assert not client.starts()
+        assert "no /opt/absent/python there. Give --python" in client.failure()
+
+
+def test_an_interpreter_without_shoal_is_told(hosts: Hosts):
+    program = hosts.folder / "bare"
+    program.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -I -S "$@"\n')
+    program.chmod(0o755)
+    with AgentClient(hosts, str(program), "node1") as client:
+        assert not client.starts()
+        assert client.failure() == (
+            f"host node1: {program} there has no Shoal. Install it there, or give --python"
+        )
+
+
+def test_settings_of_the_user_that_would_disturb_are_without_effect(tmp_path: Path):
+    disturbing = (
+        "Host node*\n  RemoteCommand tmux\n  RequestTTY force\n  LocalForward 8080 localhost:80\n"
+        "  ExitOnForwardFailure yes\n  PermitLocalCommand yes\n  LocalCommand echo disturbed\n"
+        "  ControlMaster auto\n  ControlPersist 600\n"
+        f"  ControlPath {tmp_path}/master-%n\n"
+    )
+    hosts, python = own_hosts(tmp_path / "hosts", 2, ssh_config=disturbing)
+    with hosts:
+        with agents(hosts, python, ["node1", "node2"]) as clients:
+            assert [client.noise for client in clients] == [[""], [""]]
+            assert "SSH_TTY" not in clients[0].ask("environment")
+        assert hosts.leftovers() == {}, "no master stays behind"
+        # The folder of the test lies in a tmpfs of the desk: look there.
+        listed = hosts.run(hosts.desk, ["sh", "-c", f"ls {tmp_path}/master-*"])
+        assert listed.returncode != 0
+
+
+def test_a_connection_that_the_user_shares_is_used_and_left_as_found(tmp_path: Path):
+    shared = f"Host node1\n  ControlPath {tmp_path}/hosts/master\n"
+    hosts, python = own_hosts(tmp_path / "hosts", 1, ssh_config=shared)
+    with hosts:
+        open_master = [*hosts.ssh, "-M", "-N", "-f", "node1"]
+        subprocess.run(
+            [*hosts.desk.enter(), *open_master],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        hosts.desk.first_pids = hosts.desk.pids()
+        hosts.nodes[0].first_pids = hosts.nodes[0].pids()
+        # With another key nobody gets in by a connection of one's own.
+        (hosts.folder / "user").rename(hosts.folder / "user.away")
+        with agents(hosts, python, ["node1"]) as (client,):
+            assert client.ask("environment")["cwd"] == "/"
+        checked = hosts.run(hosts.desk, [*hosts.ssh, "-O", "check", "node1"])
+        assert "Master running" in checked.stderr
+        assert hosts.leftovers() == {}
+
+
+def test_what_ssh_says_is_told_with_a_cure(tmp_path: Path):
+    wrong = "Host wrong\n  HostName 10.77.0.101\n  Port 23\nHost eve\n  HostName 10.77.0.101\n"
+    hosts, python = own_hosts(tmp_path / "hosts", 2, ssh_config=wrong)
+    with hosts:
+        known = (hosts.folder / "known_hosts").read_text().splitlines()
+        (hosts.folder / "known_hosts").write_text(known[1] + "\n")
+        hosts.cut(hosts.nodes[1])
+        told = {}
+        for destination in ("node2", "absent", "wrong", "stranger@node1"):
+            with AgentClient(hosts, python, destination) as client:
+                assert not client.starts()
+                told[destination] = client.failure()
+        hosts.heal(hosts.nodes[1])
+        with AgentClient(hosts, python, "node2") as client:
+            assert not client.starts()
+            told["unknown key"] = client.failure()
+        assert hosts.leftovers() == {}
+    assert ". Is the host up, and" in told["node2"]
+    assert "Could not resolve hostname absent" in told["absent"]
+    assert "Is the name right?" in told["absent"]
+    assert "Connection refused. Is an ssh server running" in told["wrong"]
+    assert "Permission denied" in told["stranger@node1"]
+    assert told["stranger@node1"].endswith("Log in once by hand: ssh stranger@node1")
+    assert "Host key verification failed. Log in once by hand" in told["unknown key"]
+
+
+def test_an_old_host_key_that_has_changed_is_told(tmp_path: Path):
+    hosts, python = own_hosts(tmp_path / "hosts", 1)
+    with hosts:
+        keys = (hosts.folder / "known_hosts").read_text().split()
+        (hosts.folder / "known_hosts").write_text(f"{hosts.nodes[0].address} {keys[1]} {keys[2]}\n")
+        with AgentClient(hosts, python, "node1") as client:
+            assert not client.starts()
+            assert "Host key verification failed. Log in once by hand" in client.failure()
+
+
+def test_a_client_ends_soon_after_its_link_is_cut(hosts: Hosts, python: str):
+    with agents(hosts, python, ["node2"]) as (client,):
+        hosts.cut(hosts.nodes[1])
+        client.process.wait(30)
+        assert client.process.returncode == 255
+        assert "ssh lost the connection" in client.failure()
+    hosts.heal(hosts.nodes[1])
+    for pid in hosts.nodes[1].pids() - hosts.nodes[1].first_pids:
+        subprocess.run(["kill", "-9", str(pid)])  # its server notices after many minutes
+    assert hosts.leftovers() == {}
+
+
+def test_only_clients_that_the_server_dropped_for_their_number_may_try_again(tmp_path: Path):
+    hosts, python = own_hosts(tmp_path / "hosts", 1, startups="3:100:3")
+    with hosts:
+        clients = [AgentClient(hosts, python, "node1") for _ in range(12)]
+        started = [client.starts() for client in clients]
+        dropped = [client for client, came in zip(clients, started, strict=True) if not came]
+        for client in clients:
+            client.__exit__()
+        assert 0 < len(dropped) < 12
+        for client in dropped:
+            assert is_throttled(client.errors.read_text().splitlines()), client.failure()
+        with agents(hosts, python, ["node1"]):
+            pass
+
+
+def test_hosts_tell_their_facts_and_pass_the_checks(hosts: Hosts, python: str):
+    (hosts.shared / "train.py").write_text("print(1)\n")
+    request = FactsRequest(str(hosts.shared), "train.py", str(hosts.shared / "runs"))
+    here = collect_facts(request)
+    with agents(hosts, python, ["node1", "node2"]) as clients:
+        facts = [client.facts(request) for client in clients]
+    assert [one.hostname for one in facts] == ["node1", "node2"]
+    assert [one.ssh_address for one in facts] == ["10.77.0.101", "10.77.0.102"]
+    assert [[one.address for one in f.addresses] for f in facts] == [
+        ["10.77.0.101"],
+        ["10.77.0.102"],
+    ]
+    assert len({one.identity for one in (*facts, here)}) == 3
+    named = [(SshHost(one.hostname, 1), one) for one in facts]
+    assert problems(named, request, here) == []
+
+
+def test_a_host_named_twice_and_files_that_differ_are_told(hosts: Hosts, python: str):
+    for number, node in enumerate(hosts.nodes):
+        hosts.run(node, ["tee", "/mnt/train.py"], f"print({number})\n").check_returncode()
+    request = FactsRequest("/mnt", "train.py", "/mnt/runs")
+    destinations = ["node1", "dash@10.77.0.101", "node2"]
+    (hosts.folder / "ssh_config").write_text(
+        (hosts.folder / "ssh_config").read_text().replace("  User bash\n", "")
+    )
+    with agents(hosts, python, ["bash@node1", *destinations[1:2], "bash@node2"]) as clients:
+        named = [(SshHost(one.destination, 1), one.facts(request)) for one in clients]
+    assert problems(named, request) == [
+        "host dash@10.77.0.101 is host bash@node1 (node1): name it once, bash@node1:2",
+        "host bash@node2: train.py is not the file of bash@node1. Copy it there",
+    ]
+    settings = [read_settings(one, hosts.ssh) for one in ("me@node1", "me@10.77.0.101", "me@node2")]
+    assert repeated_hosts([one for one in settings if one]) == [
+        "me@node1 and me@10.77.0.101 are one host (10.77.0.101, port 22). Name it once, with the "
+        "sum of its ranks"
+    ]
+
+
+def test_a_full_disk_is_told_and_a_shared_one_is_told_from_two(hosts: Hosts, python: str):
+    request = FactsRequest("/mnt", None, "/mnt/runs/digits")
+    with agents(hosts, python, ["bash@node1", "bash@node2"]) as (first, second):
+        (problem,) = problems([(SshHost("node1", 1), first.facts(request))], request, None, 10**9)
+        assert (
+            problem
+            == "host node1: 0.3 GB free for /mnt/runs/digits, a checkpoint needs about 1.0 GB"
+        )
+        own = first.ask("write", directory="/mnt/runs/digits", nonce="aa")
+        assert not second.ask("see", probe=own, nonce="aa")
+        shared = first.ask("write", directory=str(hosts.shared / "runs"), nonce="bb")
+        assert second.ask("see", probe=shared, nonce="bb")
+
+
+def test_a_hostfile_of_windows_reaches_the_hosts(hosts: Hosts, python: str, tmp_path: Path):
+    (tmp_path / "hostfile").write_bytes(
+        "\ufeffbash@node1:2\r\nbash@node2 slots=2 # two\r\n".encode()
+    )
+    listed = read_hostfile(tmp_path / "hostfile")
+    with agents(hosts, python, [one.name for one in listed]) as clients:
+        assert len(clients) == 2
+
+
+@pytest.mark.parametrize(
+    ("network", "names", "chosen"),
+    [
+        ("one", "all", "10.77.0.101"),
+        ("one", "debian", "10.77.0.101"),
+        ("one", "none", "10.77.0.101"),
+        ("two", "debian", "10.78.0.101"),
+        ("v6", "debian", "fd77::101"),
+        ("v6", "none", "fd77::101"),
+    ],
+)
+def test_the_address_that_all_hosts_reach_is_found(tmp_path: Path, network, names, chosen):
+    hosts, python = own_hosts(tmp_path / "hosts", 3, network=network, names=names)
+    with hosts, agents(hosts, python, ["node1", "node2", "node3"]) as clients:
+        assert chosen_address(clients) == chosen
+
+
+def test_hosts_that_cannot_reach_each_other_are_named_for_either_direction(tmp_path: Path):
+    hosts, python = own_hosts(tmp_path / "hosts", 3)
+    with hosts, agents(hosts, python, ["node1", "node2", "node3"]) as clients:
+        block(hosts, hosts.nodes[0], "10.77.0.102")
+        refused = chosen_address(clients)
+        assert isinstance(refused, list)
+        assert len(refused) == 1
+        assert refused[0].startswith(
+            "node2 and node1 cannot reach each other (10.77.0.101: timed out)"
+        )
+    with Hosts(tmp_path / "others", 2) as hosts:
+        python = stand_in(hosts.folder)
+        with agents(hosts, python, ["node1", "node2"]) as clients:
+            block(hosts, hosts.nodes[1], "10.77.0.101")
+            (problem,) = chosen_address(clients)
+            assert "node2 and node1 cannot reach each other (10.77.0.101: " in problem
+
+
+def test_hosts_end_with_the_process_that_made_them(tmp_path: Path):
+    """The harness itself: nothing of it is left after a SIGKILL."""
+    program = (
+        "import pathlib, sys\n"
+        "from namespaces import Hosts\n"
+        "hosts = Hosts(pathlib.Path(sys.argv[1]), 2)\n"
+        "child = hosts.start(hosts.nodes[0], ['sleep', '1000'])\n"
+        "print(*(keeper.pid for keeper in hosts._keepers), child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "hosts")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={
+            "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}",
+            "PATH": "/usr/bin:/bin",
+        },
+    ) as maker:
+        assert maker.stdout
+        pids = maker.stdout.readline().split()
+        assert len(pids) == 5
+        maker.kill()
+    end_s = time.monotonic() + 10
+    while any(Path("/proc", pid).exists() for pid in pids):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

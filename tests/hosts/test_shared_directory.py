@@ -1,0 +1,53 @@
+"""The file by which hosts find out whether they see one file system."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.hosts.shared_directory import (
+    existing_directory,
+    remove_probe,
+    sees_probe,
+    write_probe,
+)
+
+NONCE = "5e2a9c"
+
+
+def test_a_host_that_sees_the_file_shares_the_directory(tmp_path: Path):
+    probe = write_probe(str(tmp_path / "runs" / "digits"), NONCE)
+    assert probe is not None
+    assert probe.parent == tmp_path, "nothing is made before the run starts"
+    assert sees_probe(str(probe), NONCE, 0.0)
+    assert not sees_probe(str(probe), "another", 0.0)
+    remove_probe(probe)
+    assert not sees_probe(str(probe), NONCE, 0.0)
+    remove_probe(probe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_comes_late_is_seen(tmp_path: Path):
+    late = threading.Timer(0.3, write_probe, (str(tmp_path), NONCE))
+    late.start()
+    assert sees_probe(str(tmp_path / f".shoal-probe-{NONCE}"), NONCE, 30.0)
+    late.join()
+
+
+def test_no_file_is_written_where_another_one_lies(tmp_path: Path):
+    (tmp_path / f".shoal-probe-{NONCE}").symlink_to(tmp_path / "target")
+    assert write_probe(str(tmp_path), NONCE) is None
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_directory_that_cannot_be_written_has_no_file(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    assert write_probe(str(tmp_path), NONCE) is None
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    assert not sees_probe(str(tmp_path / "pipe"), NONCE, 0.0)
+    assert existing_directory(str(tmp_path / "pipe" / "below")) == tmp_path

@@ -1,0 +1,129 @@
+"""The lease and the epochs, by simulated runs with faults. A seed that fails fails again."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_hosts import Simulation
+
+from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent
+from shoal.launch.hosts.driver_session import CREDIT, DriverSession, HostLost, HostSilent, HostSpoke
+from shoal.launch.hosts.lease import LeaseTimes
+
+TIMES = LeaseTimes(6.0, 2.0)
+
+
+def problems(seeds: range) -> dict[int, list[str]]:
+    found = {seed: Simulation(seed).run() for seed in seeds}
+    return {seed: lines[:3] for seed, lines in found.items() if lines}
+
+
+def test_no_ranks_of_two_epochs_live_together_and_every_run_runs_again() -> None:
+    assert problems(range(60)) == {}
+
+
+@pytest.mark.slow
+def test_no_ranks_of_two_epochs_live_together_in_20_000_runs() -> None:
+    assert problems(range(1_000, 21_000)) == {}
+
+
+def test_the_simulated_runs_do_restart() -> None:
+    assert sum(Simulation(seed).run() == [] for seed in range(10)) == 10
+    simulation = Simulation(3)
+    simulation.run()
+    assert simulation.started > 1
+
+
+def exchange(driver: DriverSession, agent: AgentSession, now_s: float) -> list:
+    """Carry all that both have to send, and return the events."""
+    events, orders = [], []
+    while (up := agent.to_send()) or (down := driver.to_send(0)):
+        if up:
+            events += driver.received(0, up, now_s)
+        else:
+            orders += agent.received(down, now_s)
+    return [*events, *orders]
+
+
+def connected() -> tuple[DriverSession, AgentSession]:
+    driver, agent = DriverSession(1, TIMES), AgentSession(0.0)
+    driver.connected(0, 0.0)
+    exchange(driver, agent, 0.0)
+    agent.hello({"torch": "2.13.0"}, 0.0)
+    exchange(driver, agent, 0.0)
+    driver.start([(0, {})], 0.0)
+    exchange(driver, agent, 0.0)
+    return driver, agent
+
+
+def test_the_lease_counts_from_the_sending_of_the_heartbeat() -> None:
+    driver, agent = connected()
+    agent.tick(3.0)
+    beat = agent.to_send()
+    driver.received(0, beat, 8.0)
+    assert agent.received(driver.to_send(0), 8.5) == []
+    assert agent.lease_until_s == 9.0  # 3 + 6, however late the answer came
+    assert agent.tick(9.0) == [EndAgent("the driver was silent for too long")]
+
+
+def test_a_host_without_heartbeats_is_told_then_lost_and_clear_after_its_lease() -> None:
+    driver, _ = connected()
+    assert driver.due_s == 3.0
+    assert driver.tick(3.0) == [HostSilent(0)]
+    assert driver.tick(7.9) == []
+    assert driver.tick(8.0) == [HostLost(0, "no word for 8.0 s")]
+    assert driver.clear_at_s(0) == 8.0
+
+
+def test_an_agent_whose_connection_ends_ends_itself() -> None:
+    _, agent = connected()
+    assert agent.received(b"", 1.0) == [EndAgent("the connection to the driver has ended")]
+
+
+@pytest.mark.parametrize("line", [b"{]\n", b'{"do": "dance"}\n', b'{"do": "ok"}\n', b"7\n"])
+def test_an_agent_ends_itself_after_a_message_that_it_does_not_know(line: bytes) -> None:
+    _, agent = connected()
+    assert isinstance(agent.received(line, 1.0)[0], EndAgent)
+
+
+@pytest.mark.parametrize("line", [b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * 70_000])
+def test_an_agent_that_sends_nonsense_counts_as_lost(line: bytes) -> None:
+    driver, _ = connected()
+    assert isinstance(driver.received(0, line, 1.0)[0], HostLost)
+
+
+def test_output_waits_for_the_driver_and_heartbeats_do_not() -> None:
+    driver, agent = connected()
+    for _ in range(100):
+        agent.output(0, "stdout", "x" * 8_000 + "\n")
+    events = exchange(driver, agent, 0.5)
+    printed = sum(len(event.message["text"]) for event in events if isinstance(event, HostSpoke))
+    assert 0 < printed <= CREDIT
+    agent.tick(1.5)
+    assert b'"beat"' in agent.to_send()
+    driver.more_output(0, 1 << 30)
+    exchange(driver, agent, 1.0)
+    assert not agent.has_output
+
+
+def test_what_no_terminal_takes_is_dropped_and_counted() -> None:
+    driver, agent = connected()
+    lines = MOST_PENDING_OUTPUT // 1_000 + 500
+    for _ in range(lines):
+        agent.output(0, "stdout", "x" * 999 + "\n")
+    agent.stopped()
+    driver.more_output(0, 1 << 30)
+    messages = [
+        event.message for event in exchange(driver, agent, 0.5) if isinstance(event, HostSpoke)
+    ]
+    printed = sum(message["text"].count("\n") for message in messages if message["do"] == "out")
+    dropped = sum(message["lines"] for message in messages if message["do"] == "dropped")
+    assert dropped > 0
+    assert printed + dropped == lines
+    assert messages[-1]["do"] == "stopped"
+
+
+def test_text_that_is_no_unicode_arrives() -> None:
+    driver, agent = connected()
+    agent.output(0, "stderr", "caf\udce9\n")
+    texts = [event.message["text"] for event in exchange(driver, agent, 0.5)]
+    assert texts == ["caf\udce9\n"]
