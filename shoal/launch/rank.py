@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shoal.launch import failure
+from shoal.launch.script_worlds import meet_in_store_of_launcher
 from shoal.platform.cgroups import usable_cores
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -211,6 +212,7 @@ def _configure_process(spec: RankSpec) -> None:
     import torch
 
     keep_process_groups_alive()
+    meet_in_store_of_launcher(spec.environment)
     # Objects that the fork server imported stay for ever. Frozen, no collection visits them, which
     # would also copy their shared pages.
     gc.freeze()
