@@ -1,7 +1,8 @@
 """A stand-in for the ssh client: it runs the remote command here, as sshd would, in a new session.
 
 `SHOAL_SSH="python fake_ssh.py"` makes one machine look like several hosts. The name of a host says
-how it behaves: `noisy...` prints before the command, `unknown...` has a changed host key.
+how it behaves: `noisy...` prints before the command, `unknown...` has a changed host key. A host is
+down while there is a file of its name in the directory FAKE_SSH_DOWN.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def main() -> None:
         print("Welcome to this host!\nSHOAL of fish", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PWD"}
     environment |= {"SHOAL_HOST": host, "LANG": ""}
-    if record := os.environ.get("FAKE_SSH_PIDS"):
-        with open(record, "a") as file:
-            file.write(f"{host} {os.getpid()}\n")
+    if os.path.exists(os.path.join(os.environ.get("FAKE_SSH_DOWN", ""), host)):
+        print(f"ssh: connect to host {host} port 22: No route to host", file=sys.stderr)
+        raise SystemExit(255)
     os.chdir("/")
     os.execve("/bin/sh", ["sh", "-c", command], environment)
 
