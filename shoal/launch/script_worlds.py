@@ -59,7 +59,7 @@ class LaunchedRank:
 
 
 @dataclass(frozen=True)
-class _World:
+class _AskedWorld:
     """A world that a script asks for: where, with which rank, among how many."""
 
     scheme: str
@@ -111,7 +111,7 @@ def _replace_handlers(rank: LaunchedRank) -> None:
         replace_handler(scheme, replaced)
 
 
-def _world(url: str) -> _World | None:
+def _world(url: str) -> _AskedWorld | None:
     """Return the world of a URL; None where it lacks something, which torch will tell."""
     parts = urlsplit(url)
     asked = dict(parse_qsl(parts.query))
@@ -123,18 +123,18 @@ def _world(url: str) -> _World | None:
         else:
             rank, size = asked["rank"], asked["world_size"]
             host, port = parts.hostname or "", parts.port or 0
-        return _World(parts.scheme, host, port, int(rank), int(size))
+        return _AskedWorld(parts.scheme, host, port, int(rank), int(size))
     except (KeyError, ValueError):
         return None
 
 
-def _is_own(world: _World, rank: LaunchedRank) -> bool:
+def _is_own(world: _AskedWorld, rank: LaunchedRank) -> bool:
     """Return True for a world that is not simply the launcher's, met by the rank's own process."""
     is_at_store = world.scheme == "env" and (world.host, world.port) == (rank.host, rank.port)
     return os.environ.get(USES_STORE) == "True" and not (is_at_store and os.getpid() == rank.pid)
 
 
-def _is_elsewhere(world: _World, rank: LaunchedRank) -> bool:
+def _is_elsewhere(world: _AskedWorld, rank: LaunchedRank) -> bool:
     """Return True where others than this launcher's ranks must take part, at the address itself.
 
     The children of all ranks may be more than the ranks; they have an address of this machine.
@@ -161,7 +161,7 @@ def _without_store(original: Handler, url: str, options: dict[str, Any]) -> Iter
 
 
 def _in_store(
-    world: _World, rank: LaunchedRank, timeout: timedelta
+    world: _AskedWorld, rank: LaunchedRank, timeout: timedelta
 ) -> Iterator[tuple[Store, int, int]]:
     """Meet in the launcher's store. Every rank of the world calls it equally often."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
