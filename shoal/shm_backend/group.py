@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from shoal.platform.cgroups import usable_cores
-from shoal.platform.torch_private.c10d import Options, add_backend, timeout_of
+from shoal.platform.torch_private.c10d import Options, add_backend, make_gloo, timeout_of
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
@@ -66,7 +66,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         super().__init__(rank, size)
         self.recorder: Recorder | None = None
         self._label = label
-        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo = make_gloo(PrefixStore("gloo", store), rank, size, timeout)
         add_backend(self, torch.device("cpu"), GLOO, gloo)
         # Without the group in it: the waiter would keep the group alive.
         self._timeout = partial(timeout_of, gloo)

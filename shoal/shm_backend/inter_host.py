@@ -17,11 +17,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import CollectiveFailed
+from shoal.platform.torch_private.c10d import make_gloo
 from shoal.shm_backend import collectives, full_duplex
 from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
@@ -52,10 +52,9 @@ class InterHost:
         self.num_hosts = len(hosts)
         self.num_ranks = sum(map(len, hosts))
         index_on_host = hosts[self.host].index(rank)
-        Gloo: Any = dist.ProcessGroupGloo  # noqa: N806 - a class
         store = PrefixStore(f"between/{index_on_host}", store)
         self._timeout, self._limit = timeout, timeout()
-        self.gloo = Gloo(store, self.host, self.num_hosts, timeout=self._limit)
+        self.gloo: Any = make_gloo(store, self.host, self.num_hosts, self._limit)
 
     def check_same(self, call: CallSignature) -> None:
         """Check that the other hosts make the same call. Collective.

@@ -172,13 +172,13 @@ class Simulation:
         self.agent_sends(host)
 
     def obey(self, host: Host, orders: list) -> None:
-        if host.session is not None and host.session.lease_until_s < inf:
-            host.lease_word_s = host.session.lease_until_s
+        self.write_lease(host)
         session = host.session
         for order in orders:
             match order:
                 case Specified():
                     session.hello({}, self.clock(host))
+                    self.write_lease(host)
                 case StartRanks(message):
                     if host.epoch:
                         self.problems.append("an agent ran two epochs")
@@ -187,6 +187,10 @@ class Simulation:
                     self.at(self.now_s + self.kill_s(), lambda: self.ranks_killed(host, session))
                 case EndAgent():
                     self.at(self.now_s + self.kill_s(), lambda: self.agent_ended(host, session))
+
+    def write_lease(self, host: Host) -> None:
+        if host.session is not None and host.session.lease_until_s < inf:
+            host.lease_word_s = host.session.lease_until_s
 
     def kill_s(self) -> float:
         return self.random.uniform(0, 0.95 * TIMES.kill_s)
@@ -281,7 +285,8 @@ class Simulation:
             )
 
     def delay_s(self) -> float:
-        return self.random.expovariate(1 / 0.05)
+        spike_s = self.random.uniform(0, 9) if self.random.random() < 0.004 else 0.0
+        return spike_s + self.random.expovariate(1 / 0.05)
 
     # The invariants.
 

@@ -39,6 +39,21 @@ def _default_store() -> bool:
     return default_store().get("said") == b"here"
 
 
+def _make_gloo() -> bool:
+    from shoal.platform.torch_private.c10d import default_store, make_gloo
+
+    values = []
+    for address in ("", "127.0.0.1"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SHOAL_ADDRESS", address)
+            store = dist.PrefixStore(f"gloo at {address}", default_store())
+            gloo: Any = make_gloo(store, dist.get_rank(), 2, timedelta(seconds=30))
+        value = torch.ones(1)
+        gloo.allreduce([value]).wait()
+        values.append(float(value))
+    return values == [2.0, 2.0] and gloo.options._timeout == timedelta(seconds=30)
+
+
 def _process_groups() -> bool:
     from shoal.platform.torch_private.c10d import process_groups
 
@@ -233,6 +248,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
         hasattr(found, f"{name}Options") for name in ("Barrier", "AllreduceCoalesced", "Allgather")
     ),
     "c10d.default_store": _over(2, _default_store),
+    "c10d.make_gloo": _over(2, _make_gloo),
     "c10d.process_groups": _over(2, _process_groups),
     "c10d.backend_for": _over(2, _backend_for),
     "c10d.add_backend": _over(2, _add_backend),

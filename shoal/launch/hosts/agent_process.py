@@ -180,6 +180,7 @@ class AgentProcess:
             os.environ["PWD"] = request.cwd
         self._work = message["work"]
         self.session.hello(collect_facts(request).to_json(), clock_s())
+        self.lease_word.write(self.session.lease_until_s)  # before any rank can be asked for
 
     def _prepare(self, number: int) -> None:
         """Import in the fork server what ranks need; answer when it is done."""

@@ -76,8 +76,8 @@ class HostConnections:
 
     @property
     def connected(self) -> list[int]:
-        """Return the hosts whose agents have told their facts."""
-        return [host for host in self.facts if self.session.states[host].is_connected]
+        """Return the hosts whose agents have told their facts, in the order of their ranks."""
+        return [host for host in sorted(self.facts) if self.session.states[host].is_connected]
 
     def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[DriverEvent]:
         """Send and receive for at most `timeout_s`; return events of epochs and lost hosts.

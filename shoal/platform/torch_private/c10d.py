@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,24 @@ def default_store() -> Store:
     """
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Return a Gloo that listens at SHOAL_ADDRESS, where the launcher has set that variable.
+
+    Why: torch offers a choice by the name of an interface (GLOO_SOCKET_IFNAME), which may have
+    several addresses, of which Gloo takes the first. Without: ranks of several hosts might not
+    reach each other. Checked: 2.13.
+    """
+    address = os.environ.get("SHOAL_ADDRESS")
+    if not address:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    made: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return made
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
+from shoal.platform.torch_private.c10d import make_gloo
+
 BACKEND_TYPES = dist.ProcessGroup.BackendType
 
 
@@ -56,7 +58,7 @@ def add_other_backends(
 def _make(name: str, store: Any, options: Any, backend_options: Any, timeout: timedelta) -> Any:
     rank, size = options.group_rank, options.group_size
     if name == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        return make_gloo(store, rank, size, timeout)
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         chosen = backend_options or nccl.Options()

@@ -1,0 +1,143 @@
+"""Whole runs over OpenSSH on real hosts: namespaces with an ssh server each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts_command import until
+from namespaces import Hosts, needs_hosts
+
+pytestmark = [pytest.mark.slow, needs_hosts]
+
+SCRIPT = Path(__file__).with_name("ddp_script.py")
+# The script's own group, and one of Shoal's mesh: shared memory inside a host, Gloo between hosts.
+OF_SHOAL = """
+import os, torch, shoal
+run = shoal.init()
+import torch.distributed as dist
+value = torch.full((1000,), run.rank + 1.0, dtype=torch.float64)
+dist.all_reduce(value)
+assert (value == 6).all()
+print("shoal on", os.environ["SHOAL_ADDRESS"], flush=True)
+"""
+WAITS = """
+import os, pathlib, sys, time
+pathlib.Path(f"ready.{os.environ['RANK']}").touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
+        yield hosts
+
+
+def prepare(hosts: Hosts) -> None:
+    for path in hosts.shared.glob("ready.*"):
+        path.unlink()
+    shutil.copy(SCRIPT, hosts.shared / "train.py")
+    (hosts.shared / "of_shoal.py").write_text(OF_SHOAL)
+    (hosts.shared / "waits.py").write_text(WAITS)
+
+
+@contextmanager
+def shoal(hosts: Hosts, *words: str, **variables: str) -> Iterator[subprocess.Popen[Any]]:
+    """Run a command on the desk, in the directory that all hosts see."""
+    process = subprocess.Popen(
+        [*hosts.desk.enter(), "sh", "-c", 'cd "$0" && exec "$@"', str(hosts.shared)]
+        + [sys.executable, "-m", "shoal", *words],
+        env=hosts.environment(hosts.desk, **variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ended(hosts: Hosts, *words: str) -> tuple[int, str, str]:
+    with shoal(hosts, *words) as process:
+        stdout, stderr = process.communicate(timeout=120)
+    return process.returncode, stdout, stderr
+
+
+def driver(hosts: Hosts) -> int:
+    """Return the process of the command on the desk, as this machine numbers it."""
+    for pid in hosts.desk.pids():
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"-m\0shoal\0" in line and b"nsenter" not in line:
+                return pid
+    raise AssertionError("no command")
+
+
+def is_ready(hosts: Hosts, ranks: int) -> bool:
+    return len(list(hosts.shared.glob("ready.*"))) == ranks
+
+
+@pytest.mark.parametrize(
+    ("network", "names"), [("one", "debian"), ("one", "none"), ("two", "all"), ("v6", "debian")]
+)
+def test_ranks_of_two_hosts_meet_on_every_network(tmp_path: Path, network: Any, names: Any) -> None:
+    with Hosts(tmp_path, 2, network=network, names=names) as hosts:
+        prepare(hosts)
+        listed = ["launch", "--hosts", "node1:1,node2:2", "--output", "all"]
+        code, stdout, stderr = ended(hosts, *listed, "train.py")
+        assert code == 0, stderr
+        assert "[rank 2 on node2] 2 of 3" in stdout
+        code, stdout, stderr = ended(hosts, *listed, "of_shoal.py")
+        assert code == 0, stderr
+        assert stdout.count("shoal on") == 3
+        assert "127.0" not in stdout
+        assert hosts.leftovers() == {}
+
+
+def test_a_run_directory_that_is_not_shared_is_refused_before_the_start(hosts: Hosts) -> None:
+    listed = ["train", "digits", "--hosts", "node1,node2", "--out"]
+    code, stdout, stderr = ended(hosts, *listed, "/mnt/run")
+    assert (code, stdout) == (2, "")
+    assert "the run directory /mnt/run of host node1 is not the one of node2" in stderr
+    assert hosts.leftovers() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_on_any_host_when_the_command_is_signalled(
+    hosts: Hosts, number: int
+) -> None:
+    prepare(hosts)
+    with shoal(hosts, "launch", "--hosts", "node1:2,node2", "waits.py"):
+        until(lambda: is_ready(hosts, 3))
+        os.kill(driver(hosts), number)
+        assert hosts.leftovers() == {}
+
+
+def test_a_cut_host_ends_its_ranks_and_the_run(hosts: Hosts) -> None:
+    prepare(hosts)
+    variables = {"SHOAL_HOSTS_LEASE": "4"}
+    with shoal(hosts, "launch", "--hosts", "node1,node2", "waits.py", **variables) as process:
+        until(lambda: is_ready(hosts, 2))
+        hosts.cut(hosts.nodes[1])
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 1 of 2 on node2 is lost: the host does not answer any more" in stderr
+        hosts.heal(hosts.nodes[1])
+    lines = itertools.chain(*hosts.leftovers().values())  # a session of sshd may wait for TCP
+    assert [line for line in lines if "shoal" in line] == []
