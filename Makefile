@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -87,6 +87,9 @@ scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script unde
 mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: two minutes.
 	$(BIN)/python -m tests.mutants.report docs/mutants.json
 
+house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
+	$(BIN)/python -m tests.conventions.source_numbers
+
 bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
 	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
@@ -121,6 +124,13 @@ bench-checkpoint: $(BENCH)/.done  ## Measure how long a save stops training.
 	$(BENCH)/bin/python -m benchmarks.checkpoint.measure
 	$(BENCH)/bin/python -m benchmarks.checkpoint.report
 
+FAULT_TRIALS ?= 20
+
+bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (default: 20), for docs/faults.md.
+	$(BENCH)/bin/python -m benchmarks.faults.measure --trials $(FAULT_TRIALS)
+	$(BENCH)/bin/python -m benchmarks.faults.writer_cost
+	$(BENCH)/bin/python -m benchmarks.faults.report
+
 bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL.
 	$(BENCH)/bin/python -m benchmarks.restart.measure
 	$(BENCH)/bin/python -m benchmarks.restart.report
@@ -154,6 +164,11 @@ bench-scaling: $(BENCH)/.done  ## Compare servers with a ring on several hosts. 
 bench-slow-links: $(BENCH)/.done  ## Measure what compression is worth on slow links. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.slow-links.measure
 	$(BENCH)/bin/python -m benchmarks.slow-links.report
+
+# As root.
+bench-ordered-mean: $(BENCH)/.done  ## Compare means in the order of ranks with a ring. As root.
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.ordered-mean.measure
+	$(BENCH)/bin/python -m benchmarks.ordered-mean.report
 
 # On a machine with a GPU; timm's own benchmark too: make bench-gpu GPU_FLAGS="--timm ~/timm/benchmark.py"
 bench-gpu: $(VENV)/.test  ## Measure steps on one GPU against hand-written loops.

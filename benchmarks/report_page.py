@@ -1,4 +1,4 @@
-"""What every benchmark's page needs: the circumstances, a table that no hand has written, and a
+"""The parts of every benchmark's page: the circumstances, a table that no hand has written, and a
 picture of bars.
 """
 

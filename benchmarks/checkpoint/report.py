@@ -26,7 +26,10 @@ def main() -> None:
     rows = []
     for key, name in ROWS.items():
         ratios = [a / b for a, b in zip(found[key], found["torch.save"], strict=True)]
-        rows.append([name, _spread(found[key], 2), _spread(ratios, 2)])
+        yardstick = found["torch.load" if key == "restore" else "torch.save"]
+        processor = f"{min(found[f'{key}, processor']):.2f}"
+        fastest = f"{min(found[key]) / min(yardstick):.2f}"
+        rows.append([name, _spread(found[key], 2), _spread(ratios, 2), fastest, processor])
     slowdown = [
         a / b for a, b in zip(found["beside, steps meanwhile"], found["steps"], strict=True)
     ]
@@ -38,6 +41,8 @@ def main() -> None:
                     f"median of {len(slowdown)} rounds (min to max)",
                     "seconds",
                     "share of `torch.save`",
+                    "fastest / torch's fastest",
+                    "processor, busiest rank",
                 ],
                 rows,
             ),

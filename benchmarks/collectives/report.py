@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-OURS, YARDSTICK = "shoal", "Gloo"
+OURS, YARDSTICK, ALONE = "shoal", "Gloo", "DDP alone"
 GOALS = {1 << 16: 30.0, 1 << 22: 8.0, 1 << 26: 2.5}
 
 
@@ -53,19 +53,17 @@ def _part(ranks: int, part: dict[str, Any]) -> str:
 
 
 def _steps(ranks: int, networks: dict[str, Any]) -> str:
-    head = [
-        f"{ranks} ranks: step of DDP / over Gloo",
-        "shoal",
-        "none",
-        "shoal, computing",
-        "none, computing",
-    ]
+    measured = next(iter(networks.values()))
+    names = [name for name in (OURS, ALONE, "none") if name in measured]
+    kinds = {"clock": "", "computing": ", computing"}
+    head = [f"{ranks} ranks: step of DDP / over Gloo"]
+    head += [f"{name}{told_as}" for told_as in kinds.values() for name in names]
     rows = []
     for network, found in networks.items():
         cells = [
             f"{median(_each(found[name][kind], found[YARDSTICK][kind])):.2f}"
-            for kind in ("clock", "computing")
-            for name in (OURS, "none")
+            for kind in kinds
+            for name in names
         ]
         rows.append([f"{network} (Gloo: {_time(median(found[YARDSTICK]['clock']))})", *cells])
     return table(head, rows)

@@ -45,7 +45,7 @@ def task_table(name: str, runs: Sequence[Run]) -> str:
 
 
 def row(case: str, found: dict[int, Run], yardstick: dict[int, Run]) -> list[str]:
-    """Of one way to train."""
+    """Results of one way to train."""
     shared = sorted(found.keys() & yardstick.keys())
     strategy, *change = case.split(", ")
     cells = [", ".join([f"`{strategy}`", *change])]

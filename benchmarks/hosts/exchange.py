@@ -54,7 +54,7 @@ LEASE_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured.
+    """One measurement.
 
     Args:
         size_mib, part_mib: of the parameters, and of a part or bucket of them.
@@ -83,7 +83,7 @@ class Work:
 
 
 def new_job(work: Work, key_file: Path, workers: int, servers: int) -> ClusterConfig:
-    """What servers and workers of one measurement have to know."""
+    """Settings that servers and workers of one measurement share."""
     parts, recipe = work.parts, recipe_of(work.model()[1])
     settings = ShardSettings(
         tuple(parts), OptimizerSpec(*recipe), workers, staleness=0, lease_s=LEASE_S
@@ -189,7 +189,7 @@ def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> d
 
 
 def _reduction(by: str, rank: int, workers: int) -> Callable[[Tensor], Callable[[], object]]:
-    """What starts to sum a bucket over all workers, and gives what waits for it.
+    """Return a function that starts to sum a bucket over all workers, and returns a wait for it.
 
     Args: by: "ring (Gloo)"; "ordered", Shoal's sum in the order of ranks, which waits at once; or
         the name of an algorithm of Shoal's, in a thread beside the backward pass as in ddp.

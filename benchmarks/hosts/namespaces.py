@@ -29,7 +29,7 @@ LATENCY = "50ms"
 
 
 def address(host: int) -> str:
-    """Of a host; they count from 1."""
+    """Address of a host; hosts count from 1."""
     return f"10.77.0.{host}"
 
 
@@ -112,7 +112,7 @@ def _connect(host: int, rate_mbit: int) -> None:
 
 
 def _remove_orphans() -> None:
-    """What a program that was killed has left behind."""
+    """Remove the namespaces that a killed program has left behind."""
     for place in PLACES.glob(f"{NAMES}*") if PLACES.exists() else ():
         pid = int(place.name.removeprefix(NAMES).partition("-")[0])
         if not Path(f"/proc/{pid}").exists():

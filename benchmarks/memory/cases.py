@@ -1,4 +1,4 @@
-"""What is counted: the model and the ways to train it."""
+"""Cases of the measurement: the model and the ways to train it."""
 
 from __future__ import annotations
 

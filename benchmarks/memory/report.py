@@ -129,7 +129,7 @@ def _by_ranks(head: str, result: dict[str, Any], cell: Any) -> str:
 
 
 def _entries(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of all cases on all ranks that were not refused."""
+    """Results of all cases on all ranks that were not refused."""
     return (
         entry for case in result["cases"] for entry in case["ranks"].values() if "found" in entry
     )

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data and its optimizer, the same for every candidate."""
+"""The task: a model, its data and its optimizer, the same for every candidate."""
 
 from __future__ import annotations
 

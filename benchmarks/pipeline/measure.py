@@ -39,8 +39,8 @@ from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")
 OVERHEAD_S, AIM, LEAST_UNIT_S = 0.001, 0.03, 0.02
-"""What a machine adds to a unit of work, about; which share of the idle time it is to be at
-most; the shortest unit.
+"""Time that a machine adds to a unit of work, about; the largest share of the idle time that it may
+be; the shortest unit.
 """
 LONGEST_S, MOST_STEPS = 320.0, 3
 """For so long the steps of a case may go on, but there is one at least; and this many at most."""
@@ -97,7 +97,7 @@ def told(
     microbatches: int,
     by_rank: list[tuple[list[list[tuple[float, float]]], int]],
 ) -> dict[str, Any]:
-    """What there is to say of one case: idle shares rank by rank, the median of steps."""
+    """The results of one case: idle shares rank by rank, the median of steps."""
     made = table(name, ranks, microbatches)
     totals_s, shares = [], []
     for spans in zip(*(steps for steps, _ in by_rank), strict=True):
@@ -127,7 +127,10 @@ def told(
 def wait_through(
     name: str, ranks: int, microbatches: int, begin_at_s: float
 ) -> tuple[list[list[tuple[float, float]]], int]:
-    """What one rank does: the spans of its work in each step, and the most activations it held."""
+    """Take the steps of one rank.
+
+    Returns: the spans of its work in each step, and the most activations that it held.
+    """
     made = table(name, ranks, microbatches)
     cuts = "/".join(str(stage) for stage in range(1, made.num_stages))
     run = init_with_place(
@@ -173,8 +176,8 @@ def real_case(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
 
 
 def compute_through(name: str, ranks: int, microbatches: int) -> tuple[float, float, str]:
-    """What one rank does with a real model: idle share and time of the median step, and what
-    the header said.
+    """Take the steps of one rank with a real model. Return idle share and time of the median step,
+    and the startup summary.
     """
     torch.set_num_threads(1)
     said: list[str] = []

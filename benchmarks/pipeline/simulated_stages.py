@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Diary:
-    """What one rank has done in a step.
+    """The work of one rank in a step.
 
     Attributes:
         unit_s: how long a forward pass waits, a backward pass for inputs, and one for weights.

@@ -57,7 +57,7 @@ class Training:
             str(self.directory),
             *SETTINGS,
         ]
-        words += ["--import", str(HERE / "noted.py")]
+        words += ["--import", str(HERE / "pid_notes.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(self.notes)}
         command = [sys.executable, "-m", "shoal", *words]
         self.process = subprocess.Popen(
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What happened -> its times, of every round."""
+    """Return the times of each event, one of each round."""
     chance = random.Random(strategy)
     found: dict[str, list[dict[str, float]]] = {
         "SIGKILL": [],

@@ -1,4 +1,4 @@
-"""`--import noted.py`: every rank leaves its process id in the directory NOTES, as a file with
+"""`--import pid_notes.py`: every rank leaves its process id in the directory NOTES, as a file with
 its number.
 """
 

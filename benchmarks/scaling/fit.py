@@ -1,4 +1,4 @@
-"""What was measured against the closed form. No input or output."""
+"""Measurements against the closed form. No input or output."""
 
 from __future__ import annotations
 

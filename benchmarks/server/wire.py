@@ -1,4 +1,4 @@
-"""What the candidates with sockets of their own share: parts, connections and a thread for each."""
+"""Shared code of the candidates with own sockets: parts, connections and a thread for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured against the closed form: medians, one fitted number, deviations. No input
+"""Measurements against the closed form: medians, one fitted number, deviations. No input
 or output.
 """
 

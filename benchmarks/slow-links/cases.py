@@ -1,4 +1,4 @@
-"""What is trained, and how gradients or weights get from host to host: the flags of `shoal
+"""The job, and the ways of gradients or weights from host to host: the flags of `shoal
 train`.
 """
 

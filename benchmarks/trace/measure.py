@@ -1,4 +1,4 @@
-"""What a trace costs: steps with none asked for, with one asked for but not being taken, and while
+"""The cost of a trace: steps with none asked for, with one asked for but not being taken, and while
 it is being taken.
 
     round 1   asked for  none  recording         so many steps each, a barrier before and after;
@@ -30,7 +30,7 @@ from shoal.run.supervised import supervised
 RESULT = Path(__file__).with_name("result.json")
 ROWS, WARM_UP, LATER = 32, 10, "1@1000000000"
 WAYS = {"none": None, "asked for": LATER, "recording": LATER}
-"""What is given to `shoal.init(trace=...)`."""
+"""Values of `shoal.init(trace=...)`."""
 
 
 class Loop:

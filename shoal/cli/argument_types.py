@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 
 from shoal.config.job import PATH
+from shoal.watchdog import hang_limit
 
 MAX_PROCESSES = 1024
 """Limit of one machine. More are a slip of the finger, and end the machine before they are seen."""
@@ -19,6 +20,14 @@ def path(text: str) -> Path:
     if not is_path(text):
         raise argparse.ArgumentTypeError(requirement)
     return Path(text)
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds, 0 or more. Raises ArgumentTypeError."""
+    try:
+        return hang_limit.seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:

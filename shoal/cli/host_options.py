@@ -13,7 +13,9 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.strategies import StrategyLine
 
+SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 ALONE = ("hostfile", "python", "env", "address", "interface", "min_hosts")
 
 
@@ -77,6 +79,16 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     if found.min_hosts is not None and found.min_hosts > len(hosts):
         raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(hosts)} hosts")
     return found
+
+
+def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
+    """Raise UsageError for parameter servers whose key the other hosts would not find."""
+    has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
+    if has_servers and len(hosts.hosts) > 1 and SERVER_DIRECTORY not in hosts.variables:
+        raise UsageError(
+            "strategy server on several hosts: they read the servers' key from a file. Give "
+            f"--env {SERVER_DIRECTORY}=DIR, a directory of yours that all of them share"
+        )
 
 
 def working_directory() -> str:

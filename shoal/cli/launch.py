@@ -7,14 +7,25 @@ Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env:
 from __future__ import annotations
 
 import argparse
+import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import argument_types, execution, host_options, job_options, trace_flag
+from shoal.cli import (
+    argument_types,
+    cluster_options,
+    execution,
+    host_options,
+    job_options,
+    trace_flag,
+)
 from shoal.config import trace_window
-from shoal.errors import UsageError
+from shoal.errors import ConfigError, UsageError
+from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
+    from shoal.launch.cluster_work import ClusterWork
     from shoal.launch.hosts.remote_work import HostsOptions
     from shoal.strategies import StrategyLine
 
@@ -23,6 +34,7 @@ EXAMPLES = """\
   shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
   shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
   shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
+  shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
 
 
@@ -57,11 +69,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the script's trace.json goes (default: here)",
     )
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help="end the run if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
+    cluster_options.arguments(parser)
     parser.add_argument("script", type=argument_types.path, help="Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def run(options: argparse.Namespace) -> int:
+    if cluster_options.is_asked(options):
+        from shoal.cli import cluster_jobs
+
+        return cluster_jobs.submit(options, partial(_cluster_work, options))
     from shoal.launch.local import run_script
 
     info = execution.rank_info(None)
@@ -73,21 +96,20 @@ def run(options: argparse.Namespace) -> int:
         )
     hosts = host_options.read(options)
     if hosts is None and options.processes is None:
-        raise UsageError("say how many processes: -n N, or hosts by --hosts or --hostfile")
+        raise UsageError(
+            "-n: how many processes? For example -n 4; on several hosts --hosts, on a cluster "
+            "--slurm"
+        )
     if hosts is not None and hosts.min_hosts is not None:
         raise UsageError("--min-hosts: shoal launch starts a script once. Leave it out")
     world = options.processes if hosts is None else hosts.processes
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
-    if problems := _problems(options, line, world):
+    if problems := [*_problems(options, line, world), *_script_problems(options)]:
         raise UsageError("\n  ".join(problems))
-    # shoal.init() reads these variables in the script.
-    variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
-    if options.trace is not None:
-        trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
-        variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
-    environment = {name: str(value) for name, value in variables.items() if value is not None}
+    environment = _environment(options, line)
     if hosts is not None:
+        host_options.check_servers(hosts, line)
         return _run_on_hosts(options, hosts, environment)
     return run_script(
         str(options.script), options.arguments, options.processes, environment, options.output
@@ -116,18 +138,60 @@ def _run_on_hosts(
     return run_on_hosts(hosts, work)
 
 
-def _problems(options: argparse.Namespace, line: StrategyLine | None, world: int) -> list[str]:
-    """Return a line for each thing that is not there, or that so many ranks cannot do."""
+def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
+    from shoal.cli.cluster_jobs import server_variables
+    from shoal.launch.cluster_work import ClusterWork
+
+    environment: dict[str, str] = {}
+    try:
+        line = _strategy_line(options.strategy, options.allreduce)
+        problems += _problems(options, line, ranks)
+        environment = _environment(options, line) | server_variables(options, line, problems)
+    except ConfigError as error:
+        problems += error.problems
+    except UsageError as error:
+        problems.append(str(error))
+    if options.slurm or not options.script.is_absolute():  # otherwise only the image has it
+        problems += _script_problems(options)
+    return ClusterWork(
+        name=options.script.stem,
+        words=(str(options.script), *options.arguments),
+        environment=environment,
+        needs_rank_variables=True,
+        output=options.output,
+        restarts=0,
+    )
+
+
+def _environment(options: argparse.Namespace, line: StrategyLine | None) -> dict[str, str]:
+    """Return the variables that shoal.init() reads in the script.
+
+    Raises:
+        ConfigError: --trace is no window.
+    """
+    variables: dict[str, object] = {"SHOAL_STRATEGY": line, "SHOAL_ACCUMULATE": options.accumulate}
+    if options.trace is not None:
+        trace_window.parse_window(options.trace, "--trace")  # raises before any process starts
+        variables |= {"SHOAL_TRACE": options.trace, "SHOAL_TRACE_TO": options.trace_to}
+    variables[hang_limit.VARIABLE] = hang_limit.chosen_limit_s(options.hang_limit, os.environ)
+    return {name: str(value) for name, value in variables.items() if value is not None}
+
+
+def _problems(options: argparse.Namespace, line: StrategyLine | None, ranks: int) -> list[str]:
+    """Return a line for each thing that so many ranks cannot do, or that is in the way."""
     from shoal.strategies.precheck import check
 
-    found = [] if line is None else check(line, world)
-    script = Path(options.script)
-    if not script.is_file():
-        found.append(f"there is no script {script} in {Path.cwd()}")
+    found = [] if line is None else check(line, ranks)
     trace_to = Path(options.trace_to)
     if options.trace is not None and trace_to.exists() and not trace_to.is_dir():
         found.append(f"--trace-to {trace_to}: that is no directory")
     return found
+
+
+def _script_problems(options: argparse.Namespace) -> list[str]:
+    """Return a line if there is no script."""
+    script = Path(options.script)
+    return [] if script.is_file() else [f"there is no script {script} in {Path.cwd()}"]
 
 
 def _strategy_line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:

@@ -113,6 +113,7 @@ def _run(words: list[str]) -> int:
     parser, verb_parsers = _parsers()
     settings: list[tuple[str, str]] = []
     script_arguments: list[str] = []
+    typed_words = list(words)
     if words and words[0] == "verify" and "--" in words:
         end = words.index("--")
         words, script_arguments = words[:end], words[end + 1 :]
@@ -123,6 +124,7 @@ def _run(words: list[str]) -> int:
     if options.verb is None:
         parser.print_help()
         return 0
+    options.words = typed_words
     options.settings = settings
     options.script_arguments = script_arguments
     return VERBS[options.verb].run(options)

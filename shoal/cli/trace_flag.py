@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shoal.cli import cluster_options
 from shoal.config import trace_window
 
 # Options of `launch` that take a value.
-LAUNCH_OPTIONS = ("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to")
+LAUNCH_OPTIONS = (
+    *("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to"),
+    "--hang-limit",
+    *cluster_options.WITH_VALUE,
+)
 
 
 def argument(parser: argparse.ArgumentParser) -> None:

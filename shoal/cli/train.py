@@ -2,6 +2,7 @@
 
     shoal train -n 4              this process starts 4 ranks and restarts them after a loss
     torchrun ... shoal train      this process is one of the ranks; torchrun restarts them
+    shoal train --slurm           this process submits a job, whose ranks run `shoal train`
     shoal train                   this process trains alone
 
 All checks that need no data are made before any process starts.
@@ -10,14 +11,27 @@ All checks that need no data are made before any process starts.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal.cli import argument_types, execution, host_options, job_options, trace_flag
+from shoal.cli import (
+    argument_types,
+    cluster_options,
+    execution,
+    host_options,
+    job_options,
+    trace_flag,
+)
 from shoal.errors import ConfigError, UsageError
+from shoal.watchdog.hang_limit import chosen_limit_s
 
 if TYPE_CHECKING:
+    from shoal.config import Settings
+    from shoal.launch.cluster_work import ClusterWork
     from shoal.launch.rank_info import RankInfo
+    from shoal.strategies import StrategyLine
 
 HELP = "train an experiment, on one process or many; the same command again resumes it"
 EXAMPLES = """\
@@ -26,6 +40,7 @@ EXAMPLES = """\
   shoal train digits -n 4 --strategy zero3      parameters in shards
   shoal train digits --hosts a:2,b:2            two processes on each of two hosts, by ssh
   shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
+  shoal train digits --slurm --nodes 4          four nodes of a Slurm cluster
 """
 
 
@@ -44,12 +59,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with -n or --hosts: how often a run goes on by itself when a process was killed "
         "(default: 3)",
     )
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help="with -n: restart if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
+    cluster_options.arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.strategies import check_recordable
-    from shoal.strategies.precheck import check_job
-    from shoal.train import job_precheck
+    if cluster_options.is_asked(options):
+        from shoal.cli import cluster_jobs
+
+        return cluster_jobs.submit(options, partial(_cluster_work, options))
     from shoal.train.run_directory import check_usable
 
     info = execution.rank_info(options.processes)
@@ -59,6 +82,38 @@ def run(options: argparse.Namespace) -> int:
         _check_single(info)
         world = options.processes = hosts.processes
     restarts = _restarts(options, info)
+    settings, line, notes = _settings(options, world)
+    if info.rank == 0:  # under another launcher every rank runs this function
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    if problems := _problems(settings, line, world):
+        raise ConfigError(problems)
+    if info.world == 1:
+        # Only a check, so that it fails before processes start; rank 0 claims the directory.
+        check_usable(settings.job)
+    if hosts is not None and restarts is not None:
+        host_options.check_servers(hosts, line)
+        from shoal.train.supervised_run import train_on_hosts
+
+        directory = host_options.working_directory()
+        return train_on_hosts(settings.job, line, hosts, directory, restarts)
+    if restarts is not None:
+        from shoal.train.supervised_run import train
+
+        limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
+        return train(settings.job, line, world, restarts, limit_s)
+    return execution.call(info.world, world, "train", (settings.job,))
+
+
+def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, StrategyLine, list[str]]:
+    """Return the settings of the command, its strategies, and notes to print.
+
+    Raises:
+        ConfigError: something in them is wrong.
+        UsageError: the experiment is missing.
+    """
+    from shoal.strategies import check_recordable
+
     options.settings = list(options.settings)
     if options.record:
         options.settings.append(("train.record", "true"))
@@ -67,24 +122,52 @@ def run(options: argparse.Namespace) -> int:
     settings, line, notes = job_options.settings(options, world)
     if settings.job.train.record:
         check_recordable(line)
-    if info.rank == 0:  # under another launcher every rank runs this function
+    return settings, line, notes
+
+
+def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
+    """Return a line for each thing that so many ranks cannot do, or that is not there."""
+    from shoal.strategies.precheck import check_job
+    from shoal.train import job_precheck
+
+    return [*check_job(settings.job, line, world), *job_precheck.problems(settings.job)]
+
+
+def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
+    from shoal.cli.cluster_jobs import server_variables
+    from shoal.launch.cluster_work import ClusterWork
+    from shoal.strategies.precheck import check_job
+    from shoal.train.run_directory import check_usable
+
+    name = "shoal"
+    environment: dict[str, str] = {}
+    try:
+        settings, line, notes = _settings(options, ranks)
+        name = settings.job.name
+        environment = server_variables(options, line, problems)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if problems := [*check_job(settings.job, line, world), *job_precheck.problems(settings.job)]:
-        raise ConfigError(problems)
-    if info.world == 1:
-        # Only a check, so that it fails before processes start; rank 0 claims the directory.
-        check_usable(settings.job)
-    if hosts is not None and restarts is not None:
-        from shoal.train.supervised_run import train_on_hosts
-
-        directory = host_options.working_directory()
-        return train_on_hosts(settings.job, line, hosts, directory, restarts)
-    if restarts is not None:
-        from shoal.train.supervised_run import train
-
-        return train(settings.job, line, world, restarts)
-    return execution.call(info.world, world, "train", (settings.job,))
+        if options.slurm:  # its nodes have this machine's files
+            problems += _problems(settings, line, ranks)
+            check_usable(settings.job)
+        else:
+            problems += check_job(settings.job, line, ranks)
+    except ConfigError as error:
+        problems += error.problems
+    except UsageError as error:
+        problems.append(str(error))
+    restarts = 3 if options.restarts is None else options.restarts
+    if restarts < 0:
+        problems.append(f"--restarts {restarts}: must not be negative")
+    words = cluster_options.without(options.words, ["--restarts"])
+    return ClusterWork(
+        name=name,
+        words=("-m", "shoal", *words),
+        environment=environment,
+        needs_rank_variables=False,
+        output=None,
+        restarts=restarts,
+    )
 
 
 def _check_single(info: RankInfo) -> None:

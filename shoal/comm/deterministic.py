@@ -9,8 +9,9 @@ is summed in the order of ranks:
       rank 1   a1 b1 c1       ─────────>   b0 b1 b2   ──────>    B       ─────────>   A B C
       rank 2   a2 b2 c2     chunk i to i   c0 c1 c2   in order   C                    A B C
 
-Each rank sends 2(n-1)/n of the buffer, as in a ring. The backend "shoal" always adds in the order
-of ranks, so there this is a plain all-reduce with the same bits."""
+Each rank sends 2(n-1)/n of the buffer, as in a ring. Over Gloo both exchanges are cut into slices
+that overlap (shoal/shm_backend/pairwise_exchange.py), with the same bits in the time of a ring. The
+backend "shoal" always adds in the order of ranks, so there this is a plain all-reduce."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
 # annotations with types, and that import would make them strings.
@@ -22,9 +23,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
-from shoal.comm.equal_chunks import all_gather, all_to_all
+from shoal.comm.equal_chunks import all_gather, all_to_all, gloo_group
 from shoal.comm.overlap import register_overlapped_reduce
 from shoal.platform.torch_private.c10d import GradBucket
+from shoal.shm_backend import pairwise_exchange
 from shoal.shm_backend.group import ShoalGroup
 
 
@@ -35,6 +37,12 @@ def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     """
     if sums_in_order(group):
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        return tensor
+    if (gloo := gloo_group(tensor, group)) is not None:
+        flat = tensor.detach().reshape(-1)
+        pairwise_exchange.all_reduce(gloo, flat, "avg")
+        if flat.data_ptr() != tensor.data_ptr():  # `reshape` has made a copy
+            tensor.copy_(flat.view_as(tensor))
         return tensor
     ranks = dist.get_world_size(group)
     flat = tensor.reshape(-1)

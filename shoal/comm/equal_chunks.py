@@ -24,7 +24,7 @@ def all_to_all(into: Tensor, rows: Tensor, group: dist.ProcessGroup | None = Non
 
     Args: into, rows: contiguous; as many rows of equal length as there are ranks.
     """
-    if (gloo := _gloo_group(into, group)) is None:
+    if (gloo := gloo_group(into, group)) is None:
         dist.all_to_all_single(into, rows, group=group)
     else:
         full_duplex.all_to_all(gloo, _split_rows(into, gloo), _split_rows(rows, gloo))
@@ -35,7 +35,7 @@ def all_gather(into: Tensor, row: Tensor, group: dist.ProcessGroup | None = None
 
     Args: into, row: contiguous; `into` has as many rows as there are ranks.
     """
-    if (gloo := _gloo_group(into, group)) is None:
+    if (gloo := gloo_group(into, group)) is None:
         _all_gather(into, row, group=group)
     else:
         full_duplex.all_gather(gloo, _split_rows(into, gloo), row.detach().view(-1))
@@ -45,7 +45,7 @@ def _split_rows(tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     return tensor.detach().view(group.size(), tensor.numel() // group.size()).unbind()
 
 
-def _gloo_group(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def gloo_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Return the group if it would send this tensor through Gloo, else None."""
     group = group or dist.group.WORLD
     assert group is not None

@@ -23,8 +23,11 @@ from shoal.errors import EnvironmentConflict, StrategyRefused
 from shoal.launch.environment import RankInfo
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.trace.recorder import Recorder
+from shoal.watchdog.progress_writer import own_progress
 
 TIMEOUT = timedelta(minutes=30)
+TIMEOUT_LIMITS = 20
+"""The launcher's limit is ten times longer in a first step; twice that is left to it."""
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 """The backends of a world with GPUs. torch makes no second backend beside one that is written in
 Python, such as `shoal`, so it has Gloo for the CPU.
@@ -212,9 +215,18 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
     )
 
 
+def collective_timeout(hang_limit_s: float) -> timedelta:
+    """Return the timeout of collectives: so long that the launcher speaks before every rank does.
+
+    Args: hang_limit_s: the launcher's limit; 0 for none.
+    """
+    return max(TIMEOUT, timedelta(seconds=TIMEOUT_LIMITS * hang_limit_s))
+
+
 def _init_default_group(place: RankInfo, device: torch.device) -> None:
     """Make the default process group, and close it at exit. Collective."""
-    join_world(place, GPU_BACKENDS if device.type == "cuda" else "cpu:shoal", TIMEOUT)
+    backend = GPU_BACKENDS if device.type == "cuda" else "cpu:shoal"
+    join_world(place, backend, collective_timeout(own_progress().hang_limit_s))
     # A group that is open while the interpreter shuts down can end a good run with an error.
     atexit.register(shutdown)
 

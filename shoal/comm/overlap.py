@@ -31,7 +31,10 @@ def register_overlapped_reduce(
 
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        worker.submit(_reduce, bucket.buffer(), mean, done, failures)
+        buffer = bucket.buffer()
+        # A thread has a stream of its own; on another one the bucket may not be written yet.
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        worker.submit(_reduce, buffer, stream, mean, done, failures)
         return done
 
     ddp.register_comm_hook(None, hook)
@@ -39,12 +42,14 @@ def register_overlapped_reduce(
 
 def _reduce(
     buffer: Tensor,
+    stream: torch.cuda.Stream | None,
     mean: Callable[[Tensor], object],
     done: torch.futures.Future[Tensor],
     failures: list[Exception],
 ) -> None:
     try:
-        mean(buffer)
+        with torch.cuda.stream(stream):  # None changes nothing
+            mean(buffer)
     except Exception as error:  # noqa: BLE001 - the backward pass must not wait for ever
         failures.append(error)
     done.set_result(buffer)

@@ -62,6 +62,11 @@ def setting(default: Any, help: str, check: Check | None = None) -> Any:
     return field(default=default, metadata={"help": help, "check": check})
 
 
+def section(kind: type[Any], help: str) -> Any:
+    """Return a field for the settings of a section, with its help text."""
+    return field(default_factory=kind, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model."""
@@ -135,10 +140,12 @@ class TrainConfig:
         None, "stop after so many steps, whatever train.epochs says", POSITIVE
     )
     batch_size: int = setting(
-        128, "samples in one optimizer step, over all ranks and accumulated parts", POSITIVE
+        128, "samples in one optimizer step, over all ranks and micro-batches", POSITIVE
     )
     accumulate: int = setting(
-        1, "parts that each rank's share of a batch is computed in, one after the other", POSITIVE
+        1,
+        "micro-batches of each rank's share of a batch, one after the other",
+        POSITIVE,
     )
     drop_last: bool = setting(False, "leave out the last batch of an epoch where it is smaller")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
@@ -160,6 +167,12 @@ class TrainConfig:
         "steps between comparisons of the weights' bits on ranks that hold the same; also before "
         "each save",
         POSITIVE,
+    )
+    hang_limit_s: float = setting(
+        60.0,
+        "seconds without a sign of a rank after which `shoal train -n` restarts all from the "
+        "newest checkpoint; ten times as long in a first step; 0 for no limit",
+        NOT_NEGATIVE,
     )
     accept_data: Literal["same", "changed"] = setting(
         "same",
@@ -185,9 +198,8 @@ class TrainConfig:
     cudnn_benchmark: bool = setting(
         False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)"
     )
-    warm_start: WarmStartConfig = field(
-        default_factory=WarmStartConfig,
-        metadata={"help": "Train on a part of the data first, then on all of it."},
+    warm_start: WarmStartConfig = section(
+        WarmStartConfig, "Train on a part of the data first, then on all of it."
     )
 
     @property
@@ -315,30 +327,20 @@ class Job:
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
         "`data`",
     )
-    model: ModelConfig = field(
-        default_factory=ModelConfig, metadata={"help": "Which network is trained."}
+    model: ModelConfig = section(ModelConfig, "The network that is trained.")
+    data: DataConfig = section(DataConfig, "The data set. Nothing is ever downloaded.")
+    train: TrainConfig = section(TrainConfig, "Length, batch, precision.")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "The optimizer and its options.")
+    schedule: ScheduleConfig = section(
+        ScheduleConfig, "The learning rate over time; set before every step."
     )
-    data: DataConfig = field(
-        default_factory=DataConfig,
-        metadata={"help": "What it is trained on. Nothing is ever downloaded."},
+    evaluation: EvaluationConfig = section(
+        EvaluationConfig, "Evaluation, exact at any number of ranks."
     )
-    train: TrainConfig = field(default_factory=TrainConfig, metadata={"help": "How long and how."})
-    optimizer: OptimizerConfig = field(
-        default_factory=OptimizerConfig, metadata={"help": "Who steps."}
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, "Saves; a killed run costs at most the interval between two."
     )
-    schedule: ScheduleConfig = field(
-        default_factory=ScheduleConfig,
-        metadata={"help": "The learning rate over time; set before every step."},
-    )
-    evaluation: EvaluationConfig = field(
-        default_factory=EvaluationConfig, metadata={"help": "Exact at any number of ranks."}
-    )
-    checkpoint: CheckpointConfig = field(
-        default_factory=CheckpointConfig, metadata={"help": "What a killed run costs at most."}
-    )
-    log: LogConfig = field(
-        default_factory=LogConfig, metadata={"help": "What is written while it runs."}
-    )
+    log: LogConfig = section(LogConfig, "The records that are written during the run.")
 
     @property
     def directory(self) -> str:

@@ -27,6 +27,7 @@ NON_SEMANTIC = (
     "train.accept_data",
     "train.check_replicas",
     "train.record",
+    "train.hang_limit_s",
     "train.cudnn_benchmark",
     "train.deterministic",
     "evaluation.every",

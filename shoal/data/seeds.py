@@ -79,6 +79,30 @@ def preserve_rng_state(
         saved.restore()
 
 
+class MicrobatchSeeds:
+    """The seeds of a step's micro-batches, so that every pass draws the same random numbers.
+
+    They are drawn from the generators when this object is made.
+
+    Args: devices: whose generators the passes use, beside the CPU.
+    """
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices = devices
+        self._torch = int(torch.randint(2**62, ()))
+        # Equal on all ranks, as the generators of Python and NumPy are.
+        self._python = random.getrandbits(31)
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Draw the numbers of one micro-batch in this context."""
+        with preserve_rng_state(self._devices):
+            torch.manual_seed(derive_seed(self._torch, microbatch))
+            random.seed(derive_seed(self._python, microbatch))
+            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
+            yield
+
+
 def seeded(make: Callable[[], Iterator[T]], seed: int, ahead: int) -> Iterator[T]:
     """Yield the items of an iterator whose draws come from generators seeded by `seed` alone.
 

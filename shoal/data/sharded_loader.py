@@ -11,6 +11,7 @@ from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
 from shoal.data.fingerprint import Fingerprint
 from shoal.trace.recorder import DATA, Recorder
+from shoal.watchdog.progress_writer import own_progress
 
 
 class ShardedLoader(ABC):
@@ -86,10 +87,13 @@ class ShardedLoader(ABC):
 
     def _timed(self, batches: Iterable[tuple[BatchShard, Any]]) -> Iterator[tuple[BatchShard, Any]]:
         """Yield the same batches and record the waiting time for each."""
-        recorder = self._recorder
+        recorder, progress = self._recorder, own_progress()
         iterator = iter(batches)
         while True:
-            with nullcontext() if recorder is None else recorder.during(DATA, "data"):
+            with (
+                progress.data(),
+                nullcontext() if recorder is None else recorder.during(DATA, "data"),
+            ):
                 item = next(iterator, None)
             if item is None:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,8 @@ LOST_PEER_PATTERNS = (
     "Connection refused",
     "connection was closed",
 )
+# RuntimeErrors of torch's DataLoader; an exception inside of a worker has another text.
+LOST_WORKER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)")
 # Signals by which a person or a batch system asks a process to end.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HINTS = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (shared memory full?)"}
@@ -43,6 +46,7 @@ class Failure:
         is_loss: a process was killed or stopped without a request, or a server shard is lost. The
             program may be right, and a restart may help.
         host: the host of the rank; empty where there is one host.
+        process: name of the process that failed, where it is no rank.
     """
 
     rank: int
@@ -52,6 +56,7 @@ class Failure:
     is_secondary: bool
     code: int
     is_loss: bool = False
+    process: str = ""
     host: str = ""
 
     def describe(self, world: int) -> str:
@@ -69,13 +74,17 @@ class Failure:
         return self.text.splitlines()[0].partition(". ")[0].rstrip(".")
 
     def _name(self, world: int) -> str:
-        return f"rank {self.rank} of {world}" + (f" on {self.host}" if self.host else "")
+        name = self.process or f"rank {self.rank} of {world}"
+        return f"{name} on {self.host}" if self.host else name
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
     time_s = time.monotonic()
     is_secondary = _is_lost_peer(error)
+    if lost := _lost_worker(error):
+        headline = f"lost a process of its own: {lost}"
+        return Failure(rank, time_s, headline, "", is_secondary=False, code=1, is_loss=True)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
         text = f"{error}{_script_line(error)}"
@@ -84,6 +93,14 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of a real-time one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def from_exit_code(rank: int, code: int) -> Failure:
@@ -96,11 +113,7 @@ def from_exit_code(rank: int, code: int) -> Failure:
     if code >= 0:
         headline = f"ended with exit code {code}"
         return Failure(rank, time_s, headline, "", is_secondary=False, code=code)
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
-    headline = f"was killed by {name}{HINTS.get(code, '')}"
+    headline = f"was killed by {signal_name(-code)}{HINTS.get(code, '')}"
     is_loss = -code not in TERMINATION_SIGNALS
     return Failure(rank, time_s, headline, "", is_secondary=False, code=128 - code, is_loss=is_loss)
 
@@ -108,6 +121,19 @@ def from_exit_code(rank: int, code: int) -> Failure:
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the earliest failure that is not secondary; the earliest of all where all are."""
     return min(failures, key=lambda failure: (failure.is_secondary, failure.time_s))
+
+
+def _lost_worker(error: BaseException) -> str:
+    """Return torch's text if a data-loader worker was lost; empty if not.
+
+    torch raises that error wherever the main thread is, so others may have wrapped it.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if LOST_WORKER.search(str(seen)):
+            return str(seen).splitlines()[0].strip().rstrip(".")
+        seen = seen.__cause__ or seen.__context__
+    return ""
 
 
 def _script_line(error: BaseException) -> str:

@@ -25,16 +25,20 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
+from shoal.launch.failure import signal_name
+from shoal.launch.loss_report import own_reporter
 
 EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
 STARTED = b"s"
 ENDED = b"e"
+END_S = 1.0  # from the end of the spawner's socket to that of the process
 
 
 class HelperSpawner:
@@ -54,7 +58,8 @@ class HelperSpawner:
         sys.stdout.flush()
         sys.stderr.flush()
         self._socket, child_socket = socket.socketpair()
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             _run_spawner(child_socket)
         child_socket.close()
         self.alive: set[int] = set()
@@ -62,6 +67,7 @@ class HelperSpawner:
         self.changed = threading.Condition()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._is_closed = False
         threading.Thread(target=self._run, name="helper spawner", daemon=True).start()
 
     def start(self, target: Callable[..., Any], *arguments: Any, listener: socket.socket) -> int:
@@ -88,6 +94,7 @@ class HelperSpawner:
 
     def close(self) -> None:
         """End all helpers."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -106,6 +113,24 @@ class HelperSpawner:
                         self.codes[pid] = code
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
+        if not self._is_closed and (end := self._end_of_spawner()):
+            own_reporter().lost(
+                "lost the process from which its helpers, such as parameter servers, are forked "
+                f"(process {self._pid}): it {end}"
+            )
+
+    def _end_of_spawner(self) -> str:
+        """Return how the spawner process has ended; empty if it lives."""
+        limit_s = time.monotonic() + END_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < limit_s:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    how = f"was killed by {signal_name(-code)}"
+                    return how if code < 0 else f"ended with exit code {code}"
+                time.sleep(0.01)
+        return ""
 
 
 def _run_spawner(control: socket.socket) -> NoReturn:

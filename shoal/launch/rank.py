@@ -25,8 +25,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shoal.launch import failure
+from shoal.launch.loss_report import own_reporter
 from shoal.launch.script_worlds import meet_in_store_of_launcher
 from shoal.platform.cgroups import usable_cores
+from shoal.watchdog.progress_writer import own_progress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_RESTART = 75
@@ -34,6 +36,8 @@ EXIT_RESTART = 75
 It is EX_TEMPFAIL of <sysexits.h>.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Lets a rank write the stacks of its threads for the launcher."""
 
 _retained_groups: list[Any] = []  # see keep_process_groups_alive
 
@@ -60,6 +64,9 @@ class RankSpec:
         stdout: the pipe or terminal for stdout; None drops it.
         stderr: the same for stderr.
         returns_value: send the return value of the target back.
+        progress: where the memories for progress words and for stacks can be opened; None where
+            there is none.
+        hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
 
     rank: int
@@ -70,6 +77,8 @@ class RankSpec:
     stdout: Connection | None
     stderr: Connection | None
     returns_value: bool
+    progress: tuple[str, str] | None = None
+    hang_limit_s: float = 0.0
 
 
 def main(spec: RankSpec) -> None:
@@ -83,15 +92,18 @@ def main(spec: RankSpec) -> None:
 
 def _run_target(spec: RankSpec) -> int:
     """Prepare the process, call the target, send its result or failure, return the exit code."""
+    reporter = own_reporter()
+    reporter.attach(spec.report, spec.rank)
     try:
         end_with_parent()
         _redirect_output(spec.stdout, spec.stderr)
         _reset_signal_handlers()
         _configure_process(spec)
+        _attach_progress(spec)
         target, arguments = pickle.loads(spec.payload)
         value = target(*arguments)
         if spec.returns_value:
-            spec.report.send(RankResult(spec.rank, pickle.dumps(value)))
+            reporter.send(RankResult(spec.rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -99,7 +111,7 @@ def _run_target(spec: RankSpec) -> int:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.stdout.flush()
-        spec.report.send(failure.from_exception(spec.rank, error))
+        reporter.send(failure.from_exception(spec.rank, error))
         return 1
 
 
@@ -222,6 +234,17 @@ def _configure_process(spec: RankSpec) -> None:
     torch.set_num_threads(
         int(threads) if threads.isdigit() else max(1, usable_cores() // spec.local_world)
     )
+
+
+def _attach_progress(spec: RankSpec) -> None:
+    """Let the launcher see how far this rank is, and where its threads are."""
+    if spec.progress is None:
+        return
+    words, stacks = spec.progress
+    own_progress().attach(words, spec.rank, 0, spec.hang_limit_s)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        faulthandler.register(STACKS_SIGNAL, file=descriptor)
 
 
 def keep_process_groups_alive() -> None:

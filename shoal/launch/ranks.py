@@ -14,11 +14,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Failure, signal_name
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_set import RankEvent
+from shoal.platform.processes import parent_pid, process_state
+from shoal.watchdog.progress_memory import ProgressMemory
 
 
 class Rank:
@@ -44,6 +46,7 @@ class Rank:
         self.report = report
         self.streams = list(streams)
         self.pid: int = process.pid
+        self.parent = parent_pid(process.pid)
         self.is_alive = True
 
     @property
@@ -122,15 +125,26 @@ class Ranks:
         store: the process that serves torch's store; None where there is none.
         private: the store in which Shoal's own ranks of one host meet; None where they meet in
             `store`.
+        progress: the memory of the ranks' progress words.
+        hang_limit_s: the limit after which a rank is late; 0 for none.
 
     Attributes:
         all: the ranks that were started, by rank.
     """
 
-    def __init__(self, store: BaseProcess | None, private: PrivateStore | None) -> None:
+    def __init__(
+        self,
+        store: BaseProcess | None,
+        private: PrivateStore | None,
+        progress: ProgressMemory,
+        hang_limit_s: float = 0.0,
+    ) -> None:
         self.store = store
         self._private = private
+        self.progress = progress
+        self.hang_limit_s = hang_limit_s
         self.all: list[Rank] = []
+        self._lost: set[int | None] = set()
 
     def __enter__(self) -> Ranks:
         return self
@@ -157,12 +171,18 @@ class Ranks:
         stores = [] if self.store is None else [self.store.sentinel]
         ready = set(wait([*stores, *sources, *rank_sources], timeout_s))
         events: list[RankEvent] = []
+        if any(rank.process.sentinel in ready for rank in alive):
+            events += self._lost_fork_server(alive)
         for rank in alive:
             events += rank.read_events(ready.intersection(rank.sources))
         if ready.intersection(stores) and self.alive:
+            assert self.store is not None
+            self.store.join()
+            code = self.store.exitcode or 0
+            how = f"was killed by {signal_name(-code)}" if code < 0 else "has ended"
             raise LaunchError(
-                "The process that holds the ranks' rendezvous store has ended; see its message "
-                "above."
+                f"The process {self.store.pid}, which holds the ranks' rendezvous store, {how}. "
+                "All ranks are ended; start the same command again."
             )
         return events
 
@@ -181,6 +201,29 @@ class Ranks:
         """Return the failure itself: there is one host."""
         return failure
 
+    def _lost_fork_server(self, alive: Sequence[Rank]) -> list[RankEvent]:
+        """Return the failure of the fork server, once it has ended. Nothing can start any more."""
+        parents = {rank.parent for rank in alive} - {os.getpid(), None}
+        for pid in parents - self._lost:
+            if pid is None or process_state(pid) not in (None, "Z", "X"):
+                continue
+            self._lost.add(pid)
+            name = f"the fork server (process {pid}), from which ranks are started,"
+            headline = _end_of_child(pid)
+            return [
+                Failure(
+                    alive[0].number,
+                    0.0,
+                    headline,
+                    "",
+                    is_secondary=False,
+                    code=1,
+                    is_loss=True,
+                    process=name,
+                )
+            ]
+        return []
+
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
         for rank in self.alive:
@@ -192,3 +235,13 @@ class Ranks:
             self.store.join()
         if self._private is not None:
             self._private.close()
+        self.progress.close()
+
+
+def _end_of_child(pid: int) -> str:
+    """Return how a child of this process has ended, and leave it to its owner to reap."""
+    with contextlib.suppress(OSError, AttributeError):
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+            return f"was killed by {signal_name(found.si_status)}"
+    return "has ended"

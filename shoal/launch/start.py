@@ -43,6 +43,8 @@ from shoal.launch.output import (
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
+from shoal.watchdog.hang_limit import limit_of_ranks
+from shoal.watchdog.progress_memory import ProgressMemory
 
 Context = ForkServerContext | SpawnContext
 StreamEnds = tuple[Connection | None, LineForwarder | None]
@@ -87,7 +89,10 @@ def start(
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     try:
-        ranks, common = _start_stores(context, torch_store, share)
+        # Words lie by rank. Ranks of several hosts have no watchdog yet.
+        words = processes if share is None else share.first_rank + processes
+        limit_s = limit_of_ranks(environment) if share is None else 0.0
+        ranks, common = _start_stores(context, torch_store, share, ProgressMemory(words), limit_s)
     except (EOFError, ConnectionError) as error:
         raise LaunchError(
             "The process that ranks are forked from has ended; its message stands above."
@@ -100,7 +105,9 @@ def start(
             variables = {**_inherited(share), **environment, **launcher_variables}
             streams = _streams(context, output, rank, share)
             ranks.all.append(
-                _start_rank(context, rank, processes, payload, variables, streams, wants_values)
+                _start_rank(
+                    context, rank, processes, payload, variables, streams, wants_values, ranks
+                )
             )
     except BaseException:
         ranks.kill()
@@ -152,18 +159,25 @@ def _context(preload: Sequence[str]) -> Context:
 
 
 def _start_stores(
-    context: Context, torch_store: bool, share: HostShare | None
+    context: Context,
+    torch_store: bool,
+    share: HostShare | None,
+    progress: ProgressMemory,
+    hang_limit_s: float,
 ) -> tuple[Ranks, dict[str, str]]:
     """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
     if share is not None:
         process = None if share.listener is None else _serve_on(context, share.listener)
-        return Ranks(process, None), _store_variables(share.address, share.port)
+        return Ranks(process, None, progress, hang_limit_s), _store_variables(
+            share.address, share.port
+        )
     private = PrivateStore()
     if private.variables and not torch_store:
-        return Ranks(None, private), {**private.variables}
+        return Ranks(None, private, progress, hang_limit_s), {**private.variables}
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     variables = _store_variables(*listener.getsockname())
-    return Ranks(_serve_on(context, listener), private), {**private.variables, **variables}
+    ranks = Ranks(_serve_on(context, listener), private, progress, hang_limit_s)
+    return ranks, {**private.variables, **variables}
 
 
 def _serve_on(context: Context, listener: socket.socket) -> BaseProcess:
@@ -218,10 +232,25 @@ def _start_rank(
     environment: Mapping[str, str],
     streams: Sequence[StreamEnds],
     wants_value: bool,
+    ranks: Ranks,
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
     (stdout, stdout_lines), (stderr, stderr_lines) = streams
-    spec = RankSpec(rank, local_world, payload, environment, report, stdout, stderr, wants_value)
+    paths = None
+    if ranks.progress.path is not None and ranks.progress.stacks_path is not None:
+        paths = ranks.progress.path, ranks.progress.stacks_path
+    spec = RankSpec(
+        rank,
+        local_world,
+        payload,
+        environment,
+        report,
+        stdout,
+        stderr,
+        wants_value,
+        progress=paths,
+        hang_limit_s=ranks.hang_limit_s,
+    )
     process = context.Process(target=main, args=(spec,), name=f"rank {rank}")
     process.start()
     # The rank has copies of these ends. A reader sees the end of a pipe only when all are closed.

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal.platform.tensors import MIB
 from shoal.shm_backend.segment import ALIGNMENT_BYTES
@@ -75,6 +77,17 @@ class ParamMeta(NamedTuple):
     length: int
     dtype: torch.dtype
     group: int
+
+
+def param_metas(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, ParamMeta]:
+    """Describe parameters, each with the index of its group in the optimizer."""
+    groups: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        groups.update(dict.fromkeys(map(id, group["params"]), index))
+    return {
+        name: ParamMeta(parameter.numel(), parameter.dtype, groups[id(parameter)])
+        for name, parameter in parameters.items()
+    }
 
 
 def partition_bytes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.plotting.curves import STYLE, refuse_suffix, write_figure
 from shoal.verification.script.script_report import ScriptReport
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, as in shoal.plotting.curves.
 COLORS = {"outputs": "#0072B2", "gradients": "#D55E00"}
-LOWEST, HIGHEST = 1e-17, 10.0
+MARKERS = {"outputs": "o", "gradients": "s"}
+LOWEST, HIGHEST = 1e-18, 10.0
 """Errors outside are drawn at the border: 0, and those that are infinite."""
 MAX_LABELS = 40
 
@@ -32,32 +33,57 @@ def _figure(report: ScriptReport) -> Figure:
     from matplotlib.figure import Figure
 
     layers = report.layers
-    figure = Figure(figsize=(8, max(3.0, 1.2 + 0.22 * min(len(layers), MAX_LABELS))))
+    height = 1.8 + 0.24 * max(4, min(len(layers), MAX_LABELS))
+    figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.subplots()
-    places = range(len(layers))
-    series = {
-        "outputs": [forward for _, forward, _ in layers],
-        "gradients": [gradient for _, _, gradient in layers],
-    }
-    for name, errors in series.items():
-        known = [
-            (_drawn(e), place) for place, e in zip(places, errors, strict=True) if e is not None
-        ]
-        axes.plot(*zip(*known, strict=True) if known else ([], []), "o-", ms=4, lw=1,
-                  color=COLORS[name], label=name)  # fmt: skip
-    allowed = report.first.allowed if report.first is not None else None
-    if allowed:
-        axes.axvline(allowed, color="#555555", lw=1, ls="--", label="tolerance")
-    axes.set_xscale("log")
-    axes.set_xlim(LOWEST / 2, HIGHEST * 2)
+    for name, errors in _series(report).items():
+        drawn = [_drawn(error) for error in errors.values()]
+        style: dict[str, Any] = {"color": COLORS[name], "alpha": 0.85, "clip_on": False}
+        axes.plot(drawn, [*errors], MARKERS[name], ms=5, label=name, **style)
+    first = report.first
+    if first is not None and first.allowed:
+        axes.axvline(first.allowed, color="#555555", lw=1, ls="--", label="tolerance of the first")
+    names = [name for name, _, _ in layers]
+    if first is not None and first.module in names:
+        place = names.index(first.module)
+        axes.axhspan(place - 0.5, place + 0.5, color="#F0E442", alpha=0.4, lw=0, label="the first")
     every = -(-len(layers) // MAX_LABELS) or 1
-    axes.set_yticks([*places][::every], [name or "the model" for name, _, _ in layers][::every])
-    axes.invert_yaxis()
-    axes.set_xlabel("relative error")
-    axes.legend(loc="lower right")
-    first = "no difference" if report.first is None else f"first: {report.first.what}"
-    axes.set_title(f"{report.verdict}; {first}")
+    shown = {i for i, name in enumerate(names) if i % every == 0}
+    if first is not None and first.module in names:
+        shown.add(names.index(first.module))
+    axes.set_yticks(sorted(shown), [names[i] or "the model" for i in sorted(shown)])
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xlim(LOWEST, HIGHEST)
+    powers = range(-16, 1, 2)
+    axes.set_xticks(
+        [LOWEST, *(10.0**p for p in powers), HIGHEST],
+        ["0", *(f"$10^{{{p}}}$" if p else "1" for p in powers), "more"],
+    )
+    axes.minorticks_off()
+    axes.set_xlabel("relative error to one process; gradients: of a module's own parameters")
+    figure.legend(loc="outside lower center", ncols=4)
+    axes.set_title(_title(report), loc="left")
     return figure
+
+
+def _series(report: ScriptReport) -> dict[str, dict[int, float]]:
+    """Return the known errors by the places of their modules."""
+    both = {
+        "outputs": [forward for _, forward, _ in report.layers],
+        "gradients": [gradient for _, _, gradient in report.layers],
+    }
+    return {
+        name: {place: error for place, error in enumerate(errors) if error is not None}
+        for name, errors in both.items()
+    }
+
+
+def _title(report: ScriptReport) -> str:
+    if report.first is None:
+        return f"{report.verdict}: {report.steps} steps on {report.ranks} ranks, and alone"
+    line = f" ({report.first.line})" if report.first.line else ""
+    return f"{report.verdict}: {report.cause.kind}\nfirst: {report.first.what}{line}"
 
 
 def _drawn(error: float) -> float:

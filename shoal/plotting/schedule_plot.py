@@ -23,6 +23,7 @@ COLORS = {"F": "#56B4E9", "B": "#E69F00", "I": "#E69F00", "W": "#009E73"}
 LABELS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 SECOND_STAGE_ALPHA = 0.55
 """Opacity of every second stage of a rank, so that stages can be told apart."""
+SECOND_STAGE_LABEL = "paler: every second stage of a rank"
 
 
 def save(table: ScheduleTable, output: Path) -> None:
@@ -63,11 +64,11 @@ def _figure(table: ScheduleTable) -> Figure:
     actual = max(bubble_fractions(slots))
     axes.set_title(f"{table.name}: idle {100 * actual:.1f} % ({formula} = {100 * expected:.1f} %)")
     kinds = sorted({slot.action.kind for row in slots for slot in row}, key="FBIW".index)
-    figure.legend(
-        handles=[Patch(color=COLORS[kind], label=LABELS[kind]) for kind in kinds],
-        loc="outside lower center",
-        ncols=len(kinds),
-    )
+    handles = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in kinds]
+    if per_rank > 1:
+        paler = Patch(facecolor=COLORS["F"], alpha=SECOND_STAGE_ALPHA, label=SECOND_STAGE_LABEL)
+        handles.append(paler)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure
 
 

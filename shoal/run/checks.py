@@ -5,7 +5,7 @@ Every function here raises. None of them changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import StrategyRefused, UsageError
-from shoal.strategies.base import LocalModel
+from shoal.strategies.base import LocalBatch, LocalModel, Strategy
 
 _CURE = (
     "forward_backward(compute_loss, *batch) calls compute_loss(*batch), which returns the loss: "
@@ -141,3 +141,65 @@ def check_some_gradient(local_model: LocalModel) -> None:
         "call a copy or a wrapper of them, or detach their outputs? It must call the models that "
         "run.prepare returned."
     )
+
+
+def single_sample_error(error: ValueError, batch: LocalBatch) -> UsageError | None:
+    """Return what to raise in place of torch's error of a BatchNorm that was given one sample.
+
+    None for another error, or where the whole batch is one sample.
+    """
+    text = "Expected more than 1 value per channel when training"
+    if text not in str(error) or (batch.sizes_known and batch.global_batch_size == 1):
+        return None
+    return UsageError(
+        f"a BatchNorm was given one sample, of which it can take no variance: {batch.num_samples} "
+        "samples of this batch came to this rank, and micro-batches divide them further. Use "
+        "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
+        "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
+        "pipeline=N,microbatches=M)."
+    )
+
+
+def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool) -> None:
+    """Raise StrategyRefused if other parameters cannot be trained than in the first `prepare`."""
+    if not all(strategy.can_apply_again for strategy in strategies):
+        raise StrategyRefused(
+            "prepare: other parameters are trained than in the first prepare, and this "
+            "strategy has divided or sent away those of the first. Give all models to the "
+            "first prepare, with all layers trainable that any phase trains, and a learning "
+            "rate of 0 for those that rest; or save with run.save(path) and train the next "
+            "phase in a run of its own; or use ddp or zero."
+        )
+    if step_in_backward:
+        raise StrategyRefused(
+            "prepare: other parameters are trained than in the first prepare, and "
+            "step_in_backward steps the first ones. Use step_in_backward=False."
+        )
+
+
+def check_takes_second_optimizer(local_model: LocalModel, step_in_backward: bool) -> None:
+    """Raise StrategyRefused if an optimizer cannot take the place of another one."""
+    if local_model.remote_optimizer is not None or step_in_backward:
+        raise StrategyRefused(
+            "prepare: a second optimizer after training has begun: parameter servers, and "
+            "step_in_backward, keep the first one's settings. Change the groups of the first "
+            "optimizer, or use ddp or zero without step_in_backward."
+        )
+
+
+def check_has_optimizer(optimizers: Collection[Optimizer]) -> None:
+    """Raise UsageError if no optimizer was prepared."""
+    if not optimizers:
+        raise UsageError(
+            "forward_backward: no optimizer was prepared. Before the loop: model, "
+            "optimizer, loader = run.prepare(model, optimizer, loader)."
+        )
+
+
+def check_keeps_gradients(call: str, reason: str, step_in_backward: bool) -> None:
+    """Raise UsageError if gradients are stepped and freed in the backward pass.
+
+    Args: call: that needs them. reason: why it cannot do without.
+    """
+    if step_in_backward:
+        raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")

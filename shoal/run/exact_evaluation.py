@@ -23,6 +23,8 @@ from shoal.comm.axis import Axis
 from shoal.data.evaluation_batches import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalModel
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 ComputeSums = Callable[..., dict[str, Tensor]]
 """(*batch) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
@@ -77,8 +79,10 @@ def _evaluate_batches(
 ) -> dict[str, float]:
     """Compute this rank's batches. Return the sums over all ranks."""
     rows: list[dict[str, Tensor]] = []
-    with torch.no_grad():
+    progress = own_progress()
+    with torch.no_grad(), progress.during(Phase.EVALUATION):
         for item in batches:
+            progress.enter(Phase.EVALUATION)
             count = torch.tensor(float(item.rows))
             row = {"samples": count, **_compute(compute_sums, to_device(item.batch))}
             rows += [row] if item.is_counted else []

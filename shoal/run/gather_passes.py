@@ -16,20 +16,18 @@ Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Li
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial, wraps
 from io import StringIO
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import count_rows, gather_rows
-from shoal.data.seeds import derive_seed, preserve_rng_state
+from shoal.data.seeds import MicrobatchSeeds, preserve_rng_state
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
@@ -107,7 +105,7 @@ class MicrobatchGathering:
         if not self._known.get(key, True):
             return batch
         with self._leaving_no_trace(function) as can_repeat:
-            seeds = _Seeds(devices_of(self._models))
+            seeds = MicrobatchSeeds(devices_of(self._models))
             values = []
             if not self._on_any_rank(not can_repeat):
                 values = self._values(microbatches, model, seeds)
@@ -118,11 +116,11 @@ class MicrobatchGathering:
         gathered = [self._gathered(own, microbatches) for own in values]
         with self._leaving_no_trace(function):
             asked = self._asked(gathered, values, microbatches, model, seeds)
-        _Seeds(devices_of(self._models))  # the next step draws others
+        MicrobatchSeeds(devices_of(self._models))  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
 
     def _values(
-        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: _Seeds
+        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: MicrobatchSeeds
     ) -> list[list[Tensor]]:
         """[1] Return for each gather the own rows of each micro-batch. Collective."""
         found: list[list[Tensor]] = []
@@ -168,7 +166,7 @@ class MicrobatchGathering:
         values: list[list[Tensor]],
         microbatches: list[base.LocalBatch],
         model: base.LocalModel,
-        seeds: _Seeds,
+        seeds: MicrobatchSeeds,
     ) -> list[GatheredRows]:
         """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
         leaves = [
@@ -224,7 +222,7 @@ class MicrobatchGathering:
         batch: base.LocalBatch,
         microbatches: list[base.LocalBatch],
         gathered: list[GatheredRows],
-        seeds: _Seeds,
+        seeds: MicrobatchSeeds,
     ) -> base.ComputeLoss:
         """[3] Return the function of the step. It is called for each micro-batch in turn."""
         compute_loss = batch.compute_loss
@@ -277,25 +275,6 @@ class MicrobatchGathering:
             objects.restore()
             for state in reversed(models):
                 state.restore()
-
-
-class _Seeds:
-    """The seeds of a step's micro-batches, so that every pass draws the same random numbers."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._devices = devices
-        self._torch = int(torch.randint(2**62, ()))
-        # Equal on all ranks, as the generators of Python and NumPy are.
-        self._python = random.getrandbits(31)
-
-    @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Draw the numbers of one micro-batch in this context."""
-        with preserve_rng_state(self._devices):
-            torch.manual_seed(derive_seed(self._torch, microbatch))
-            random.seed(derive_seed(self._python, microbatch))
-            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
-            yield
 
 
 def _place_of(function: Any) -> str:

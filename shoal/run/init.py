@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -124,27 +124,22 @@ def init(
     mesh = init_mesh(read(os.environ), helpers, ParallelDims(**mesh_sizes(chosen)))
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
-    transforms: list[base.Strategy] = [Precision(precision, loss_scale)]
-    if compile:
-        transforms.append(Compile())
-    last: list[base.Strategy] = [SyncBatchNorm()] if sync_batchnorm else []
-    last.append(Accumulate(accumulate))
-    if draws == "global":
-        last.append(DrawGlobally(seed))
+    transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]
+    last = [
+        *([SyncBatchNorm()] if sync_batchnorm else []),
+        Accumulate(accumulate),
+        *([DrawGlobally(seed)] if draws == "global" else []),
+    ]
+    reaction = NonfiniteSettings(nonfinite, max_nonfinite)
+    tell = announce if mesh.rank == 0 else _ignore
     return Run(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(
-            seed,
-            accumulate,
-            step_in_backward,
-            draws,
-            NonfiniteSettings(nonfinite, max_nonfinite),
-        ),
+        RunSettings(seed, accumulate, step_in_backward, draws, reaction),
         loss_scale,
-        announce if mesh.rank == 0 else _ignore,
+        tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),
-        Guards(guards, announce if mesh.rank == 0 else _ignore, strategy),
+        Guards(guards, tell, strategy),
     )
 
 
@@ -160,7 +155,9 @@ def seed_generators(seed: int) -> None:
 
 
 def _in_order(
-    chosen: list[base.Strategy], transforms: list[base.Strategy], last: list[base.Strategy]
+    chosen: Sequence[base.Strategy],
+    transforms: Sequence[base.Strategy],
+    last: Sequence[base.Strategy],
 ) -> list[base.Strategy]:
     """Return all strategies in the order in which they are applied.
 

@@ -19,14 +19,16 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
+    check_can_apply_again,
     check_frozen_unchanged,
     check_loader_not_needed,
     check_on_device,
     check_one_optimizer_in_backward,
+    check_takes_second_optimizer,
 )
 from shoal.run.first_step_notes import FirstStepNotes
 from shoal.run.guards import Guards
@@ -39,6 +41,7 @@ from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
     make_local_model,
+    pacing_of,
     seed_this_rank,
     shard_loader,
 )
@@ -54,6 +57,8 @@ from shoal.run.training_step import StepChecks, TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -118,6 +123,11 @@ class Prepared:
     def is_applied(self) -> bool:
         """True if the strategies have made the local model."""
         return self.step is not None
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if gradients are stepped and freed in the backward pass."""
+        return self.step is not None and self.step.optimizer_in_backward is not None
 
     @property
     def root(self) -> nn.Module:
@@ -198,11 +208,13 @@ class Prepared:
         if not self.loaders:
             check_loader_not_needed(self.settings.step_in_backward)
         if self.needs_example and self.mesh.size > 1:
+            # Until the first batch divides it, a script may evaluate the model on every rank.
             self.mesh.broadcast_module(self.root)
             self._install_guards(groups)
             seed_this_rank(self.mesh, self.settings)
             return
         self._apply(None, groups)
+        # Last, for strategies that draw must draw the same on all ranks.
         seed_this_rank(self.mesh, self.settings)
 
     def in_step(self) -> AbstractContextManager[None]:
@@ -224,6 +236,7 @@ class Prepared:
             )
         self._local_model = local_model
         self._note_trained()
+        # By name: strategies may have replaced the parameters that the optimizers were made with.
         scaled = self.loss_scale is not None
         bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
         in_backward = None
@@ -233,7 +246,7 @@ class Prepared:
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
-        is_first = self.step is None
+        is_first = self.step is None  # when layers are thawed later, the notes are known
         self.step = TrainingStep(
             local_model,
             self.mesh,
@@ -257,26 +270,28 @@ class Prepared:
 
     def _watch_steps(self) -> None:
         """Bring new values to all ranks after each step of an optimizer."""
+        own_progress().pace(*pacing_of(self.mesh, self.local_model()))
         self.nonfinite_steps.watch(self.local_model(), self.optimizers)
         for optimizer in self.optimizers:
             if optimizer not in self._stepping:
                 self._stepping.add(optimizer)
+                optimizer.register_step_pre_hook(self._begin_optimizer)
                 optimizer.register_step_post_hook(self._gather_params)
 
-    def _gather_params(self, *_: Any) -> None:
+    def _begin_optimizer(self, *_: Any) -> None:
+        own_progress().enter(Phase.OPTIMIZER)
+
+    def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
         assert self._local_model is not None
         self._local_model.gather_params()
+        if optimizer is self.optimizers[0]:
+            own_progress().end_step()
 
     def _bind(self) -> None:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
         groups = group_names(self.optimizers, self.root)
-        if local_model.remote_optimizer is not None or self.settings.step_in_backward:
-            raise StrategyRefused(
-                "prepare: a second optimizer after training has begun: parameter servers, and "
-                "step_in_backward, keep the first one's settings. Change the groups of the first "
-                "optimizer, or use ddp or zero without step_in_backward."
-            )
+        check_takes_second_optimizer(local_model, self.settings.step_in_backward)
         bind_optimizers(
             self.optimizers, groups, local_model, self.settings, self.loss_scale is not None
         )
@@ -299,23 +314,12 @@ class Prepared:
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where they can make all parameters whole again. Collective."""
-        if not all(strategy.can_apply_again for strategy in self._strategies):
-            raise StrategyRefused(
-                "prepare: other parameters are trained than in the first prepare, and this "
-                "strategy has divided or sent away those of the first. Give all models to the "
-                "first prepare, with all layers trainable that any phase trains, and a learning "
-                "rate of 0 for those that rest; or save with run.save(path) and train the next "
-                "phase in a run of its own; or use ddp or zero."
-            )
-        if self.settings.step_in_backward:
-            raise StrategyRefused(
-                "prepare: other parameters are trained than in the first prepare, and "
-                "step_in_backward steps the first ones. Use step_in_backward=False."
-            )
+        check_can_apply_again(self._strategies, self.settings.step_in_backward)
         root = as_one_module(self.models)
         groups = group_names(self.optimizers, root)
         assert self._local_model is not None
         self._guards.remove()
+        # State comes out before `close`, which ends the servers that hold it.
         state = self._local_model.strategy_state
         state.synchronize()
         for optimizer in self.optimizers:

@@ -5,8 +5,8 @@ Every method that says *Collective* must be called by all ranks, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
-from shoal.run.checks import check_compute_loss, check_step_options
+from shoal.run.checks import (
+    check_compute_loss,
+    check_has_optimizer,
+    check_keeps_gradients,
+    check_step_options,
+    single_sample_error,
+)
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -33,6 +39,8 @@ from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 class Run(StatefulRun):
@@ -128,7 +136,7 @@ class Run(StatefulRun):
         """
         check_compute_loss(compute_loss, batch)
         check_step_options(rows, reduction)
-        self._prepared.local_model()
+        self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make_batch(
             compute_loss,
@@ -145,6 +153,7 @@ class Run(StatefulRun):
             if reduction == "rows":
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
+            # The passes before the step repeat random numbers, which global draws cannot.
             if self._settings.accumulate > 1 and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
@@ -155,6 +164,11 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
+        except ValueError as error:
+            explained = single_sample_error(error, local_batch)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self._gathering.end_step()
         self.totals = output.totals
@@ -164,11 +178,7 @@ class Run(StatefulRun):
         """Return the step of the local model; the first batch may be needed to make it."""
         prepared = self._prepared
         if prepared.step is None:
-            if not prepared.optimizers:
-                raise UsageError(
-                    "forward_backward: no optimizer was prepared. Before the loop: model, "
-                    "optimizer, loader = run.prepare(model, optimizer, loader)."
-                )
+            check_has_optimizer(prepared.optimizers)
             accumulate = self._settings.accumulate
             with prepared.in_step():
                 example = example_of(batch, prepared.models, self.mesh, accumulate)
@@ -206,14 +216,14 @@ class Run(StatefulRun):
         Returns: the norm before, a scalar tensor.
         """
         local_model = self._local_model()
-        self._check_has_gradients(
-            "clip_gradients", "clipping needs the norm of all gradients at once"
-        )
+        reason = "clipping needs the norm of all gradients at once"
+        check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
         return clip_gradients(local_model, max_norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of every trainable parameter, under its name. Collective."""
-        self._check_has_gradients("gradients", "they have been used and freed")
+        reason = "they have been used and freed"
+        check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
         local_model = self._local_model()
         if local_model.strategy_state.has_rank_local_optimizer:
             raise UsageError(
@@ -329,20 +339,18 @@ class Run(StatefulRun):
         """
         return self.totals is not None and bool(self.totals[base.STOP] > 0)
 
-    def outside_step(self, doing: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def outside_step(self, doing: str) -> Iterator[None]:
         """Return a context for work that belongs to no step, such as a save of your own.
 
         A trace shows that time under the name `doing`.
         """
-        return nullcontext() if self._tracing is None else self._tracing.outside_step(doing)
+        tracing = self._tracing
+        traced = nullcontext() if tracing is None else tracing.outside_step(doing)
+        with own_progress().during(Phase.SAVE), traced:
+            yield
 
     def end_trace(self) -> None:
         """Write the steps traced so far, if the run ends within the traced window. Collective."""
         if self._tracing is not None:
             self._tracing.finish()
-
-    def _check_has_gradients(self, call: str, reason: str) -> None:
-        """Raise UsageError if gradients are stepped and freed in the backward pass."""
-        step = self._prepared.step
-        if step is not None and step.optimizer_in_backward is not None:
-            raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")

@@ -22,6 +22,8 @@ from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 class StepChecks(NamedTuple):
@@ -64,12 +66,14 @@ class TrainingStep:
         self._tracing = tracing
         self._notes = notes
         self._has_stepped = False
+        self._progress = own_progress()
         # The sum over ranks for counts; None where each rank steps by itself.
         synchronous = mesh.data.size > 1 and local_model.strategy_state.is_synchronous
         self._sum_counts = mesh.data.all_reduce if synchronous else None
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
         """Leave the global mean gradients in `.grad`. Collective."""
+        self._progress.begin_step(shapes_of(batch))
         self._guards.before_step()
         if self.optimizer_in_backward is not None:
             batch = batch._replace(compute_loss=require_mean(batch.compute_loss))
@@ -94,6 +98,7 @@ class TrainingStep:
         # The loss scale of fp16 looks for overflows, and skips steps.
         is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
         self._guards.after_step(output, looks_at_loss=not is_judged)
+        self._progress.enter(Phase.BETWEEN)
         return output
 
     @contextmanager
@@ -121,3 +126,9 @@ class TrainingStep:
         if self._tracing is not None:
             return self._tracing.run_passes(self._local_model, batch)
         return local_step.forward_backward(self._local_model, batch)
+
+
+def shapes_of(batch: base.LocalBatch) -> tuple[object, ...]:
+    """Return the shapes of the tensors of a batch, which decide if something is compiled anew."""
+    values = (*batch.args, *batch.kwargs.values()) if batch.kwargs else batch.args
+    return tuple(value.shape for value in values if isinstance(value, Tensor))

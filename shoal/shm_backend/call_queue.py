@@ -27,6 +27,7 @@ from shoal.platform.torch_private import typed_futures
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Condition, Waiter
+from shoal.watchdog.progress_writer import own_progress
 
 INLINE_WAIT_S = 1e-3
 GRACE_S = 0.5
@@ -86,7 +87,9 @@ class ShmWork(Work):
         job = self._job
         if not job.done.is_set():
             limit_s = timeout.total_seconds()
-            if not job.done.wait(limit_s if limit_s > 0 else None):
+            with own_progress().waiting():
+                is_done = job.done.wait(limit_s if limit_s > 0 else None)
+            if not is_done:
                 raise CollectiveFailed(
                     f"{job.call.describe()} was not complete after {limit_s:g} s."
                 )
@@ -206,7 +209,7 @@ class CallQueue:
         if self.error is not None:
             raise self._repeat_error()
         is_sync = not opts.asyncOp
-        if self._jobs or not self._turn.acquire(blocking=False):
+        if self._jobs or not self._turn.acquire(False):
             return self._enqueue(QueuedCall(call, word, start, results, opts), is_sync)
         job: QueuedCall | None = None
         try:

@@ -35,10 +35,11 @@ def all_to_all(gloo: Any, into: Sequence[Tensor], rows: Sequence[Tensor]) -> Non
     into[rank].copy_(rows[rank])
     sources = [(rank - step) % size for step in range(1, size)]
     targets = [(rank + step) % size for step in range(1, size)]
-    works = [gloo.recv([into[source]], source, TAG) for source in sources if into[source].numel()]
-    works += [gloo.send([rows[target]], target, TAG) for target in targets if rows[target].numel()]
+    works = [receive(gloo, into[source], source) for source in sources]
+    works += [send(gloo, rows[target], target) for target in targets]
     for work in works:
-        work.wait()
+        if work is not None:
+            work.wait()
 
 
 def all_gather(gloo: Any, into: Sequence[Tensor], row: Tensor) -> None:
@@ -47,3 +48,13 @@ def all_gather(gloo: Any, into: Sequence[Tensor], row: Tensor) -> None:
     Each rank sends as many bytes as in a ring.
     """
     all_to_all(gloo, into, [row] * gloo.size())
+
+
+def send(gloo: Any, tensor: Tensor, target: int) -> Any:
+    """Start to send a contiguous tensor; return its handle, or None for an empty one."""
+    return gloo.send([tensor], target, TAG) if tensor.numel() else None
+
+
+def receive(gloo: Any, into: Tensor, source: int) -> Any:
+    """Start to receive into a contiguous tensor; return its handle, or None for an empty one."""
+    return gloo.recv([into], source, TAG) if into.numel() else None

@@ -31,6 +31,7 @@ from shoal.shm_backend.segment import AttachedSegment, SharedSegment
 from shoal.shm_backend.visible_calls import visible
 from shoal.shm_backend.waiter import SPIN_S, Waiter
 from shoal.trace.recorder import Recorder
+from shoal.watchdog.progress_writer import own_progress
 
 logger = logging.getLogger("shoal.comm")
 GLOO = dist.ProcessGroup.BackendType.GLOO
@@ -117,7 +118,8 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         """Return this rank's phase board, whose ranks are indices into `host_ranks`."""
         peers = {host_ranks.index(rank): segment for rank, segment in attached.items()}
         names = [self._ranks[rank] for rank in host_ranks]
-        return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names)
+        progress = own_progress().join_group(f"{self._label} on {names}", names)
+        return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names, progress)
 
     def __repr__(self) -> str:
         return f"group of ranks {self._ranks}"

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import CollectiveFailed
 from shoal.platform.torch_private.c10d import make_gloo
-from shoal.shm_backend import collectives, full_duplex
+from shoal.shm_backend import collectives, full_duplex, pairwise_exchange
 from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
@@ -78,22 +78,12 @@ class InterHost:
 
     def reduce(self, piece: Tensor, operation: str) -> None:
         """Reduce `piece` over all hosts in their order, in place. Collective."""
-        if self.num_hosts == 2 or piece.nbytes <= ONE_MESSAGE_BYTES:
+        if piece.nbytes <= ONE_MESSAGE_BYTES:
             terms = torch.empty(self.num_hosts, piece.numel(), dtype=piece.dtype)
             full_duplex.all_gather(self.gloo, terms.unbind(), piece)
             reduce_into(piece, terms.unbind(), operation)
             return
-        # Divide the piece once more: host h reduces chunk h, and all gather the chunks.
-        length = -(-piece.numel() // self.num_hosts)
-        padded = piece.new_zeros(self.num_hosts * length)
-        padded[: piece.numel()] = piece
-        chunks = padded.view(self.num_hosts, length).unbind()
-        terms = torch.empty_like(padded).view(self.num_hosts, length)
-        reduced = piece.new_empty(length)
-        full_duplex.all_to_all(self.gloo, terms.unbind(), chunks)
-        reduce_into(reduced, terms.unbind(), operation)
-        full_duplex.all_gather(self.gloo, chunks, reduced)
-        piece.copy_(padded[: piece.numel()])
+        pairwise_exchange.all_reduce(self.gloo, piece, operation)
 
 
 def all_reduce(board: PhaseBoard, inter_host: InterHost, tensor: Tensor, operation: str) -> Steps:

@@ -22,6 +22,8 @@ from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.traced_work import trace_work
+from shoal.watchdog.progress_word import RECV, SEND
+from shoal.watchdog.progress_writer import now_ns, own_progress
 
 NO_LIMIT = timedelta(0)
 EXIT_S = 0.5  # the longest time between the end of a process's connections and its own end
@@ -84,7 +86,9 @@ class Messages(CollectiveDispatch):
         def explain(error: RuntimeError, limit_s: float) -> RuntimeError:
             return self._explain(error, message, limit_s)
 
-        return MessageWork(work, tensor, explain)
+        there = -1 if peer is None else self._ranks[peer]
+        described = SEND if kind == "send" else RECV, there, tensor.numel()
+        return MessageWork(work, tensor, explain, described)
 
     def _explain(
         self, error: RuntimeError, message: MessageSignature, limit_s: float
@@ -149,14 +153,21 @@ class Messages(CollectiveDispatch):
 class MessageWork(Work):
     """A handle of Gloo whose errors name the other rank.
 
-    Args: explain: makes the error to raise of Gloo's error and the limit of the wait in seconds.
+    Args:
+        explain: makes the error to raise of Gloo's error and the limit of the wait in seconds.
+        message: its kind, the other global rank and its numbers, for the progress word.
     """
 
     def __init__(
-        self, work: Work, tensor: Tensor, explain: Callable[[RuntimeError, float], RuntimeError]
+        self,
+        work: Work,
+        tensor: Tensor,
+        explain: Callable[[RuntimeError, float], RuntimeError],
+        message: tuple[int, int, int],
     ) -> None:
         super().__init__()
         self._work, self._tensor, self._explain = work, tensor, explain
+        self._message = message
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until a send has left or a recv has arrived.
@@ -164,10 +175,15 @@ class MessageWork(Work):
         Raises: CollectiveFailed: the message was not complete in time. PeerLost: the other rank has
             ended or left the group.
         """
+        progress = own_progress()
+        start_ns = now_ns()
         try:
-            return bool(self._work.wait(timeout))
+            with progress.message_wait(*self._message):
+                return bool(self._work.wait(timeout))
         except RuntimeError as error:
             raise self._explain(error, timeout.total_seconds()) from None
+        finally:
+            progress.add_waited(now_ns() - start_ns)
 
     def synchronize(self) -> None:
         self.wait()

@@ -25,6 +25,7 @@ from shoal.errors import CollectiveFailed
 from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.futex import futex_wait, futex_wake
 from shoal.shm_backend.segment import TOKEN_BYTES, AttachedSegment, SharedSegment
+from shoal.watchdog.progress_writer import CallProgress
 
 # A collective as a generator: each item is a condition and its argument, which must be true before
 # the generator may go on.
@@ -99,6 +100,7 @@ class PhaseBoard:
         memory: the segment of this rank, of SIZE_BYTES.
         peers: the segments of all other ranks of this host.
         names: ranks as error messages show them; the indices unless given.
+        progress: shows the calls to the launcher; None for a board that shows none.
 
     Attributes:
         phase: the last phase that this rank has published.
@@ -112,8 +114,10 @@ class PhaseBoard:
         memory: SharedSegment,
         peers: Mapping[int, AttachedSegment],
         names: Sequence[int] | None = None,
+        progress: CallProgress | None = None,
     ) -> None:
         self.rank = rank
+        self._progress = progress
         self.size = len(peers) + 1
         self.names = list(names or range(self.size))
         self.memories: list[SharedSegment | AttachedSegment] = [
@@ -147,6 +151,8 @@ class PhaseBoard:
         self.word = word
         self.calls += 1
         self._self_words[CALLS] = self.calls
+        if self._progress is not None:
+            self._progress.begin(self.calls, word)
 
     def slot_views(self, dtype: torch.dtype, length: int) -> SlotViews:
         """Return tensors in the slots, of at most SLOT_BYTES each."""

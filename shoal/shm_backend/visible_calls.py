@@ -73,6 +73,8 @@ def _first_has_own_dispatch(args: tuple[Any, ...]) -> bool:
     for value in args:
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
+        if type(value) is Tensor:
+            return value.is_meta
         if isinstance(value, Tensor):
             return c10d_ops.has_own_dispatch(value)
     return False

@@ -20,6 +20,7 @@ from typing import Any
 from shoal.errors import CollectiveFailed, PeerLost
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.phase_board import PhaseBoard
+from shoal.watchdog.progress_writer import own_progress
 
 SPIN_S = 1e-3
 SHORT_SPIN_S = 50e-6
@@ -72,6 +73,7 @@ class Waiter:
         self.timeout_s = timeout_s
         self.spins = AdaptiveSpin(spin_s)
         self._leave_at_s = math.inf
+        self._progress = own_progress()
 
     def set_deadline(self, grace_s: float) -> None:
         """Let all waits fail after `grace_s` from now, because this rank leaves its group."""
@@ -85,20 +87,28 @@ class Waiter:
         Raises: PeerLost: a rank that is waited for has ended or given up. CollectiveFailed: the
             time-out has passed.
         """
-        if not self._spin(condition, phase):
-            self.until_without_spinning(condition, phase, opts)
+        start_s = time.perf_counter()
+        is_there = self._spin(condition, phase)
+        self._progress.add_waited(int((time.perf_counter() - start_s) * 1e9))
+        if not is_there:
+            with self._progress.waiting():
+                self.until_without_spinning(condition, phase, opts)
 
     def poll_for(self, condition: Condition, phase: Any, limit_s: float) -> bool:
         """Spin, then sleep for up to `limit_s`. Return True if the condition became true."""
-        if self._spin(condition, phase):
+        start_s = time.perf_counter()
+        try:
+            if self._spin(condition, phase):
+                return True
+            end_s = time.perf_counter() + limit_s
+            while not condition(phase):
+                remaining_s = end_s - time.perf_counter()
+                if remaining_s <= 0:
+                    return False
+                self._sleep(phase, remaining_s)
             return True
-        end_s = time.perf_counter() + limit_s
-        while not condition(phase):
-            remaining_s = end_s - time.perf_counter()
-            if remaining_s <= 0:
-                return False
-            self._sleep(phase, remaining_s)
-        return True
+        finally:
+            self._progress.add_waited(int((time.perf_counter() - start_s) * 1e9))
 
     def _sleep(self, phase: Any, limit_s: float) -> None:
         if isinstance(phase, int):
@@ -119,6 +129,12 @@ class Waiter:
     def until_without_spinning(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait like `until`, but asleep from the beginning."""
         start_s = time.monotonic()
+        try:
+            self._sleep_until(condition, phase, opts, start_s)
+        finally:
+            self._progress.add_waited(int((time.monotonic() - start_s) * 1e9))
+
+    def _sleep_until(self, condition: Condition, phase: Any, opts: Any, start_s: float) -> None:
         limit_s = self._limit_s(opts)
         end_s = start_s + limit_s
         check_at_s = start_s + HEALTH_EVERY_S

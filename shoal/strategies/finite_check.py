@@ -59,9 +59,10 @@ class FiniteCheck:
 def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
     """Return False if a value is not finite, or if values are so large that their sum is not.
 
-    A DTensor counts with its shard on this rank. Waits for the device.
+    A DTensor counts with its shard on this rank. With offload some tensors lie on the CPU and some
+    on a device. Waits for the device, once.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:
         # A plain tensor needs no more calls than these: they are most of the time of a check.
@@ -69,11 +70,12 @@ def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
         if local.numel() > JOINED_ELEMENTS:
             sums.append(_sum(local))
         else:
-            small.setdefault(local.dtype, []).append(local)
+            small.setdefault((local.device, local.dtype), []).append(local)
     sums += [_sum(flatten_tensors(joined)) for joined in small.values()]
-    if sums and not sums[0].is_cpu:  # one wait for the device
-        return bool(torch.stack([torch.isfinite(value) for value in sums]).all())
-    return all(cmath.isfinite(value.item()) for value in sums)
+    if not all(cmath.isfinite(value.item()) for value in sums if value.is_cpu):
+        return False
+    on_device = [torch.isfinite(value) for value in sums if not value.is_cpu]
+    return not on_device or bool(torch.stack(on_device).all())
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> list[str]:

@@ -44,11 +44,16 @@ from shoal.strategies.base import (
 from shoal.strategies.extras import add_summed, detach
 from shoal.strategies.loss_terms import split_result
 from shoal.strategies.term_weights import combine_terms
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
     """Compute the forward and backward passes of one micro-batch on one rank."""
+    progress = own_progress()
+    progress.enter(Phase.FORWARD)
     output = forward(batch)
+    progress.enter(Phase.BACKWARD)
     if output.totals_param is None:
         output.loss.backward()
     else:
@@ -140,6 +145,7 @@ def cached_scalar_tensor(value: float, dtype: torch.dtype, device: torch.device)
 def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     """Compute a batch and reduce: owned gradients are global means afterwards. Collective."""
     result = model.run(model.forward, batch)
+    own_progress().enter(Phase.REDUCE)
     model.reduce_gradients()
     return result
 

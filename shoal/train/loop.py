@@ -31,6 +31,7 @@ from shoal.train.record import Record
 from shoal.train.run_directory import claim_for_all, make_again
 from shoal.train.run_saver import open_saver
 from shoal.train.training_state import TrainingState
+from shoal.watchdog.progress_writer import own_progress
 
 
 def train(job: Job) -> None:
@@ -184,6 +185,8 @@ class Training:
             "samples_per_s": interval.samples_per_s,
             "time_s": self.state.watch.seconds,
         }
+        if (slow := own_progress().slow_rank()) is not None:
+            record["slow_rank"] = slow
         self.log.step(record)
         self.progress.show(record)
 

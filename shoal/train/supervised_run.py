@@ -24,14 +24,25 @@ from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
 from shoal.train import entry
 from shoal.train.run_directory import CONFIG, last_saved
+from shoal.watchdog import hang_limit
 
 RESTARTS = 3
 """Restarts after a lost rank, unless `--restarts` says otherwise."""
 PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
 
 
-def train(job: Job, line: StrategyLine, processes: int, restarts: int = RESTARTS) -> int:
+def train(
+    job: Job,
+    line: StrategyLine,
+    processes: int,
+    restarts: int = RESTARTS,
+    hang_limit_s: float = hang_limit.DEFAULT_S,
+) -> int:
     """Train `job` by the strategies of `line` on `processes` ranks. For the main thread.
+
+    Args:
+        restarts: the most restarts after a lost rank.
+        hang_limit_s: a rank that does not come for so long is lost; 0 for no limit.
 
     Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
     """
@@ -41,7 +52,10 @@ def train(job: Job, line: StrategyLine, processes: int, restarts: int = RESTARTS
     check = partial(check_job, job, line)
     saved_step = partial(last_saved, directory)
     with ControlServer(directory, CONFIG) as control, _server_directory() as folder:
-        environment = {"SHOAL_SERVER_DIRECTORY": folder}
+        environment = {
+            "SHOAL_SERVER_DIRECTORY": folder,
+            hang_limit.VARIABLE: f"{hang_limit_s:g}",
+        }
         spec = JobSpec(entry.train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
         return run_with_restarts(spec, processes, control, restarts)
 

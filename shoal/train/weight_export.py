@@ -8,10 +8,10 @@
         tensor 1, rows 3 4 5     ...
         ...
 
-One process reads one chunk at a time and writes it to its offset. So it needs the memory of the
-largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor otherwise. The
-header can be written first, because the checkpoint's index has shapes and dtypes. Source of the
-format: the safetensors project's description.
+One process maps one chunk at a time and writes it to its offset. So it needs no more than the
+memory of the largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor
+otherwise. The header can be written first, because the checkpoint's index has shapes and dtypes.
+Source of the format: the safetensors project's description.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _copy(chunk: Chunk, tensor: TensorEntry, stream: io.BufferedWriter[Any], sta
 
     The chunk is freed on return, before the next one is read.
     """
-    values = chunk.read().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    values = chunk.mapped().contiguous().reshape(-1).view(torch.uint8).numpy().data
     done = 0
     for first, length in chunk.runs(tensor.shape):
         size_bytes = length * tensor.dtype.itemsize

@@ -1,5 +1,7 @@
 """Means over ranks with the same bits at every position and on every backend."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,22 +15,29 @@ from shoal.testing import world
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_mean_has_the_same_bits_on_both_backends_at_every_position(ranks: int) -> None:
-    assert world.run(ranks, _means) == [True] * ranks
+    assert world.run(ranks, _means, random.randrange(400_000)) == [True] * ranks
 
 
-def _means() -> bool:
+def _means(some_length: int) -> bool:
     gloo = dist.new_group(backend="gloo")
     assert sums_in_order()
     assert not sums_in_order(gloo)
     made = torch.Generator().manual_seed(dist.get_rank())
-    for length in (5, 10_000, 300_001):
-        tensor = torch.randn(length, generator=made)
-        ours, theirs, shifted = tensor.clone(), tensor.clone(), torch.cat([torch.ones(7), tensor])
-        rank_order_mean(ours)
-        rank_order_mean(theirs, gloo)
-        rank_order_mean(shifted)
-        assert torch.equal(ours, theirs)
-        assert torch.equal(ours, shifted[7:])
+    for length in (1, 5, 10_000, 300_001, some_length):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            tensor = torch.randn(length, generator=made).to(dtype)
+            terms = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(terms, tensor)
+            expected = sum(terms[1:], terms[0]) / len(terms)
+            ours, theirs = tensor.clone(), tensor.clone()
+            shifted = torch.cat([torch.ones(7, dtype=dtype), tensor])
+            rank_order_mean(ours)
+            rank_order_mean(theirs, gloo)
+            rank_order_mean(shifted, gloo)
+            for found in (ours, theirs, shifted[7:]):
+                assert torch.equal(found, expected), (length, dtype)
+    with_gaps = torch.arange(12.0).view(3, 4).t()
+    assert rank_order_mean(with_gaps, gloo).equal(torch.arange(12.0).view(3, 4).t())
     return True
 
 

@@ -73,7 +73,7 @@ def test_the_yaml_holds_every_setting_with_its_meaning() -> None:
     text = to_yaml(Job(optimizer=OptimizerConfig(lr=5e-5)))
     for setting in all_settings().values():
         assert f"# {setting.help}\n" in text
-    assert "\noptimizer:                          # Who steps.\n" in text
+    assert "\noptimizer:                          # The optimizer and its options.\n" in text
     assert "\n  lr: 5.0e-05                       # learning rate for a batch" in text
 
 

@@ -2,24 +2,35 @@
 sentences.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "shoal").rglob("*.py"))
-SOURCES = sorted(
-    path
-    for top in ("shoal", "tests", "benchmarks", "examples")
-    for path in (ROOT / top).rglob("*.py")
+from source_numbers import (
+    LONGEST_FILE,
+    LONGEST_LINE,
+    MOST_ARGUMENTS,
+    MOST_COMPLEX,
+    REPEATED_MODULES,
+    ROOT,
+    complexity,
+    constructor_arguments,
+    sources,
 )
-# A strategy's folder has a `strategy` and may have a `plan`; a contract of several implementations
-# is a `base`.
-REPEATED_MODULES = {"__init__", "__main__", "base", "plan", "strategy"}
+
+PACKAGE = sources("shoal")
+BENCHMARKS = sources("benchmarks")
+EVERYWHERE = [*PACKAGE, *BENCHMARKS, *sources("tests"), *sources("examples")]
+TO_BE_DIVIDED = {
+    "shoal/shm_backend/reduction_ops.py:allreduce",
+    "shoal/verification/script/joined_ranks.py:_versions",
+    "shoal/verification/script/likely_cause.py:_backward",
+    "shoal/verification/script/run_comparison.py:compare_runs",
+}
 RIDDLES = re.compile(r"(What|Whether|Of|Who|Until)\b")
-LONGEST_LINE = 100
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -34,26 +45,25 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_no_two_classes_share_a_name() -> None:
     places = defaultdict(list)
-    for path in PACKAGE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for source in PACKAGE:
+        for owner in source.classes():
+            places[owner.name.lstrip("_")].append(f"{source.name}:{owner.lineno}")
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_no_two_modules_share_a_name() -> None:
     places = defaultdict(list)
-    for path in PACKAGE:
-        if path.stem not in REPEATED_MODULES:
-            places[path.stem].append(str(path.relative_to(ROOT)))
+    for source in PACKAGE:
+        if source.path.stem not in REPEATED_MODULES:
+            places[source.path.stem].append(source.name)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_modules_of_a_repeatable_name_stand_in_folders_of_their_own() -> None:
     loose = [
-        path
-        for path in PACKAGE
-        if path.stem in {"base", "plan", "strategy"} and path.parent == ROOT / "shoal"
+        source.name
+        for source in PACKAGE
+        if source.path.stem in {"base", "plan", "strategy"} and len(source.path.parts) == 2
     ]
     assert loose == []
 
@@ -68,19 +78,43 @@ def test_only_the_public_face_and_the_errors_lie_at_the_root_of_the_package() ->
 
 def test_no_line_is_longer_than_a_hundred_characters() -> None:
     too_long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in SOURCES
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        f"{source.name}:{number}"
+        for source in EVERYWHERE
+        for number, line in enumerate(source.lines, 1)
         if len(line) > LONGEST_LINE
     ]
     assert too_long == []
 
 
+def test_no_file_of_the_package_is_longer_than_350_lines() -> None:
+    too_long = {source.name: len(source.lines) for source in PACKAGE}
+    assert {name: length for name, length in too_long.items() if length > LONGEST_FILE} == {}
+
+
+def test_no_constructor_takes_more_than_seven_arguments() -> None:
+    counts = {
+        f"{source.name}:{owner.name}": constructor_arguments(owner)
+        for source in PACKAGE
+        for owner in source.classes()
+    }
+    assert {name: count for name, count in counts.items() if count > MOST_ARGUMENTS} == {}
+
+
+def test_no_function_has_a_complexity_above_fifteen() -> None:
+    counts = {
+        f"{source.name}:{function.name}": complexity(function)
+        for source in PACKAGE
+        for function in source.functions()
+    }
+    too_complex = {name: count for name, count in counts.items() if count > MOST_COMPLEX}
+    assert too_complex.keys() == TO_BE_DIVIDED
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     riddles = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in PACKAGE
-        for line, text in docstrings(ast.parse(path.read_text()))
+        f"{source.name}:{line}"
+        for source in [*PACKAGE, *BENCHMARKS]
+        for line, text in docstrings(source.tree)
         if RIDDLES.match(text.strip())
     ]
     assert riddles == []

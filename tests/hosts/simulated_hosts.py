@@ -65,6 +65,7 @@ class Simulation:
         ]
         self.driver = DriverSession(len(self.hosts), TIMES)
         self.driver_stalled_until_s = 0.0
+        self.calm_from_s = inf
         self.is_stopping = False
         self.is_connecting = set(range(len(self.hosts)))
         self.stopped: set[tuple[int, int]] = set()
@@ -83,6 +84,7 @@ class Simulation:
             self.at(last_s, self.random.choice([self.cut, self.kill_agent, self.end_rank]))
             if self.random.random() < 0.6:
                 self.at(last_s + self.random.uniform(-3, 3), self.stall)
+        self.calm_from_s = last_s
         for host in range(len(self.hosts)):
             self.connect(host)
         self.at(0.0, self.drive)
@@ -263,7 +265,7 @@ class Simulation:
                 if clear and is_wanted and is_reachable:
                     self.is_connecting.add(host)
                     self.connect(host)
-            is_whole = all(state.is_connected for state in self.driver.states)
+            is_whole = all(state.is_connected and state.is_ready for state in self.driver.states)
             if clear and is_whole and (self.is_stopping or not self.driver.epoch):
                 self.driver.start([(host, {}) for host in hosts], self.now_s)
                 self.is_stopping = False
@@ -285,7 +287,8 @@ class Simulation:
             )
 
     def delay_s(self) -> float:
-        spike_s = self.random.uniform(0, 9) if self.random.random() < 0.004 else 0.0
+        has_spike = self.now_s < self.calm_from_s and self.random.random() < 0.01
+        spike_s = self.random.uniform(0, 9) if has_spike else 0.0
         return spike_s + self.random.expovariate(1 / 0.05)
 
     # The invariants.

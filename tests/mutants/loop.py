@@ -53,17 +53,18 @@ class Loop:
     Args:
         peers: the ranks that train together.
         seed: of the weights and of the data.
-        autocast: compute in bfloat16.
+        precision: "fp64", or "bf16" and "fp16" by autocast.
     """
 
     micro_batches = 1
     shares = (4, 3)
     """Rows of each rank in a micro-batch."""
 
-    def __init__(self, peers: Peers, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(self, peers: Peers, seed: int = 0, precision: str = "fp64") -> None:
         self.peers = peers
         self.seed = seed
-        self.autocast = autocast
+        self.precision = precision
+        self.autocast = precision != "fp64"
 
     def train(self) -> None:
         """Train; every rank calls it."""
@@ -126,8 +127,13 @@ class Loop:
 
     def call(self, tokens: Tensor) -> Tensor:
         """Return what the model gives for tokens."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        with self.casting():
             return self.model(tokens)
+
+    def casting(self) -> torch.autocast:
+        """Return the context in which the model computes."""
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return torch.autocast("cpu", dtype, enabled=self.autocast)
 
     def reduce(self) -> None:
         """Average the gradients over the ranks."""

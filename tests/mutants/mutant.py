@@ -17,6 +17,8 @@ from tests.mutants.loop import Loop
 
 OF_LOSS = "the loss"
 """A module's name in place of which the loss itself is what differs first."""
+OF_SAMPLES = "the samples"
+"""The same where all ranks compute on the same samples."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Pipelined(Loop):
 
     def compute(self, layers: list[Layer], x: Tensor) -> Tensor:
         """Return what the layers of a stage give."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        with self.casting():
             for layer in layers:
                 x = layer(x)
             return x

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.verification.script.dropout_off import turn_off
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
-from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
 from shoal.verification.script.same_start import SameStart
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
@@ -19,18 +19,20 @@ from tests.mutants.loop import STEPS, Loop
 from tests.mutants.peers import Peers
 
 
-def record_candidate(loop: type[Loop], folder: Path, peers: Peers, seed: int, low: bool) -> None:
+def record_candidate(
+    loop: type[Loop], folder: Path, peers: Peers, seed: int, precision: str
+) -> None:
     """Train on all ranks, and write the record. Collective.
 
-    Args: low: compute in bfloat16, by autocast; else in float64.
+    Args: precision: "fp64", or "bf16" and "fp16" by autocast.
     """
     record = RankRecord(peers.rank, peers.size)
     writer = RecordWriter(folder, peers.rank)
     with ExitStack() as stack:
-        _prepare(stack, record, low)
+        _prepare(stack, record, precision)
         for undo in BatchTape(writer, record).start():
             stack.callback(undo)
-        _train(stack, loop(peers, seed, low), ScriptRecorder(writer, record, STEPS))
+        _train(stack, loop(peers, seed, precision), ScriptRecorder(writer, record, STEPS))
 
 
 def record_reference(
@@ -38,27 +40,29 @@ def record_reference(
     folder: Path,
     like: Path,
     seed: int,
-    low: bool,
-    perturb: tuple[float, int] | None = None,
+    precision: str,
+    perturb: tuple[Path, int] | None = None,
 ) -> None:
     """Train in this process alone, on the batches of all ranks, and write the record.
 
-    Args: like: the record of the ranks. perturb: rounding unit and seed of a perturbed run.
+    Args:
+        like: the record of the ranks.
+        perturb: the record by whose rounding units weights are moved, and a seed.
     """
     record, ranks = RankRecord(0, 1), read_run(like)
     writer = RecordWriter(folder, 0)
     with ExitStack() as stack:
-        _prepare(stack, record, low)
+        _prepare(stack, record, precision)
         for undo in JoinedBatches(like, ranks, lambda: not ranks[0].by_shoal).start():
             stack.callback(undo)
-        moved = None if perturb is None else Perturbation(*perturb)
+        moved = None if perturb is None else perturbation(*perturb)
         start = SameStart(like, ranks, record)
         recorder = ScriptRecorder(writer, record, STEPS, start, moved)
-        _train(stack, loop(Peers(0, 1), seed, low), recorder)
+        _train(stack, loop(Peers(0, 1), seed, precision), recorder)
 
 
-def _prepare(stack: ExitStack, record: RankRecord, low: bool) -> None:
-    if not low:
+def _prepare(stack: ExitStack, record: RankRecord, precision: str) -> None:
+    if precision == "fp64":
         stack.enter_context(Float64Everywhere())
     for undo in turn_off(record, under_shoal=False):
         stack.callback(undo)

@@ -11,16 +11,11 @@ import torch
 from torch import distributed
 
 from shoal.testing import world
-from shoal.verification.script.perturbation import (
-    RUNS,
-    WEIGHT_UNITS,
-    measured,
-    rounding_unit,
-)
-from shoal.verification.script.run_comparison import compare_runs
+from shoal.verification.script.perturbation import RUNS, measured
+from shoal.verification.script.run_comparison import SAME_DRAWS, compare_runs
 from shoal.verification.script.run_record import read_run
 from shoal.verification.script.tolerances import EXACT, Tolerances
-from tests.mutants.mutant import OF_LOSS, Mutant, mutants
+from tests.mutants.mutant import OF_LOSS, OF_SAMPLES, Mutant, mutants
 from tests.mutants.peers import Peers
 from tests.mutants.recording import record_candidate, record_reference
 
@@ -32,11 +27,11 @@ LOOSE = 1e-3
 
 
 class Case(NamedTuple):
-    """A loop to run: its name, the seed, and if it computes in bfloat16."""
+    """A loop to run: its name, the seed, and the precision of its computation."""
 
     name: str
     seed: int = 0
-    low: bool = False
+    precision: str = "fp64"
 
 
 class Found(NamedTuple):
@@ -51,6 +46,7 @@ class Found(NamedTuple):
         largest: the largest relative error where nothing differs.
         curve: the largest relative difference of a step's losses.
         loose: the verdict at the tolerance `LOOSE`.
+        noted: a note says that ranks draw the same random numbers.
     """
 
     verdict: str
@@ -61,6 +57,7 @@ class Found(NamedTuple):
     largest: float | None
     curve: float
     loose: str
+    noted: bool = False
 
     @property
     def is_caught(self) -> bool:
@@ -92,7 +89,7 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
     known = mutants()
     for index, case in enumerate(cases):
         place = Path(folder, str(index), "candidate")
-        record_candidate(known[case.name].loop, place, peers, case.seed, case.low)
+        record_candidate(known[case.name].loop, place, peers, case.seed, case.precision)
     peers.barrier()
     return {
         case: _compared(known[case.name], case, Path(folder, str(index)))
@@ -103,12 +100,13 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
 
 def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
     many, one = folder / "candidate", folder / "reference"
-    record_reference(mutant.loop, one, many, case.seed, case.low)
+    record_reference(mutant.loop, one, many, case.seed, case.precision)
     report = compare_runs(one, many, _tolerances(mutant, case, folder))
     first = report.first
     module, what, error = None, "", None
     if first is not None:
-        module = OF_LOSS if first.phase == "loss" else first.module
+        places = {"loss": OF_LOSS, "batches": OF_SAMPLES}
+        module = places.get(first.phase, first.module)
         what = first.what
         error = first.error if first.error != float("inf") else None
     return Found(
@@ -120,21 +118,20 @@ def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
         report.largest if first is None else None,
         _curve(one, many),
         compare_runs(one, many, LOOSE).verdict,
+        SAME_DRAWS in report.notes,
     )
 
 
 def _tolerances(mutant: Mutant, case: Case, folder: Path) -> Tolerances:
     """Return the tolerances that `verify_script` has: fixed in float64, else measured."""
-    if not case.low:
+    if case.precision == "fp64":
         return Tolerances(EXACT)
     one = folder / "reference"
-    unit = rounding_unit(one, "forward")
-    weight_unit = WEIGHT_UNITS * rounding_unit(one, "weight")
     moved = [folder / f"perturbed-{seed}" for seed in range(RUNS)]
     for seed, place in enumerate(moved):
         like = folder / "candidate"
-        record_reference(mutant.loop, place, like, case.seed, case.low, (unit, seed))
-    return measured(one, moved, unit, weight_unit)
+        record_reference(mutant.loop, place, like, case.seed, case.precision, (one, seed))
+    return measured(one, moved)
 
 
 def _curve(one: Path, many: Path) -> float:

@@ -12,8 +12,16 @@ BUGS = (
     "BiasOnEveryRank",
     "ScaledAtTheBorder",
     "UpdateNotShared",
+    "StagesSwapped",
+    "SameRows",
 )
-HARMLESS = ("RightTensorParallel", "RightPipeline", "GatheredSum", "OtherOwners")
+HARMLESS = (
+    "RightTensorParallel",
+    "RightPipeline",
+    "GatheredSum",
+    "OtherOwners",
+    "ShoalPipeline",
+)
 
 
 def test_planted_bugs_are_named_and_harmless_changes_stay_silent() -> None:

@@ -82,7 +82,7 @@ def _counts_modes(number_of_modes: Callable[[], int]) -> bool:
 
 def _knows_profilers(is_profiling: Callable[[], bool]) -> bool:
     found = [is_profiling()]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         found.append(is_profiling())
     found.append(is_profiling())
     with torch.autograd.profiler.profile():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 
 from shoal.testing import world
+from shoal.train.checkpoint.tensor_zip import around
 
 
 def _dispatch_mode(mode: Any) -> bool:
@@ -236,7 +241,26 @@ def _pops_a_mode(pop_mode_temporarily: Any) -> bool:
     return inside == 0 and len(seen) > 0
 
 
+def _storage_info(info: Any) -> bool:
+    with TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no ranks take part
+        dcp.save({"x": torch.ones(2)}, checkpoint_id=directory, no_dist=True)
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+    (place,) = metadata.storage_data.values()
+    found = type(place) is info
+    return found and info("__0_0.distcp", 0, 8).relative_path == "__0_0.distcp"
+
+
+def _rebuild_tensor(rebuild: Any) -> bool:
+    numbers = torch.arange(6, dtype=torch.int16).view(2, 3)
+    head, tail = around(numbers.dtype, numbers.shape, numbers.nbytes, 0)
+    file = io.BytesIO(head + numbers.numpy().tobytes() + tail)
+    return rebuild.__name__.encode() in head and torch.load(file, weights_only=True).equal(numbers)
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
+    "checkpoint_files.StorageInfo": _storage_info,
+    "checkpoint_files.REBUILD_TENSOR": _rebuild_tensor,
     "tensor_state.READ_VERSION": lambda found: found == _asked(lambda x: x._version),
     "tensor_state.READ_BASE": lambda found: found == _asked(lambda x: x._base),
     "tensor_state.IS_VIEW": lambda found: found == _asked(lambda x: x._is_view()),

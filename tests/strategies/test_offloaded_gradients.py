@@ -3,10 +3,12 @@
 The device `meta` stands for the other one: an operation of tensors on two devices is an error.
 """
 
+import pytest
 import torch
 from torch import nn
 
 from shoal.comm.norm import global_norm
+from shoal.strategies.finite_check import sums_are_finite
 from shoal.strategies.local_step import scale_gradients
 from shoal.strategies.single import single_device
 
@@ -24,3 +26,10 @@ def test_gradients_on_two_devices_are_scaled_by_one_factor() -> None:
         parameter.grad = torch.ones_like(parameter)
     scale_gradients(single_device(model), torch.tensor(0.5))
     torch.testing.assert_close(model.here.weight.grad, torch.full((2, 2), 0.5))
+
+
+def test_gradients_on_the_cpu_and_on_a_device_are_looked_at_apart() -> None:
+    on_device = torch.ones(3, device="meta")  # has no numbers: to read one is an error
+    assert not sums_are_finite([on_device, torch.tensor([1.0, torch.nan])])
+    with pytest.raises(RuntimeError, match="meta"):
+        sums_are_finite([on_device, torch.ones(2)])

@@ -4,7 +4,6 @@ import json
 import os
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_jobs
@@ -20,6 +19,7 @@ from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.testing import world
 from shoal.train.build import build
 from shoal.train.checkpoint import Checkpoints
+from shoal.train.checkpoint.chunks import Chunk
 from shoal.train.weight_export import export
 from shoal.train.weights import load_weights
 
@@ -82,15 +82,15 @@ def test_no_more_than_one_piece_is_in_memory_at_once(
         {"model.options.hidden": [1024, 1024, 1024], "train.epochs": 1},
     )
     export(run, tmp_path / "model.safetensors")  # whatever is imported on the way is now
-    load, read = torch.load, list[tuple[StorageWeakRef, int]]()
+    mapped, read = Chunk.mapped, list[tuple[StorageWeakRef, int]]()
 
-    def watched(*args: Any, **named: Any) -> torch.Tensor:
+    def watched(chunk: Chunk) -> torch.Tensor:
         assert all(storage.expired() for storage, _ in read)
-        tensor: torch.Tensor = load(*args, **named)
+        tensor = mapped(chunk)
         read.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
         return tensor
 
-    monkeypatch.setattr(torch, "load", watched)
+    monkeypatch.setattr(Chunk, "mapped", watched)
     tracemalloc.start()
     export(run, tmp_path / "model.safetensors")
     _, python_bytes = tracemalloc.get_traced_memory()

@@ -118,10 +118,19 @@ WHOLE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+OLD_ADAGRAD = (2, 13)
+"""Adagrad's state was made by its constructor before, and a copy has none: it cannot be tried."""
+
+
+def can_be_tried(name: str) -> bool:
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    return name != "Adagrad" or version >= OLD_ADAGRAD
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_optimizer_that_steps_each_number_by_itself_may_step_shards(name: str) -> None:
     answer = optimizer_is_elementwise(ELEMENTWISE[name](params()))
-    assert answer.is_elementwise, answer
+    assert answer.is_elementwise is (True if can_be_tried(name) else None), answer
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -139,7 +148,7 @@ TOGETHER = {"LBFGS", "global norm", "noise"}
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
 def test_an_optimizer_that_looks_at_all_parameters_together_is_found(name: str) -> None:
     answer = optimizer_steps_parameters_alone((ELEMENTWISE | WHOLE)[name](params()))
-    assert answer.is_elementwise is (name not in TOGETHER), answer
+    assert answer.is_elementwise is (name not in TOGETHER if can_be_tried(name) else None), answer
 
 
 def test_a_cut_along_columns_tells_what_one_along_rows_cannot() -> None:

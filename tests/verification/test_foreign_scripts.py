@@ -1,4 +1,4 @@
-"""`shoal.verify_script` on loops with Accelerate and Fabric: right and wrong ones."""
+"""`shoal.verify_script` on loops with Accelerate, Fabric and transformers: right and wrong ones."""
 
 from pathlib import Path
 
@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
     [
         ("accelerate_loop", "accelerate", "mean of means", "weights of samples"),
         ("fabric_loop", "lightning_fabric", "not reduced", "missing reduction"),
+        ("trainer_loop", "transformers", "mean of means", "weights of samples"),
+        ("tensor_plan_loop", "transformers", "no reduction", "missing reduction"),
     ],
 )
 def test_a_right_loop_is_exact_and_a_wrong_one_is_classified(

@@ -40,9 +40,11 @@ def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
 def test_one_factor_is_told_from_several_and_from_another_direction() -> None:
     one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
     halved = {name: value / 2 for name, value in one.items()}
-    assert common_factor(ratios(one, halved), 1e-6) == pytest.approx(0.5)
-    assert common_factor(ratios(one, {**one, "b": one["b"] * 2}), 1e-6) is None
-    assert common_factor(ratios(one, {**one, "a": torch.tensor([2.0, 1.0])}), 1e-6) is None
+    assert common_factor(ratios(one, halved), lambda _: 1e-6) == pytest.approx(0.5)
+    assert common_factor(ratios(one, {**one, "b": one["b"] * 2}), lambda _: 1e-6) is None
+    assert (
+        common_factor(ratios(one, {**one, "a": torch.tensor([2.0, 1.0])}), lambda _: 1e-6) is None
+    )
 
 
 def test_rows_have_factors_of_their_own() -> None:

@@ -103,6 +103,7 @@ def test_a_right_loop_without_shoal_is_exact(kind: str) -> None:
         ("scale", "scale"),
         ("past the wrapper", "missing reduction"),
         ("apart", "ranks apart"),
+        ("partly sharded", "missing reduction"),
     ],
 )
 def test_an_error_in_a_loop_without_shoal_is_classified(

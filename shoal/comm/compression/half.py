@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.comm.compression.base import read, write
 from shoal.errors import UsageError
+from shoal.platform.tensors import tensor_on
 
 LARGEST = 65504.0
 """The largest finite value of float16."""
@@ -56,7 +57,7 @@ class Fp16:
     def encode(self, gradient: Tensor, memory: Tensor | None, out: Tensor) -> None:
         assert memory is None, "fp16 keeps no error"
         shift = _shift(gradient)
-        header = torch.tensor([shift], dtype=torch.int32, device=gradient.device)
+        header = tensor_on([shift], torch.int32, gradient.device)
         write(out, header, (gradient * 2.0**shift).to(torch.float16))
 
     def decode(self, message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +73,9 @@ class Fp16:
 
 def _shift(gradient: Tensor) -> int:
     """Return the highest shift for which `gradient` x 2^shift fits into float16."""
-    largest = max(abs(float(end)) for end in gradient.aminmax()) if gradient.numel() else 0.0
+    # Read once: on a GPU each read waits.
+    ends = torch.stack(gradient.aminmax()) if gradient.numel() else gradient.new_zeros(1)
+    largest = float(ends.abs().max())
     if not math.isfinite(largest):
         return 0
     mantissa, exponent = math.frexp(largest)

@@ -56,11 +56,13 @@ class HostState:
 
     Attributes:
         is_connected: an agent has spoken, and its connection has not ended.
+        is_ready: it has told its facts; its lease runs. No rank may start before.
         heard_s: when its last heartbeat was received.
         epoch: of the ranks that it may run; 0 for none.
     """
 
     is_connected: bool = False
+    is_ready: bool = False
     heard_s: float = -inf
     epoch: int = 0
     is_silent: bool = False
@@ -164,6 +166,7 @@ class DriverSession:
             state.epoch = 0
         self.epoch += 1
         for host, values in starts:
+            assert self.states[host].is_ready
             self.states[host].epoch = self.epoch
             self._send(host, "start", epoch=self.epoch, **values)
         return self.epoch
@@ -212,6 +215,8 @@ class DriverSession:
             state.heard_s, state.is_silent = now_s, False
             self._send(host, "ok", n=int(message["n"]))
             return []
+        if message["do"] == "hello":  # the agent's lease begins with it
+            state.heard_s, state.is_ready = now_s, True
         epoch = message.get("epoch")
         if epoch is not None and epoch != state.epoch:
             self.ignored += 1

@@ -216,6 +216,7 @@ class Shard(ShardReplica):
         if not requested or len(sum_.added) < len(self.workers):
             return []
         step, request = self.step_requests[self.workers[0]]
+        # A gradient that is not finite is in the sum already, so no worker's can be used.
         if any(self.step_requests[worker][1].leaves_out for worker in self.workers):
             request = request._replace(leaves_out=True)
         self.sums[partition] = GradientSum(sum_.memory)
@@ -250,9 +251,9 @@ class Shard(ShardReplica):
         """Run the optimizer on a partition, and return the same update for each backup."""
         state = self.held[partition]
         settings = request.settings[state.part.group]
-        if request.leaves_out:
+        if request.leaves_out:  # no segment has a gradient then; the clock goes on all the same
             update = update._replace(grad_mask=bytes(len(update.grad_mask)))
-        if request.scale != 1.0:
+        if request.scale != 1.0:  # not in place: it may be the memory of a worker
             update = update._replace(gradient=update.gradient * request.scale)
         clock = state.clock
         state.apply(update.gradient, update.grad_mask, settings)

@@ -40,6 +40,8 @@ from shoal.parameter_server.worker.worker_messages import (
     ValuesArrived,
 )
 from shoal.parameter_server.worker.worker_network import WorkerNetwork
+from shoal.watchdog.progress_word import SERVERS
+from shoal.watchdog.progress_writer import now_ns, own_progress
 
 
 def connect_to_servers(
@@ -149,10 +151,13 @@ class WorkerClient:
         # Keep the partitions that other threads wait for. Drop those that have arrived since a wait
         # was interrupted.
         self._wanted = set(self.session.missing((*self._wanted, *missing)))
-        while self._wanted:
-            if self.session.failure is not None:
-                raise self.session.failure
-            self.lock.wait()
+        progress, start_ns = own_progress(), now_ns()
+        with progress.message_wait(SERVERS):
+            while self._wanted:
+                if self.session.failure is not None:
+                    raise self.session.failure
+                self.lock.wait()
+        progress.add_waited(now_ns() - start_ns)
         for part in missing:
             self._trace.waited(part, begun_ns)
 
@@ -285,7 +290,7 @@ class WorkerClient:
         Raises ServerLost.
         """
         key, session = (op, about), self.session
-        with self.lock:
+        with self.lock, own_progress().message_wait(SERVERS):
             self.lock.wait_for(lambda: key in self._answers or session.failure is not None, limit_s)
             if key not in self._answers and session.failure is not None:
                 raise session.failure

@@ -70,6 +70,20 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
+def num_collectives() -> int:
+    """Return how many messages this rank has begun, in all groups; -1 where one does not count.
+
+    Why: a group counts its messages to tell ranks that are out of step, and gives the count under
+    this name only. Without: ranks that compute the same samples side by side could not be told
+    from those of a tensor group. Checked: 2.13.
+    """
+    groups: list[Any] = [*process_groups()]  # torch's stubs leave the name out
+    try:
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:
+        return -1
+
+
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return what carries a group's tensors on `device`.
 

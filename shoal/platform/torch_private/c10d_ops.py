@@ -72,7 +72,7 @@ def run_below(
 
     Why: torch lets no backend be written in Python below the dispatcher (2.13). Without: profilers,
     CommDebugMode and make_fx would miss collectives, and fake tensors would reach shared memory.
-    Checked: 2.13.
+    Checked: 2.11, 2.13, 2.15.
     """
     kernel = partial(_kernel, op)
     with _lock:
@@ -119,6 +119,12 @@ def _base_method(name: str) -> Callable[..., Any]:
 
     pybind11 calls the override in Python again unless the caller has the name of the method.
     """
+    names_before_2_13 = {
+        "all_gather_single": "_allgather_base",
+        "reduce_scatter_single": "_reduce_scatter_base",
+    }
+    if not hasattr(dist.ProcessGroup, name):
+        name = names_before_2_13[name]
     scope: dict[str, Any] = {"Base": dist.ProcessGroup}
     exec(f"def {name}(self, *args):\n    return Base.{name}(self, *args)\n", scope)
     method: Callable[..., Any] = scope[name]

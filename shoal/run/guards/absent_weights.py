@@ -4,6 +4,7 @@ mean.mul_(0.9).add_(parameter)     refused: many functions of torch would leave 
 parameter.clamp_(-1, 1)            allowed: the rank that holds it does so
 mask = parameter.abs() > 0.1       allowed: absent, too
 parameter.mul_(mask)
+parameter.device                   the device of this rank's weights, for `x.to(device)`
 
 Nor do old parameters keep values that a script has held since before they were divided.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
@@ -21,8 +23,9 @@ from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
 from shoal.run.guards.absent_gradient import READABLE
-from shoal.run.guards.call_site import call_site, is_called_by_shoal
+from shoal.run.guards.call_site import call_site, is_called_by_shoal, is_called_outside
 from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.new_tensors import NEW_TENSORS, new_tensor_like
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params
 
@@ -34,6 +37,7 @@ _METHODS = (
     *("is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "is_shared"),
 )
 _GRAD: Any = Tensor.grad
+_DEVICE: Any = Tensor.device.__get__
 _ALLOWED: frozenset[_Function] = READABLE | {
     READ_VERSION,
     *(getattr(Tensor, name).__set__ for name in _ATTRIBUTES),
@@ -53,6 +57,7 @@ class AbsentWeight(Tensor):
     weight_name: str = "a parameter"
     under: str = ""
     is_own: bool = False
+    device_here: torch.device = torch.device("cpu")
 
     @classmethod
     def __torch_function__(
@@ -71,6 +76,7 @@ class AbsentParameter(nn.Parameter):
     weight_name: str = "a parameter"
     under: str = ""
     is_own: bool = True
+    device_here: torch.device = torch.device("cpu")
 
     @classmethod
     def __torch_function__(
@@ -89,7 +95,7 @@ def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
         for name, parameter in model.named_parameters():
             if parameter.is_meta and type(parameter) is nn.Parameter:
                 for each in (parameter, *given_up_params(parameter)):
-                    yield _Marked(each, f"{prefix}{name}", guarded.under)
+                    yield _Marked(each, f"{prefix}{name}", guarded)
         for path, module in model.named_modules():
             buffers = own_buffers(module)
             for name, buffer in buffers.items():
@@ -97,16 +103,18 @@ def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
                     full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
                     absent = _as_absent(buffer, full_name, guarded.under)
                     absent.is_own = True
+                    absent.device_here = guarded.mesh.device
                     buffers[name] = absent
 
 
 class _Marked:
     """A parameter that is marked as absent, until this is removed."""
 
-    def __init__(self, parameter: Any, name: str, under: str) -> None:
+    def __init__(self, parameter: Any, name: str, guarded: GuardedModels) -> None:
         self._parameter = parameter
         parameter.__class__ = AbsentParameter  # the object stays, and all who hold it
-        parameter.weight_name, parameter.under = name, under
+        parameter.weight_name, parameter.under = name, guarded.under
+        parameter.device_here = guarded.mesh.device
 
     def remove(self) -> None:
         """Make it a plain parameter again."""
@@ -126,10 +134,17 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     leaves = tree_leaves((args, kwargs))
     absent = next(leaf for leaf in leaves if _is_absent(leaf))
+    # torch's functions on the meta device must see that device.
+    if func == _DEVICE and is_called_outside(2):
+        return absent.device_here
     if func in _ALLOWED or is_access_by_shoal() or (absent.is_own and is_called_by_shoal()):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
+    if label in NEW_TENSORS and args and args[0] is absent:
+        made = new_tensor_like(absent, label, tuple(args[1:]), dict(kwargs), absent.device_here)
+        if made is not None:
+            return made
     if _is_in_place(label):
         is_done, result = _written_where_here(func, args, kwargs)
         if is_done:

@@ -37,6 +37,12 @@ def is_called_by_shoal() -> bool:
     return True
 
 
+def is_called_outside(depth: int) -> bool:
+    """Return whether the caller `depth` frames above this function's is neither torch nor Shoal."""
+    file = sys._getframe(depth + 1).f_code.co_filename
+    return not file.startswith((*_LIBRARIES, "<"))
+
+
 def _user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         file = frame.f_code.co_filename

@@ -39,9 +39,17 @@ def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
 
 
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
-    """Raise UsageError if this rank lacks a part of what the module owns."""
-    if is_access_by_shoal():
-        return
+    if not is_access_by_shoal():
+        check_owns_values(guarded, path, module, "model.state_dict()")
+
+
+def check_owns_values(guarded: GuardedModels, path: str, module: nn.Module, call: str) -> None:
+    """Raise UsageError if this rank lacks a part of what the module owns.
+
+    Args:
+        path: of the module in names of parameters, with a dot at its end.
+        call: the user's, for the message.
+    """
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
             if tensor is None:
@@ -52,12 +60,12 @@ def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_:
                 where = f"each rank holds a shard of {path}{name}"
             else:
                 continue
-            raise UsageError(f"model.state_dict(){call_site()}{guarded.under}: {where}. {_SAVE}")
+            raise UsageError(f"{call}{call_site()}{guarded.under}: {where}. {_SAVE}")
     state = guarded.local_model.strategy_state
     if guarded.local_model.remote_optimizer is not None:
         if not state.is_synchronous:
             raise UsageError(
-                f"model.state_dict(){call_site()}{guarded.under}: ranks hold weights of different "
+                f"{call}{call_site()}{guarded.under}: ranks hold weights of different "
                 f"steps. {_SAVE}"
             )
         state.wait()  # the values of the last step may still arrive

@@ -25,12 +25,14 @@ from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.loss_watch import LossWatch
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
+from shoal.run.guards.new_tensors import guard_new_tensors
 from shoal.run.guards.optimizer_guards import (
     ParameterNames,
     guard_foreign_optimizers,
     guard_group_numbers,
     named_parameters,
 )
+from shoal.run.guards.saved_modules import guard_saved_modules
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
@@ -103,9 +105,11 @@ class Guards:
         handles += cut_given_weights(guarded)
         handles += cut_given_optimizer_state(guarded)
         handles += guard_state_requests(guarded)
+        handles += guard_saved_modules(guarded)
         handles += guard_clipping(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
+        handles += guard_new_tensors(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names)

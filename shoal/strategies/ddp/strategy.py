@@ -71,12 +71,14 @@ class Ddp(DdpOptions, Strategy):
             raise StrategyRefused(NO_PARAMETERS_MESSAGE)
         if mesh.data.size == 1:
             return model
+        # Means keep weights equal that begin equal: a script may have loaded some on rank 0 only.
         mesh.data.broadcast_module(model.module)
         reducer = build_reducer(self, model, mesh.data)
         traits = model.pass_traits
         register_cleanup(reducer)
 
         def close() -> None:
+            # Hooks go first: what comes next may replace the parameters that they are on.
             reducer.close()
             model.outside_step.close()
 

@@ -25,6 +25,8 @@ from shoal.strategies.pipeline.parameter_groups import disjoint_groups
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.trace.recorder import BACKWARD, FORWARD
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 class StageOutput(NamedTuple):
@@ -109,7 +111,9 @@ class ScheduleExecutor:
             "I": self._backward_inputs,
             "W": self._backward_weights,
         }
+        progress = own_progress()
         for action, following in zip(row, [*row[1:], None], strict=True):
+            progress.enter(Phase.FORWARD if action.kind == "F" else Phase.BACKWARD)
             self._prefetch(action)
             if following is not None:
                 self._prefetch(following)

@@ -98,6 +98,7 @@ class Pipeline(PipelineOptions, Strategy):
         if mesh.pipeline.size == 1:
             return model
         assert model.planning.example is not None
+        # Stages come from the ranks of one pipeline: together they must be one model.
         mesh.pipeline.broadcast_module(model.module)
         staged = self._divide(model, model.planning.example, mesh)
         _check_mutated_buffers(model.module, staged)
@@ -113,14 +114,17 @@ class Pipeline(PipelineOptions, Strategy):
     def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""
         module = model.module
-        schedule = self._table(example)
+        schedule = self._table(example, module)
         request = PlanRequest(
             schedule.num_stages, self.balance, self.cuts, model.planning.colocations
         )
         function = partial(example.compute_loss, *example.args, **example.kwargs)
+        # Ranks see other samples, so they may find other units, or one of them a refusal. After
+        # each look they agree (`agreement.py`): else one would raise while the others wait for it.
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         observed = units_of_first_rank(mesh, observed, function)
         agreed(mesh, partial(self._check_halves, schedule, observed, module))
+        # Other strategies say which modules must stay together, and know no stages yet.
         one_stage = describe_stages(observed, [], {})
         stage_plan = plan(mesh, observed, request, function, one_stage)
         stage_map = observed.stage_map(stage_plan.stage_starts)
@@ -128,6 +132,7 @@ class Pipeline(PipelineOptions, Strategy):
         users = agreed(mesh, partial(parameter_users, observed, stage_map, function))
         users = users_on_any_rank(mesh, users)
         divided = DividedModel(observed.units, observed.forms, stage_map, users)
+        # All stages in turn, against one whole run: what differs is refused before it trains.
         sample = (example.args, example.kwargs)
         loss_of = partial(_loss, example)
         found = agreed(mesh, partial(try_stages, divided, function, loss_of, sample))
@@ -148,9 +153,12 @@ class Pipeline(PipelineOptions, Strategy):
                 "schedule=1f1b or schedule=interleaved."
             )
 
-    def _table(self, example: ExampleBatch) -> ScheduleTable:
+    def _table(self, example: ExampleBatch, module: nn.Module) -> ScheduleTable:
+        # A BatchNorm of vectors takes the variance of the samples of a micro-batch.
+        has_norm = any(isinstance(inner, nn.BatchNorm1d) for inner in module.modules())
+        num_samples = example.num_samples // 2 if has_norm else example.num_samples
         num_microbatches = self.microbatches or _default_microbatches(
-            self.schedule, self.ranks, example.num_samples
+            self.schedule, self.ranks, num_samples
         )
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
 
@@ -196,6 +204,7 @@ def _keep_local_stages(
         for name, parameter in model.trainable_params.items()
         if id(parameter) in local_ids
     }
+    # Here memory is saved: until now every rank has held the full model.
     free_other_params(module, local_module)
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
     executor = PipelineExecutor(

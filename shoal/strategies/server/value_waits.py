@@ -62,6 +62,7 @@ class ValueWaits:
             inside = [name for name in inside if name in remaining]
             remaining -= set(inside)
             hook: Any = torch.compiler.disable(partial(self._on_call, inside))
+            hook.__module__ = __name__  # a guard looks for hooks of Shoal's when a model is saved
             hooks.callback(unit.register_forward_pre_hook(hook).remove)
         return hooks
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
@@ -27,12 +26,7 @@ from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher, report_servers
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
-from shoal.parameter_server.partitioning import (
-    ParamMeta,
-    Partition,
-    partition,
-    partition_bytes,
-)
+from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
@@ -196,7 +190,13 @@ class WorkerEngine(StrategyState):
         self._watch_zero_grad(optimizer)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
-        self.flat = FlatParams(parameters, self._partitions(optimizer, parameters))
+        metas = param_metas(parameters, optimizer)
+        max_bytes = int(self.options.part_mb * MIB)
+        one_machine = self.mesh.place.local_world == self.mesh.place.world
+        size_bytes = partition_bytes(
+            metas, self.options.servers, max_bytes, one_machine=one_machine
+        )
+        self.flat = FlatParams(parameters, partition(metas, size_bytes))
         self.client = self._connect(self, recipe)
         self._is_connected = True
         self.pusher = GradientPusher(
@@ -206,24 +206,6 @@ class WorkerEngine(StrategyState):
         self._on_detach.append(self.pusher.register_hooks().close)
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
         self._on_detach.append(self.waits.register_hooks().close)
-
-    def _partitions(
-        self, optimizer: Optimizer, parameters: Mapping[str, Parameter]
-    ) -> list[Partition]:
-        """Divide the parameters into partitions of at most `part_mb` MiB."""
-        groups: dict[int, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            groups.update(dict.fromkeys(map(id, group["params"]), index))
-        metas = {
-            name: ParamMeta(parameter.numel(), parameter.dtype, groups[id(parameter)])
-            for name, parameter in parameters.items()
-        }
-        max_bytes = int(self.options.part_mb * MIB)
-        one_machine = self.mesh.place.local_world == self.mesh.place.world
-        size_bytes = partition_bytes(
-            metas, self.options.servers, max_bytes, one_machine=one_machine
-        )
-        return partition(metas, size_bytes)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradients that the servers have summed, by name. Collective."""

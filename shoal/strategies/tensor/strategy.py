@@ -102,11 +102,13 @@ class TensorParallel(TensorOptions, Strategy):
                 "tensor: nobody has shown that compiled layers in slices give the same numbers. "
                 "Use compile=False (model.compile=false)."
             )
+        # Slices of several ranks must be slices of one model.
         mesh.tensor.broadcast_module(module)
         # In a pipeline, the plan is made for the full model: then all stages agree on it.
         made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
         apply(made.within(dict(module.named_modules())), module, mesh, self.sequence)
         if self.sequence:
+            # The script, or the next stage, takes whole sequences.
             module.register_forward_hook(_gather_output)
         if full_model is not None:
             # The full parameters that were divided just now.
@@ -275,6 +277,7 @@ class TensorParallelStep:
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
+        # With recomputation the user's code runs in the backward pass, too.
         recomputing = GatherParameters(self.model.module, self.axis, self.own, in_backward=True)
         with recomputing:
             result = self.model.run(forward, batch)

@@ -74,6 +74,7 @@ class ShardedStep:
         Args: unit: class name of the units; empty for the rule of `wrap_units`.
         """
         model = self.model.module
+        # fully_shard divides dimension 0, which a scalar does not have: `_reduce_scalars`.
         arguments: dict[str, Any] = {
             "mesh": mesh,
             "offload_policy": policy,
@@ -98,6 +99,7 @@ class ShardedStep:
             module.register_forward_hook(_clone_views)
             with self.lockstep.wrap_unit(module) if self.lockstep else nullcontext():
                 fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
+        # What belongs to no unit is needed again as soon as the backward pass begins.
         fully_shard(self.root, reshard_after_forward=False, **arguments)
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
         is_container = type(model).forward is nn.Module.forward
@@ -158,6 +160,7 @@ class ShardedStep:
             self.totals = output.step_totals
             self.totals_work = None
             if self.data.size > 1:
+                # On its way during the backward pass: nothing before `run`'s end reads it.
                 self.totals_work = dist.all_reduce(
                     self.totals, group=self.data.group, async_op=True
                 )
@@ -176,6 +179,7 @@ class ShardedStep:
 
         Args: is_last: no further backward pass comes before the next forward pass.
         """
+        # `engines` has those of inner modules too.
         for engine in self.engines:
             engine.set_requires_gradient_sync(reduces, recurse=False)
             engine.set_reshard_after_backward(frees, recurse=False)

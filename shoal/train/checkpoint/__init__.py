@@ -4,25 +4,31 @@ The protocol of a save, in order. It may be stopped at any point: the previous c
 loads.
 
     [1] step-N.tmp/         an empty directory
-    [2] *.distcp .metadata  written by all ranks through torch.distributed.checkpoint, hashed while
-        index.json          they are written, fsynced; each rank reads its own back and compares
+    [2] *.distcp            written by all ranks, hashed while they are written; each rank reads its
+                            own back and compares, while the disk takes it (fsync)
     [3] consensus           a failure on any rank is a CheckpointError on every rank
-    [4] manifest.json       size and digest of every file, the step, the world, `info`; fsynced
+    [4] index.json          where each tensor lies, and .metadata, torch's form of it; read back
+        manifest.json       size and digest of every file, the step, the world, `info`; fsynced
     [5] step-N/             by rename; the parent directory is fsynced
     [6] verify              the first rank sees the manifest and all files in their sizes
     [7] latest, best        small text files, each replaced atomically; hints for people, and `best`
                             also for pruning
     [8] prune               to the newest `keep` that verify, and the best one
 
+A restore finds the newest manifest whose files are there; each rank compares some of them, until
+all are; then each reads its tensors.
+
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`block_digest` is the digest of large files. `tensor_files` calls torch, `tensor_index` tells where
-each tensor lies, `chunks` reads torch's files one chunk at a time. `exact_json` keeps every float
+`block_digest` is the digest of large files. `tensor_files` writes and reads tensors, `tensor_zip`
+is the form of one in a file, `tensor_index` tells where each lies, `chunks` reads one chunk at a
+time, `saved` is what a rank has read. `exact_json` keeps every float
 exact, `durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
 """
 
 from shoal.train.checkpoint.async_save import AsyncSaver
+from shoal.train.checkpoint.saved import Saved
 from shoal.train.checkpoint.search import newest, read_info
-from shoal.train.checkpoint.store import Checkpoints, Saved
+from shoal.train.checkpoint.store import Checkpoints
 
 __all__ = ["AsyncSaver", "Checkpoints", "Saved", "newest", "read_info"]

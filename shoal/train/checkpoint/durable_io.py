@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.platform.files import atomic_write
+from shoal.watchdog.progress_writer import own_progress
 
 
 class DurableFile(io.FileIO):
@@ -44,6 +45,7 @@ class HashedFile(DurableFile):
         self.size_bytes = 0
 
     def write(self, data: Any) -> int:
+        own_progress().touch()
         written = super().write(data)
         self.digest.update(memoryview(data).cast("B")[:written])
         self.size_bytes += written

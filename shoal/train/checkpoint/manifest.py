@@ -129,6 +129,22 @@ def problems(directory: Path, compare: bool = True) -> list[str]:
         return [str(error)]
 
 
+def altered_files(directory: Path, index: int, count: int) -> list[str]:
+    """Return a line for each file that is not the listed one, of part `index` of `count`.
+
+    Each rank compares a part, so that all files are compared: the largest first, each by the rank
+    that has the fewest bytes so far.
+    """
+    listed = read(directory).files
+    parts: list[dict[str, StoredFile]] = [{} for _ in range(count)]
+    loads = [0] * count
+    for name in sorted(listed, key=lambda name: (-listed[name].size_bytes, name)):
+        part = loads.index(min(loads))
+        loads[part] += listed[name].size_bytes
+        parts[part][name] = listed[name]
+    return _defects(directory, parts[index], compare=True)
+
+
 def _parsed(document: Any, path: Path) -> Manifest:
     try:
         contents, sha256 = document["contents"], document["sha256"]

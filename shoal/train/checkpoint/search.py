@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,18 @@ def pointed_at(hint: Path) -> str | None:
     return name if step_of(name) is not None else None
 
 
-def newest_good(directory: Path) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint that verifies, and a sentence for each one that was skipped."""
+def newest_good(
+    directory: Path, spoiled: Mapping[str, list[str]] | None = None
+) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint that verifies, and a sentence for each one that was skipped.
+
+    Args: spoiled: problems by the name of a checkpoint. If given, all others are compared later:
+        now only presence and sizes of their files count.
+    """
     names = saved_names(directory)
     sentences = _problems_of_hint(directory / "latest", names)
     for name in names:
-        problems = manifest.problems(directory / name)
-        if not problems:
+        if not (problems := _problems(directory, name, spoiled)):
             return name, sentences
         sentences.append(f"checkpoint {name} is skipped: {'; '.join(problems)}")
     if names:
@@ -68,8 +74,12 @@ def newest_good(directory: Path) -> tuple[str | None, list[str]]:
     return None, sentences
 
 
-def checkpoint_at(directory: Path, step: int | None) -> str:
+def checkpoint_at(
+    directory: Path, step: int | None, spoiled: Mapping[str, list[str]] | None = None
+) -> str:
     """Return the name of the checkpoint of `step`, or of the best one if `step` is None.
+
+    Args: spoiled: as in `newest_good`.
 
     Raises:
         CheckpointError: it does not exist or does not verify.
@@ -80,9 +90,15 @@ def checkpoint_at(directory: Path, step: int | None) -> str:
         raise CheckpointError("no checkpoint is marked as the best one")
     if name not in names:
         raise CheckpointError(f"{name} is not there; there are: {', '.join(names) or 'none'}")
-    if problems := manifest.problems(directory / name):
+    if problems := _problems(directory, name, spoiled):
         raise CheckpointError("\n  ".join([f"{name} is not whole:", *problems]))
     return name
+
+
+def _problems(directory: Path, name: str, spoiled: Mapping[str, list[str]] | None) -> list[str]:
+    if spoiled is not None and name in spoiled:
+        return spoiled[name]
+    return manifest.problems(directory / name, compare=spoiled is None)
 
 
 def _problems_of_hint(latest: Path, names: list[str]) -> list[str]:

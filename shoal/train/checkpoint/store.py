@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,32 +13,12 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
-from shoal.train.checkpoint import exact_json, manifest, tensor_files
+from shoal.train.checkpoint import exact_json, manifest, tensor_files, tensor_index
 from shoal.train.checkpoint.manifest import Manifest, StoredFile, name_of, step_of
 from shoal.train.checkpoint.rank_consensus import RankConsensus, rank, world_size
 from shoal.train.checkpoint.retention import Retention, remove
+from shoal.train.checkpoint.saved import PRIVATE_NAME, Saved, load_tensors
 from shoal.train.checkpoint.search import checkpoint_at, newest_good, saved_names
-
-PRIVATE_NAME = re.compile(r"rank\d+/")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint in memory.
-
-    Attributes:
-        step: the step that it was saved as.
-        tensors: by name, contiguous; full and on the CPU, or DTensors where `like` returned one.
-        private: this rank's own tensors; empty if the world had another size at the save.
-        info: the saved `info`; tuples have become lists.
-        path: its directory.
-    """
-
-    step: int
-    tensors: dict[str, Tensor]
-    private: dict[str, Tensor]
-    info: dict[str, Any]
-    path: Path
 
 
 class Checkpoints:
@@ -106,15 +84,15 @@ class Checkpoints:
                 entries[f"rank{rank()}/{name}"] = tensor
             try:
                 self.consensus.on_every_rank(failed, lambda: _check_shared_directory(tmp_path))
-                shares = self.consensus.on_every_rank(
-                    failed,
-                    lambda: _as_json(self._write(tmp_path, entries)),
+                held = self.consensus.on_every_rank(
+                    failed, lambda: tensor_files.held_chunks(entries)
                 )
-                files = {
-                    name: StoredFile(*stored) for share in shares for name, stored in share.items()
-                }
-                contents = Manifest(step, world_size(), files, info)
-                self.consensus.on_rank_zero(failed, lambda: self._publish(tmp_path, path, contents))
+                shares = self.consensus.on_every_rank(
+                    failed, lambda: _as_json(*tensor_files.write(tmp_path, entries, held))
+                )
+                self.consensus.on_rank_zero(
+                    failed, lambda: self._publish(tmp_path, path, step, info, held, shares)
+                )
             except CheckpointError:
                 if rank() == 0:
                     shutil.rmtree(tmp_path, ignore_errors=True)
@@ -163,7 +141,7 @@ class Checkpoints:
     ) -> Saved | None:
         """Load the newest checkpoint that verifies, or a certain one. Collective.
 
-        Every file is compared with the manifest before torch opens any.
+        Every file is compared with the manifest before any is used, each by one of the ranks.
 
         Args:
             report: called on rank 0 with a sentence for each checkpoint that was skipped.
@@ -180,18 +158,30 @@ class Checkpoints:
                 ranks see different files.
         """
         failed = f"no checkpoint was loaded from {self.directory}"
-        name, sha256, skipped = self.consensus.on_rank_zero(
-            failed, lambda: self._choose(step, which)
-        )
+        spoiled: dict[str, list[str]] = {}
+        while True:
+            name, sha256, skipped = self.consensus.on_rank_zero(
+                failed, lambda: self._choose(step, which, spoiled)
+            )
+            if name is None or not (problems := self._compare(failed, self.directory / name)):
+                break
+            spoiled[name] = problems
         for sentence in skipped if rank() == 0 else []:
             report(sentence)
         if name is None:
             return None
         loaded: list[Saved] = []
         self.consensus.on_every_rank(
-            failed, lambda: loaded.append(_load(self.directory / name, sha256, like))
+            failed, lambda: loaded.append(load_tensors(self.directory / name, sha256, like))
         )
         return loaded[0]
+
+    def _compare(self, failed: str, path: Path) -> list[str]:
+        """Return a line for each file of a checkpoint that was altered. Collective."""
+        found = self.consensus.on_every_rank(
+            failed, lambda: manifest.altered_files(path, rank(), world_size())
+        )
+        return [line for lines in found for line in lines]
 
     def _raise_for_misuse(self, misuse: list[str]) -> None:
         """Raise UsageError on every rank, if there is misuse on any."""
@@ -220,14 +210,19 @@ class Checkpoints:
         path = self.directory / name
         return path, manifest.read(path).step
 
-    def _choose(self, step: int | None, which: str) -> tuple[str | None, str, list[str]]:
-        """Return name, digest of the manifest, and sentences about skipped checkpoints."""
+    def _choose(
+        self, step: int | None, which: str, spoiled: Mapping[str, list[str]] | None = None
+    ) -> tuple[str | None, str, list[str]]:
+        """Return name, digest of the manifest, and sentences about skipped checkpoints.
+
+        Args: spoiled: as in `newest_good`.
+        """
         name: str | None
         skipped: list[str] = []
         if step is not None or which == "best":
-            name = checkpoint_at(self.directory, step)
+            name = checkpoint_at(self.directory, step, spoiled)
         else:
-            name, skipped = newest_good(self.directory)
+            name, skipped = newest_good(self.directory, spoiled)
         sha256 = manifest.read(self.directory / name).sha256() if name else ""
         return name, sha256, skipped
 
@@ -253,24 +248,32 @@ class Checkpoints:
         tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
         return True
 
-    def _write(self, tmp_path: Path, entries: Mapping[str, Tensor]) -> dict[str, StoredFile]:
-        """Do [2], and read back what this rank has written: all ranks do so beside each other."""
-        written = tensor_files.write(tmp_path, entries, self.consensus.group)
-        found = (manifest.defect(tmp_path, name, stored) for name, stored in written.items())
-        if defects := [line for line in found if line]:
-            reasons = ["it was written, but reading it back failed", *defects]
-            raise CheckpointError("; ".join(reasons))
-        return written
-
-    def _publish(self, tmp_path: Path, path: Path, contents: Manifest) -> None:
+    def _publish(
+        self,
+        tmp_path: Path,
+        path: Path,
+        step: int,
+        info: Mapping[str, Any],
+        held: Sequence[tensor_index.HeldChunks],
+        shares: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Do [4] to [6]: make a checkpoint of the files, and look at it from this rank."""
-        manifest.write(tmp_path, contents)
+        files = tensor_index.write(tmp_path, held, [share["chunks"] for share in shares])
+        found = (manifest.defect(tmp_path, name, stored) for name, stored in files.items())
+        _raise_for_defects([line for line in found if line])
+        for share in shares:
+            files |= {name: StoredFile(*stored) for name, stored in share["files"].items()}
+        manifest.write(tmp_path, Manifest(step, world_size(), files, info))
         fsync_directory(tmp_path)
         os.rename(tmp_path, path)
         fsync_directory(self.directory)
-        if problems := self._retention.verify(path.name, compare=False):
-            reasons = ["it was written, but reading it back failed", *problems]
-            raise CheckpointError("; ".join(reasons))
+        _raise_for_defects(self._retention.verify(path.name, compare=False))
+
+
+def _raise_for_defects(defects: Sequence[str]) -> None:
+    if defects:
+        reasons = ["it was written, but reading it back failed", *defects]
+        raise CheckpointError("; ".join(reasons))
 
 
 def _check_shared_directory(tmp_path: Path) -> None:
@@ -280,33 +283,13 @@ def _check_shared_directory(tmp_path: Path) -> None:
         )
 
 
-def _load(path: Path, sha256: str, like: tensor_files.LayoutLookup) -> Saved:
-    """Load this rank's tensors of a checkpoint that rank 0 has verified."""
-    contents = manifest.read(path)
-    if contents.sha256() != sha256:
-        raise CheckpointError(
-            f"{path} is another one here than on rank 0; all ranks must reach the same directory"
-        )
-    prefix = f"rank{rank()}/"
-    # In another world a rank has other samples, so that its random state has no meaning.
-    same_world = contents.world == world_size()
-
-    def is_wanted(name: str) -> bool:
-        return not PRIVATE_NAME.match(name) or (same_world and name.startswith(prefix))
-
-    tensors = tensor_files.read(path, is_wanted, like)
-    private = {
-        name.removeprefix(prefix): tensors.pop(name)
-        for name in list(tensors)
-        if name.startswith(prefix)
+def _as_json(
+    files: Mapping[str, StoredFile], chunks: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    stored = {
+        name: (stored.size_bytes, stored.sha256, stored.blocks) for name, stored in files.items()
     }
-    return Saved(contents.step, tensors, private, dict(contents.info), path)
-
-
-def _as_json(written: Mapping[str, StoredFile]) -> dict[str, tuple[int, str, str]]:
-    return {
-        name: (stored.size_bytes, stored.sha256, stored.blocks) for name, stored in written.items()
-    }
+    return {"files": stored, "chunks": chunks}
 
 
 def _misuse(

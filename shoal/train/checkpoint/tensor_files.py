@@ -1,39 +1,33 @@
-"""Write tensors to files and read them, through torch.distributed.checkpoint (DCP).
+"""Write tensors to files and read them: each rank writes one file, in parts that torch.load reads.
 
-Every entry is a tensor, so DCP pickles nothing of ours. Its index is a pickle, which DCP would load
-whatever it names. So an index of our own is written beside it, and DCP is given that: see
-`tensor_index`.
+    rank 0   held_chunks ─┐ every rank knows   ┌ write ── __0_0.distcp ─┐ every rank knows
+    rank 1   held_chunks ─┘ who holds what     └ write ── __1_0.distcp ─┘ where all chunks lie
+
+The names, and the index `.metadata`, are those of torch.distributed.checkpoint, whose tools read
+such a checkpoint too. Shoal's own index is beside it: see `tensor_index`.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_into
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError
-from shoal.train.checkpoint import tensor_index
+from shoal.train.checkpoint import manifest, tensor_index
 from shoal.train.checkpoint.block_digest import BlockDigest
 from shoal.train.checkpoint.chunks import TensorEntry
 from shoal.train.checkpoint.durable_io import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
 from shoal.train.checkpoint.rank_consensus import rank
+from shoal.train.checkpoint.tensor_index import HeldChunks
+from shoal.train.checkpoint.tensor_zip import around
 
 LayoutLookup = Callable[[str], Tensor | None]
 
@@ -42,87 +36,61 @@ def no_layout(_: str) -> None:
     """Return None for every name: every tensor is read in full."""
 
 
-class HashingFiles(FileSystem):
-    """A file system for DCP to write to. It hashes each file, and fsyncs it when it is closed.
-
-    DCP itself fsyncs `.metadata` before it flushes the stream's buffer. So the end of the file may
-    not be on the disk when the rename is (torch 2.13).
-    """
-
-    def __init__(self) -> None:
-        self.written: dict[str, StoredFile] = {}
-
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", mode
-        # What is parsed has a SHA-256; tensors, which are nearly all bytes, a faster digest.
-        is_large = Path(path).suffix == ".distcp"
-        with durable_stream(Path(path), BlockDigest() if is_large else None) as (file, stream):
-            yield stream
-        digest = file.digest.hexdigest()
-        self.written[Path(path).name] = (
-            StoredFile(file.size_bytes, blocks=digest)
-            if is_large
-            else StoredFile(file.size_bytes, digest)
-        )
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        os.rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-
-class IndexingWriter(FileSystemWriter):
-    """DCP's writer, which writes an index of our own too, on the rank that writes DCP's."""
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        directory = Path(self.path)
-        text = tensor_index.to_text(tensor_index.from_torch(metadata, directory))
-        with self.fs.create_stream(directory / tensor_index.FILE_NAME, "wb") as stream:
-            stream.write(text.encode())
-
-
-class IndexedReader(FileSystemReader):
-    """DCP's reader of tensors, with an index that is already read.
-
-    Args:
-        entries: the tensors that may be read.
-    """
-
-    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry]) -> None:
-        super().__init__(directory)
-        self._index = tensor_index.to_torch(entries)
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the index. `.metadata` is not opened."""
-        return self._index
+def held_chunks(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return what this rank holds of each tensor, as JSON values: shape, dtype, and its chunk."""
+    return {name: _held(tensor) for name, tensor in tensors.items()}
 
 
 def write(
-    directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
-) -> dict[str, StoredFile]:
-    """Write this rank's share of `tensors`. Collective.
+    directory: Path, tensors: Mapping[str, Tensor], held: Sequence[HeldChunks]
+) -> tuple[dict[str, StoredFile], dict[str, dict[str, Any]]]:
+    """Write this rank's share of `tensors`, fsync it, and read it back. Sends nothing.
 
     Args:
         directory: exists and is empty.
-        tensors: of any shape, dtype, device and strides. A plain tensor that several ranks have
-            under one name is written by one of them.
-        group: of all ranks; None for the default group.
+        tensors: of any shape, dtype, device and strides. A chunk that several ranks hold under one
+            name is written by one of them.
+        held: `held_chunks` of all ranks, in the order of ranks.
 
-    Returns: the files that this rank has written, by name.
+    Returns: the files that this rank has written, by name; and where the chunk of each tensor lies
+        that it has written, as in the index.
     Raises:
-        CheckpointError: on the ranks that failed only. The others return as usual, so ask for a
-            consensus afterwards.
+        CheckpointError: what was read back is not what was written.
     """
-    files = HashingFiles()
-    writer = IndexingWriter(directory, sync_files=False, overwrite=False)
-    writer.fs = files
-    with _dcp_errors(rank()), torch.no_grad():
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
-    return files.written
+    name = f"__{rank()}_0.distcp"
+    share = [key for key, writer in _writers(held).items() if writer == rank()]
+    if not share:
+        return {}, {}
+    chunks, position = {}, 0
+    with (
+        durable_stream(directory / name, BlockDigest()) as (file, stream),
+        torch.no_grad(),
+        ThreadPoolExecutor(max_workers=1) as thread,
+    ):
+        for key, offsets in share:
+            numbers = _numbers(tensors[key])
+            head, tail = around(numbers.dtype, numbers.shape, numbers.nbytes, position)
+            for piece in (head, _bytes_of(numbers), tail):
+                stream.write(piece)
+            size_bytes = len(head) + numbers.nbytes + len(tail)
+            chunks[key] = {
+                "offsets": list(offsets),
+                "shape": list(numbers.shape),
+                "file": name,
+                "start_bytes": position,
+                "size_bytes": size_bytes,
+                "data_start_bytes": position + len(head),
+            }
+            position += size_bytes
+        stream.flush()
+        # The disk works while the file is read back from memory.
+        synced = thread.submit(os.fsync, file.fileno())
+        stored = StoredFile(file.size_bytes, blocks=file.digest.hexdigest())
+        defect = manifest.defect(directory, name, stored)
+        synced.result()
+    if defect:
+        raise CheckpointError(f"it was written, but reading it back failed; {defect}")
+    return {name: stored}, chunks
 
 
 def read(
@@ -135,57 +103,88 @@ def read(
             reads its own shard only. Otherwise it reads the full tensor.
 
     Raises:
-        CheckpointError: an entry is no tensor, or DCP cannot read its files.
+        CheckpointError: an entry is no tensor, or a file holds something else than the index says.
     """
-    entries = {
-        name: entry for name, entry in tensor_index.stored(directory).items() if is_wanted(name)
+    return {
+        name: _read(entry, like(name))
+        for name, entry in tensor_index.stored(directory).items()
+        if is_wanted(name)
     }
-    layouts = {name: like(name) for name in entries}
-    # A tensor in one chunk is read as it is: DCP would read it, and copy it to the result.
-    whole = {
-        name: entry.chunks[0].read().contiguous()
-        for name, entry in entries.items()
-        if not isinstance(layouts[name], DTensor) and _is_one_chunk(entry)
+
+
+def _held(tensor: Tensor) -> dict[str, Any]:
+    offsets, shape = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        offsets, shape = _place_of_shard(tensor)
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "full_shape": list(tensor.shape),
+        "offsets": offsets,
+        "shape": shape,
     }
-    others = {name: entry for name, entry in entries.items() if name not in whole}
-    tensors = {name: _allocated(entry, layouts[name]) for name, entry in others.items()}
-    if others:
-        reader = IndexedReader(directory, others)
-        with _dcp_errors(0):  # with no_dist, DCP calls every rank 0
-            planner = DefaultLoadPlanner(flatten_state_dict=False)
-            load_into(
-                cast(dict[str, Any], tensors), storage_reader=reader, planner=planner, no_dist=True
-            )
-    return {name: whole[name] if name in whole else tensors[name] for name in entries}
 
 
-def _is_one_chunk(entry: TensorEntry) -> bool:
-    return len(entry.chunks) == 1 and entry.chunks[0].shape == tuple(entry.shape)
+def _place_of_shard(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Return offsets and shape of this rank's shard in the full tensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets), list(chunk.sizes)
 
 
-def _allocated(entry: TensorEntry, like: Tensor | None) -> Tensor:
+def _writers(held: Sequence[HeldChunks]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return the rank that writes each chunk, by name and offsets. Empty chunks are not written.
+
+    The largest come first, each to the rank of its holders with the fewest bytes so far.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes = {}
+    for holder, chunks in enumerate(held):
+        for name, chunk in chunks.items():
+            itemsize = getattr(torch, chunk["dtype"]).itemsize
+            if size_bytes := itemsize * torch.Size(chunk["shape"]).numel():
+                key = name, tuple(chunk["offsets"])
+                holders.setdefault(key, []).append(holder)
+                sizes[key] = size_bytes
+    loads = [0] * len(held)
+    writers = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        writers[key] = min(holders[key], key=lambda holder: loads[holder])
+        loads[writers[key]] += sizes[key]
+    return writers
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers of this rank's chunk on the CPU, row by row."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _bytes_of(numbers: Tensor) -> Any:
+    return numbers.reshape(-1).view(torch.uint8).numpy()
+
+
+def _read(entry: TensorEntry, like: Tensor | None) -> Tensor:
     if isinstance(like, DTensor) and like.shape == entry.shape:
-        return torch.empty_like(like.detach(), dtype=entry.dtype)
-    return torch.empty(entry.shape, dtype=entry.dtype)
+        shard = torch.empty_like(like.detach(), dtype=entry.dtype)
+        assert isinstance(shard, DTensor)
+        offsets, _ = _place_of_shard(shard)
+        _fill(shard.to_local(), offsets, entry)
+        return shard
+    if len(entry.chunks) == 1 and entry.chunks[0].shape == tuple(entry.shape):
+        return entry.chunks[0].read().contiguous()
+    full = torch.empty(entry.shape, dtype=entry.dtype)
+    _fill(full, [0] * full.dim(), entry)
+    return full
 
 
-@contextmanager
-def _dcp_errors(dcp_rank: int) -> Generator[None, None, None]:
-    """Turn this rank's failure in DCP into a CheckpointError. Ignore failures of other ranks.
-
-    Other ranks raise their own failures. Ctrl-C stays a KeyboardInterrupt.
-
-    Args:
-        dcp_rank: the number that DCP gives to this rank.
-    """
-    # Set once and kept: `catch_warnings` in a thread would restore the filters of all threads, and
-    # lose changes that others have made meanwhile.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    try:
-        yield
-    except CheckpointException as error:
-        cause = error.failures[dcp_rank][0] if dcp_rank in error.failures else None
-        if isinstance(cause, Exception):
-            raise CheckpointError(f"{type(cause).__name__}: {cause}") from error
-        if cause is not None:
-            raise cause from None
+def _fill(block: Tensor, offsets: Sequence[int], entry: TensorEntry) -> None:
+    """Fill a block of the full tensor, which begins at `offsets`, from all chunks that overlap."""
+    for chunk in entry.chunks:
+        ours, theirs = [], []
+        for start, size, chunk_start, chunk_size in zip(
+            offsets, block.shape, chunk.offsets, chunk.shape, strict=True
+        ):
+            first, end = max(start, chunk_start), min(start + size, chunk_start + chunk_size)
+            ours.append(slice(first - start, max(first, end) - start))
+            theirs.append(slice(first - chunk_start, max(first, end) - chunk_start))
+        if (part := block[tuple(ours)]).numel():
+            part.copy_(chunk.mapped()[tuple(theirs)])

@@ -2,7 +2,8 @@
 
     index.json   {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [6, 4],
                   "chunks": [{"offsets": [0, 0], "shape": [3, 4], "file": "__0_0.distcp",
-                              "start_bytes": 0, "size_bytes": 1234}, ...]}}}
+                              "start_bytes": 0, "size_bytes": 976,
+                              "data_start_bytes": 448}, ...]}}}
     .metadata    the same as a pickle, for torch's own tools
 
 Shoal reads `.metadata` only in checkpoints of versions that wrote no index.json. A pickle is a
@@ -15,8 +16,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +25,10 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file
+from shoal.platform.torch_private.checkpoint_files import StorageInfo
 from shoal.train.checkpoint.chunks import Chunk, TensorEntry
+from shoal.train.checkpoint.durable_io import durable_stream
+from shoal.train.checkpoint.manifest import StoredFile
 
 FILE_NAME = "index.json"
 TORCH_FILE_NAME = ".metadata"
@@ -33,6 +36,7 @@ DATA_NAME = re.compile(r"__\d+_\d+\.distcp")
 FORMAT = 1
 MAX_BYTES = 1 << 30
 Entries = dict[str, TensorEntry]
+HeldChunks = Mapping[str, Mapping[str, Any]]
 
 
 def stored(directory: Path) -> Entries:
@@ -60,26 +64,39 @@ def stored(directory: Path) -> Entries:
         ) from error
 
 
-def to_text(entries: Mapping[str, TensorEntry]) -> str:
-    """Return the text of index.json."""
-    tensors = {
-        name: {
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "shape": list(entry.shape),
-            "chunks": [
-                {
-                    "offsets": list(chunk.offsets),
-                    "shape": list(chunk.shape),
-                    "file": chunk.file.name,
-                    "start_bytes": chunk.start_bytes,
-                    "size_bytes": chunk.size_bytes,
-                }
-                for chunk in entry.chunks
-            ],
-        }
-        for name, entry in entries.items()
+def write(
+    directory: Path, held: Sequence[HeldChunks], chunks: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> dict[str, StoredFile]:
+    """Write index.json and `.metadata`, and wait until they are on the disk.
+
+    Args:
+        held: what each rank holds, by name: dtype and shapes (`tensor_files.held_chunks`).
+        chunks: where each rank has written which chunk, by name.
+
+    Returns: both files by name.
+    Raises:
+        CheckpointError: the chunks of a tensor do not fill it.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for of_rank in held:
+        for name, chunk in of_rank.items():
+            fields = {"dtype": chunk["dtype"], "shape": chunk["full_shape"]}
+            tensors.setdefault(name, fields | {"chunks": []})
+    for share in chunks:
+        for name, place in share.items():
+            tensors[name]["chunks"].append(place)
+    entries = {name: _entry(directory, name, fields) for name, fields in tensors.items()}
+    texts = {
+        FILE_NAME: json.dumps({"format": FORMAT, "tensors": tensors}).encode(),
+        TORCH_FILE_NAME: pickle.dumps(_to_torch(entries)),
     }
-    return json.dumps({"format": FORMAT, "tensors": tensors})
+    return {name: _written(directory / name, text) for name, text in texts.items()}
+
+
+def _written(path: Path, text: bytes) -> StoredFile:
+    with durable_stream(path) as (file, stream):
+        stream.write(text)
+    return StoredFile(file.size_bytes, file.digest.hexdigest())
 
 
 def from_torch(metadata: dcp.Metadata, directory: Path) -> Entries:
@@ -113,17 +130,7 @@ def from_torch(metadata: dcp.Metadata, directory: Path) -> Entries:
     return entries
 
 
-@dataclass(frozen=True)
-class StoredRange:
-    """Bytes of a file, by the names that torch's reader of files looks for."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
-def to_torch(entries: Mapping[str, TensorEntry]) -> dcp.Metadata:
+def _to_torch(entries: Mapping[str, TensorEntry]) -> dcp.Metadata:
     """Return the entries as the index that torch's planner and reader take."""
     state, ranges = {}, {}
     for name, entry in entries.items():
@@ -131,7 +138,7 @@ def to_torch(entries: Mapping[str, TensorEntry]) -> dcp.Metadata:
         for chunk in entry.chunks:
             offsets = torch.Size(chunk.offsets)
             chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.shape)))
-            ranges[dcp.MetadataIndex(name, offsets)] = StoredRange(
+            ranges[dcp.MetadataIndex(name, offsets)] = StorageInfo(
                 chunk.file.name, chunk.start_bytes, chunk.size_bytes
             )
         properties = dcp.TensorProperties(dtype=entry.dtype)
@@ -154,8 +161,14 @@ def _entry(directory: Path, name: str, fields: Mapping[str, Any]) -> TensorEntry
         if any(end > limit for end, limit in zip(ends, shape, strict=True)):
             raise ValueError(f"{name} of {shape} has a chunk that ends at {ends}")
         start_bytes, size_bytes = _numbers([block["start_bytes"], block["size_bytes"]])
+        data_start_bytes = block.get("data_start_bytes")
+        if data_start_bytes is not None:
+            (data_start_bytes,) = _numbers([data_start_bytes])
+            data_end_bytes = data_start_bytes + math.prod(sizes) * dtype.itemsize
+            if not start_bytes <= data_start_bytes <= data_end_bytes <= start_bytes + size_bytes:
+                raise ValueError(f"the numbers of {name} lie outside of its chunk")
         file = directory / block["file"]
-        chunks.append(Chunk(offsets, sizes, dtype, file, start_bytes, size_bytes))
+        chunks.append(Chunk(offsets, sizes, dtype, file, start_bytes, size_bytes, data_start_bytes))
     count = sum(math.prod(chunk.shape) for chunk in chunks)
     if count != math.prod(shape):
         raise CheckpointError(f"{directory} has {count} numbers of {name}, not {math.prod(shape)}")

@@ -3,7 +3,7 @@
     nn.Linear(4, 4)                     float64, for that is the default now
     module with float32 parameters      promoted when they are registered
     torch.from_numpy(float32) + w       promoted when a function of torch gets it
-    x.float(), x.to(torch.float32)      float64
+    x.float(), x.to(torch.float32)      float64, also where a mode of Shoal's passes them on
 
 Autocast leaves float64 as it is, so a script with autocast computes in float64 as well.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.tree_map import tree_map
 
 _SHOAL = f"{Path(__file__).parents[2]}/"
+_SCALER = torch.amp.grad_scaler.__file__
 
 
 class Float64Everywhere(TorchFunctionMode):
     """Inside, each float32 tensor that a function of torch gets from the script is float64.
 
-    Shoal's own calls are left as they are: its messages have dtypes of their own.
+    Shoal's own calls are left as they are, for its messages have dtypes of their own, and so are
+    those of a GradScaler.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,10 @@ class Float64Everywhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if sys._getframe(1).f_code.co_filename.startswith(_SHOAL) or _writes(func, kwargs):
+        caller: FrameType | None = sys._getframe(1)
+        # A GradScaler's kernel takes a scale in float32 only.
+        is_left_alone = caller is not None and caller.f_code.co_filename == _SCALER
+        if is_left_alone or _is_called_by_shoal(func, caller) or _writes(func, kwargs):
             return func(*args, **kwargs)
         if func is Tensor.float:
             func = Tensor.double
@@ -71,6 +77,22 @@ def promoted(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return tree_map(value, promoted) if isinstance(value, (tuple, list, dict)) else value
+
+
+def _is_called_by_shoal(func: Any, frame: FrameType | None) -> bool:
+    """Return True for a call of Shoal's own; False for one of the script's that it passes on.
+
+    A mode or a tensor subclass of Shoal's that stands above gets each function first, as `func` of
+    its `__torch_function__`, and calls it from there.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_SHOAL):
+        if frame.f_locals.get("func") is not func:
+            return True
+        passes_on = frame.f_code.co_name == "__torch_function__"
+        frame = frame.f_back
+        if passes_on:
+            return _is_called_by_shoal(func, frame)
+    return False
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,8 @@ rest     |h - factor g| / |h|        0: h is a multiple of g; else another direc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ class GradientRatio(NamedTuple):
     rest: float
     size: float
     """Norm of the gradient on one process."""
+
+    @property
+    def distance(self) -> float:
+        """How far it is from being the same gradient."""
+        return max(self.rest, abs(self.factor - 1))
 
     def is_multiple(self, tolerance: float) -> bool:
         """Return True if both have one direction."""
@@ -53,32 +59,41 @@ def ratios(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[
     return {name: value for name, value in found.items() if value.size > 1e-8 * largest}
 
 
-def common_factor(values: Mapping[str, GradientRatio], tolerance: float) -> float | None:
-    """Return the one factor of all gradients; None where they have several, or no multiple."""
-    if not values or not all(value.is_multiple(tolerance) for value in values.values()):
+def common_factor(
+    values: Mapping[str, GradientRatio], tolerance: Callable[[str], float]
+) -> float | None:
+    """Return the one factor of all gradients; None where they have several, or no multiple.
+
+    Args: tolerance: of a gradient, by its name.
+    """
+    allowed = {name: tolerance(name) for name in values}
+    if not values or not all(value.is_multiple(allowed[name]) for name, value in values.items()):
         return None
-    factors = [value.factor for value in values.values()]
-    middle = sorted(factors)[len(factors) // 2]
-    spread = max(abs(factor - middle) for factor in factors)
-    return middle if spread <= tolerance * max(abs(middle), 1e-12) else None
+    surest = min(allowed, key=lambda name: allowed[name])
+    middle = values[surest].factor
+    size = max(abs(middle), 1e-12)
+    is_one = all(
+        abs(value.factor - middle) <= (allowed[name] + allowed[surest]) * size
+        for name, value in values.items()
+    )
+    return middle if is_one else None
+
+
+def row_ratios(expected: Tensor, given: Tensor) -> list[GradientRatio]:
+    """Return the ratios of the rows of a gradient of outputs; rows without any are left out.
+
+    Rows that have one on many ranks alone have an infinite factor. Empty where the shapes differ.
+    """
+    if expected.dim() < 1 or expected.shape != given.shape:
+        return []
+    rows = [(g, h) for g, h in zip(expected, given, strict=True) if g.any() or h.any()]
+    return [ratio(g, h) if g.any() else GradientRatio(math.inf, 0.0, 0.0) for g, h in rows]
 
 
 def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> list[float] | None:
-    """Return a factor for each row of a gradient of outputs; None where rows are no multiples.
-
-    Rows without a gradient are left out.
-    """
-    if expected.dim() < 1 or expected.shape != given.shape:
-        return None
-    factors = []
-    for g, h in zip(expected, given, strict=True):
-        if not g.any() and not h.any():
-            continue
-        found = ratio(g, h)
-        if not found.is_multiple(tolerance):
-            return None
-        factors.append(found.factor)
-    return factors
+    """Return a factor for each row of a gradient of outputs; None where rows are no multiples."""
+    rows = row_ratios(expected, given)
+    return [row.factor for row in rows] if all(r.is_multiple(tolerance) for r in rows) else None
 
 
 def in_words(factor: float, ranks: int) -> str:
@@ -96,14 +111,17 @@ def in_words(factor: float, ranks: int) -> str:
     return f"{factor:.4g}"
 
 
-def is_sum_of(given: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]) -> bool:
+def is_sum_of(
+    given: Mapping[str, Tensor],
+    parts: Sequence[Mapping[str, Tensor]],
+    tolerance: Callable[[str], float],
+) -> bool:
     """Return True if all gradients are the sums of those of several steps."""
     names = [name for name in given if all(name in part for part in parts)]
     if not names:
         return False
     for name in names:
         expected = torch.stack([part[name].double() for part in parts]).sum(0)
-        distance = (given[name].double() - expected).abs().max()
-        if distance > 1e-8 * expected.abs().max().clamp(min=1e-12):
+        if ratio(expected, given[name]).distance > tolerance(name):
             return False
     return True

@@ -20,9 +20,14 @@ from shoal.verification.script.gradient_ratios import (
     row_factors,
 )
 from shoal.verification.script.script_report import ScriptCause, ScriptDifference
-from shoal.verification.script.step_comparison import StepComparison
+from shoal.verification.script.step_comparison import ROWS, StepComparison
 
 NO_CAUSE = ScriptCause("none", "")
+SAME_SAMPLES = (
+    "all ranks compute the same outputs of the same samples and send nothing on the way, so they "
+    "take the step that one of them would take alone: give the loader a sampler that knows the "
+    "rank, such as DistributedSampler."
+)
 DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "DropPath")
 
 
@@ -42,6 +47,8 @@ def likely_cause(
     """
     step = steps[-1]
     match first.phase:
+        case "batches":
+            return ScriptCause("same samples", SAME_SAMPLES)
         case "start":
             return _start(first)
         case "forward":
@@ -129,7 +136,6 @@ def _backward(
     step = steps[-1]
     wrong = tuple(d.parameter for d in found if d.phase == "backward" and d.parameter)
     expected, given = step.expected.below("gradient"), step.given.below("gradient")
-    tolerance = max(1e-6, 10 * first.allowed)
     known = ratios(expected, given)
     unknown = tuple(name for name in wrong if name not in step.index.gradients)
     if unknown and step.index.gradients:
@@ -138,6 +144,9 @@ def _backward(
             f"the optimizer does not hold {_listed(unknown)}, as it does on one process.",
             parameters=unknown,
         )
+    kept = tuple(name for name in wrong if _is_earlier(steps, name))
+    if kept:
+        return _not_zeroed(kept)
     missing = tuple(
         name for name in wrong if name in expected and (name not in given or not given[name].any())
     )
@@ -145,20 +154,24 @@ def _backward(
         return _missing(missing)
     if apart := tuple(name for name in wrong if name in step.apart()):
         return _not_reduced(apart, wrong, known)
-    factor = common_factor(known, tolerance)
+    factor = common_factor(known, step.direction)
     if factor is not None and len(wrong) > 1:
         return _scale(factor, ranks)
     if _holds_earlier(steps, wrong):
-        return ScriptCause(
-            "not zeroed",
-            "the gradients are the sums of this step's and of earlier steps': nothing has set "
-            "them to zero in between.",
-            parameters=wrong,
-        )
-    weights = _weights_of_rows(step, tolerance)
+        return _not_zeroed(wrong)
+    weights = _weights_of_rows(step)
     if weights is not None:
         return weights
-    return _wrong_module(first, wrong, known, tolerance, ranks)
+    return _wrong_module(first, wrong, known, step, ranks)
+
+
+def _not_zeroed(names: tuple[str, ...]) -> ScriptCause:
+    return ScriptCause(
+        "not zeroed",
+        f"the gradients of {_listed(names)} hold those of earlier steps: nothing has set them to "
+        "zero in between.",
+        parameters=names,
+    )
 
 
 def _missing(names: tuple[str, ...]) -> ScriptCause:
@@ -193,40 +206,38 @@ def _scale(factor: float, ranks: int) -> ScriptCause:
     )
 
 
-def _weights_of_rows(step: StepComparison, tolerance: float) -> ScriptCause | None:
+def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
     """Return the cause where rows of the last output have other weights in the loss."""
-    for index in range(len(step.calls) - 1, -1, -1):
-        pair = step.output("backward", index, 0)
-        if pair is None:
-            continue
-        factors = row_factors(pair[0], pair[1][0], tolerance)
-        if factors is None or not factors:
-            return None
-        low, high = min(factors), max(factors)
-        if high - low <= tolerance * max(abs(high), 1e-12):
-            return None
-        return ScriptCause(
-            "weights of samples",
-            "samples count otherwise in the loss than on one device: the gradient of the output "
-            f"is {low / high:.3g} times as large for some samples as for others. A mean over each "
-            "rank's own count (tokens, boxes, samples) is averaged over the ranks; divide by the "
-            "count of all ranks.",
-        )
-    return None
+    pair, tolerance = step.last_output_gradient(), step.direction(ROWS)
+    if pair is None:
+        return None
+    factors = row_factors(*pair, tolerance)
+    if factors is None and pair[0].dim() > 1:  # rows of tokens, say
+        factors = row_factors(pair[0].flatten(0, -2), pair[1].flatten(0, -2), tolerance)
+    if not factors:
+        return None
+    low, high = min(factors), max(factors)
+    if math.isfinite(high) and high - low <= tolerance * max(abs(high), 1e-12):
+        return None
+    return ScriptCause(
+        "weights of samples",
+        "samples count otherwise in the loss than on one device: the gradient of the output "
+        f"is {low / high:.3g} times as large for some samples as for others. A mean over each "
+        "rank's own count (tokens, boxes, samples) is averaged over the ranks; divide by the "
+        "count of all ranks.",
+    )
 
 
 def _wrong_module(
     first: ScriptDifference,
     wrong: tuple[str, ...],
     known: dict[str, GradientRatio],
-    tolerance: float,
+    step: StepComparison,
     ranks: int,
 ) -> ScriptCause:
-    own = [name for name in wrong if name in known]
-    factors = {known[name].factor for name in own if known[name].is_multiple(tolerance)}
-    group = {name: known[name] for name in own}
-    factor = common_factor(group, tolerance)
-    if len(wrong) < len(known) and factor is not None and factors:
+    group = {name: known[name] for name in wrong if name in known}
+    factor = common_factor(group, step.direction)
+    if len(wrong) < len(known) and factor is not None:
         return ScriptCause(
             "scale",
             f"the {'gradient' if len(wrong) == 1 else 'gradients'} of {_listed(wrong)} "
@@ -246,13 +257,21 @@ def _wrong_module(
     )
 
 
+def _is_earlier(steps: list[StepComparison], name: str) -> bool:
+    """Return True for a gradient of an earlier step where one process has none."""
+    step, key = steps[-1], f"gradient/{name}"
+    if key in step.expected or key not in step.given or not step.given[key].any():
+        return False
+    return any(key in s.given and s.given[key].equal(step.given[key]) for s in steps[:-1])
+
+
 def _holds_earlier(steps: list[StepComparison], wrong: tuple[str, ...]) -> bool:
     given = {
         name: tensor for name, tensor in steps[-1].given.below("gradient").items() if name in wrong
     }
     parts = [step.expected.below("gradient") for step in steps]
     return len(steps) > 1 and any(
-        is_sum_of(given, parts[start:]) for start in range(len(parts) - 1)
+        is_sum_of(given, parts[start:], steps[-1].direction) for start in range(len(parts) - 1)
     )
 
 

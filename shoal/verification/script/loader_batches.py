@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import UsageError
-from shoal.verification.script.run_record import RankRecord, RecordWriter, tensors_of_batch
+from shoal.verification.script.batch_axes import axes_of_batches, batches_of_ranks, equal
+from shoal.verification.script.run_record import RankRecord, RecordWriter
 
 
 class LoaderOrder:
@@ -155,48 +156,7 @@ class JoinedBatches:
     def _is_shared_out(self, number: int) -> bool:
         """Return False for a loader of which every rank takes all, for an evaluation say."""
         first, *others = batches_of_ranks(self._folder, self._members, f"{number}-0-0")
-        return first is None or any(b is None or not _equal(first, b) for b in others)
-
-
-def batches_of_ranks(
-    folder: Path, ranks: Sequence[RankRecord], key: str
-) -> list[list[Tensor] | None]:
-    """Return the tensors of one batch on each rank; None where a rank took none."""
-    found: list[list[Tensor] | None] = []
-    for record in ranks:
-        tensors = tensors_of_batch(folder, record.rank, key)
-        found.append([tensors[name] for name in sorted(tensors.names, key=int)] or None)
-    return found
-
-
-def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
-    """Return for each rank its axes: ranks of the same batches are a tensor group.
-
-    The first batch of each loader counts, and what the first step gives to the model, for scripts
-    that take batches from elsewhere.
-    """
-    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
-    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
-    groups: list[tuple[list[Tensor], list[int]]] = []
-    for rank, record in enumerate(ranks):
-        taken = [tensor for column in columns for tensor in column[rank] or ()]
-        taken += _inputs(record)
-        for first, members in groups:
-            if _equal(first, taken):
-                members.append(rank)
-                break
-        else:
-            groups.append((taken, [rank]))
-    axes: list[dict[str, Any]] = [{} for _ in ranks]
-    for index, (_, members) in enumerate(groups):
-        for place, rank in enumerate(members):
-            axes[rank] = {"data": (index, len(groups)), "tensor": (place, len(members))}
-    return axes
-
-
-def _inputs(record: RankRecord) -> list[Tensor]:
-    digests = record.steps[0].digests if record.steps else {}
-    return [torch.tensor(value) for name, value in digests.items() if name.startswith("input/")]
+        return first is None or any(b is None or not equal(first, b) for b in others)
 
 
 def join(parts: Sequence[list[Tensor]]) -> list[Tensor]:
@@ -220,12 +180,6 @@ def join(parts: Sequence[list[Tensor]]) -> list[Tensor]:
         else:
             joined.append(torch.cat(list(column)))
     return joined
-
-
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 def _replaced(batch: Any, leaves: Iterator[Tensor]) -> Any:

@@ -19,11 +19,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.module_snapshot import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
-from shoal.verification.script.model_names import ModelNames
+from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
 from shoal.verification.script.user_lines import user_line
 
@@ -37,6 +38,7 @@ class ModuleCalls:
 
     Attributes:
         calls: those of this step so far.
+        collectives: messages of this step so far, while modules computed; -1: not counted.
         tensors: forward/<call>/<output> and backward/<call>/<output> of this step so far.
     """
 
@@ -45,11 +47,14 @@ class ModuleCalls:
     ) -> None:
         self.calls: list[CallRecord] = []
         self.tensors: dict[str, Tensor] = {}
+        self.collectives = 0
         self._names = names
         self._before_model = before_model
         self._depth = 0
         self._step = 0
         self._lines: list[str] = []
+        self._inside = 0
+        self._sent_before = 0
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -68,17 +73,23 @@ class ModuleCalls:
     def take(self) -> tuple[list[CallRecord], dict[str, Tensor]]:
         """Return what this step has recorded, and begin the next step."""
         taken = self.calls, self.tensors
-        self.calls, self.tensors = [], {}
+        self.calls, self.tensors, self.collectives = [], {}, 0
         self._step += 1
         return taken
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._lines.append(user_line())
+        if not _is_wrapper(module):
+            self._inside += 1
+            self._sent_before = num_collectives() if self._inside == 1 else self._sent_before
         if len(self._lines) == 1 and not is_trial_running() and not in_backward_pass():
             self._before_model(module, args)
 
     def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
         line = self._lines.pop() if self._lines else ""
+        if not _is_wrapper(module):
+            self._inside -= 1
+            self._count_collectives()
         is_training = module.training or torch.is_grad_enabled()
         if not is_training or is_trial_running() or in_backward_pass():
             return
@@ -93,6 +104,11 @@ class ModuleCalls:
         kind = type(module).__name__
         self.calls.append(CallRecord(name, kind, line, len(outputs), module.training))
 
+    def _count_collectives(self) -> None:
+        if self._inside == 0 and self.collectives >= 0:
+            sent = num_collectives()
+            self.collectives = -1 if sent < 0 else self.collectives + sent - self._sent_before
+
     def _keep(self, place: str, output: Tensor) -> None:
         value = local_part(output)
         if value is None:  # of another stage of a pipeline
@@ -102,11 +118,17 @@ class ModuleCalls:
             return
         tensors, step = self.tensors, self._step
 
-        def note(gradient: Tensor) -> None:
-            part = local_part(gradient)
+        def note(gradient: Tensor | None) -> None:
+            # None where a Function's backward pass returns none: DistributedDataParallel's, say.
+            part = None if gradient is None else local_part(gradient)
             if part is not None and step == self._step and not is_trial_running():
                 key = f"backward/{place}"
                 earlier = tensors.get(key)
                 tensors[key] = part if earlier is None else earlier + part
 
         output.register_hook(note)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return True for DistributedDataParallel, which sends buffers before its module is called."""
+    return type(module).__name__ in (WRAPPERS["module"] or ())

@@ -13,7 +13,7 @@ from shoal.launch.rank import script
 from shoal.verification.script.dropout_off import turn_off
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
-from shoal.verification.script.perturbation import Perturbation
+from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
 from shoal.verification.script.same_start import SameStart
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
@@ -34,14 +34,14 @@ class RecordingPlan:
         like: the record of the run on many ranks, whose batches and weights this one process
             gets; None for that run itself.
         without_dropout: dropout is off under Shoal too, not only in other scripts.
-        perturb: (rounding unit, seed) by which weights are moved; None leaves them.
+        perturb: (record of one process, seed): weights are moved by its rounding units.
     """
 
     folder: str
     steps: int
     precision: Arithmetic = "fp64"
     like: str | None = None
-    perturb: tuple[float, int] | None = None
+    perturb: tuple[str, int] | None = None
     without_dropout: bool = False
 
 
@@ -87,7 +87,9 @@ def _recorder(
         ranks = read_run(folder)
         undo = JoinedBatches(folder, ranks, lambda: not ranks[0].by_shoal).start()
         start = SameStart(folder, ranks, record)
-        moved = None if plan.perturb is None else Perturbation(*plan.perturb)
+        moved = None
+        if plan.perturb is not None:
+            moved = perturbation(Path(plan.perturb[0]), plan.perturb[1])
         recorder = ScriptRecorder(writer, record, plan.steps, start, moved)
     for function in undo:
         stack.callback(function)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from shoal.verification.script.batch_axes import axes_of_batches, repeat_samples
 from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
-from shoal.verification.script.loader_batches import axes_of_batches
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import (
     BY_DESIGN,
@@ -24,8 +24,13 @@ OWN_STEPS = ScriptCause(
     "the strategy lets each rank step with gradients of its own, and brings them together later.",
 )
 SAME_BATCHES = (
-    "all ranks took the same batches. That is right for tensor parallelism; in data parallelism it "
-    "means that nothing shares the samples out."
+    "all ranks took the same batches. That is right for tensor and pipeline parallelism; in data "
+    "parallelism it means that nothing shares the samples out."
+)
+SAME_DRAWS = (
+    "the data ranks draw the same random numbers, so row i of each has the same dropout masks. "
+    "That is no error, and the masks vary less than on one device: seed each rank on its own once "
+    "the model is made, torch.manual_seed(seed + rank)."
 )
 MAX_OTHERS = 20  # differences beside the first one in a report
 
@@ -59,6 +64,8 @@ def compare_runs(
     )
     if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
         notes.append(SAME_BATCHES)
+    if _draw_the_same(ranks):
+        notes.append(SAME_DRAWS)
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
         return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
@@ -94,6 +101,11 @@ def _until_difference(
 
     A buffer that differs is no reason to stop: it may be one that no step reads.
     """
+    ranks = candidate.ranks
+    if not ranks[0].by_shoal and repeat_samples(candidate.folder, ranks):
+        line = ranks[0].steps[0].calls[-1].line
+        repeated = ScriptDifference(1, "batches", None, None, 1 - 1 / len(ranks), 0.0, line)
+        return [repeated], [StepComparison(reference, candidate, 1, tolerances)]
     if found := _at_start(candidate.ranks, tolerances):
         return found, [StepComparison(reference, candidate, 1, tolerances)]
     steps: list[StepComparison] = []
@@ -104,11 +116,31 @@ def _until_difference(
         found = step.compare()
         others = [difference for difference in found if difference.phase != "buffers"]
         if others:
-            module = others[0].module
-            read = [b for b in buffers if b.module == module and others[0].phase == "forward"]
-            return (read or []) + others, steps
+            return [b for b in buffers if _is_read(b, others[0], step, tolerances)] + others, steps
         buffers += found
     return buffers or _files(reference, candidate, count, tolerances), steps
+
+
+def _is_read(
+    buffer: ScriptDifference,
+    output: ScriptDifference,
+    step: StepComparison,
+    tolerances: Tolerances,
+) -> bool:
+    """Return True if a wrong buffer is why a later step's output is wrong.
+
+    Where tolerances are measured, the output of the module that reads it may be within its own.
+    """
+    if output.phase != "forward" or not tolerances.measured:
+        return output.phase == "forward" and buffer.module == output.module
+    order = [call.module for call in step.calls]
+    return buffer.module in order and order.index(buffer.module) <= order.index(output.module or "")
+
+
+def _draw_the_same(ranks: list[RankRecord]) -> bool:
+    """Return True if two data ranks had one state of the random numbers at their first dropout."""
+    draws = {record.axis("data")[0]: record.draws for record in ranks if record.draws}
+    return len(set(draws.values())) < len(draws)
 
 
 def _files(

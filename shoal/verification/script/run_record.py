@@ -58,6 +58,8 @@ class StepRecord:
         optimizer: the number of the optimizer that stepped, in the order of their first steps.
         settings: of its parameter groups, numbers only.
         gradients: name of each trainable parameter -> True if it had a gradient.
+        collectives: messages of this rank while modules computed outputs; -1 where a backend does
+            not count them.
         digests: name of a gradient or weight -> two numbers that differ where its values do.
         lines: "backward" and "step" -> the user's lines.
     """
@@ -68,6 +70,7 @@ class StepRecord:
     optimizer: int = 0
     settings: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, bool] = field(default_factory=dict)
+    collectives: int = 0
     digests: dict[str, list[float]] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
 
@@ -85,6 +88,7 @@ class RankRecord:
         is_synchronous: all ranks take each step together.
         notes: lines for the user.
         loaders: "<number of the loader>-<number of the loop over it>" of each loop over a loader.
+        draws: tells apart the states of the random numbers at the first dropout that is off.
         ended: "steps" where the recorder ended the script, "script" where it came to its end.
     """
 
@@ -97,6 +101,7 @@ class RankRecord:
     is_synchronous: bool = True
     notes: list[str] = field(default_factory=list)
     loaders: list[str] = field(default_factory=list)
+    draws: str = ""
     ended: str = "steps"
 
     def axis(self, name: str) -> tuple[int, int]:

@@ -108,7 +108,8 @@ class ScriptRecorder:
             if line:
                 self._step.lines.setdefault("backward", line)
             losses = [t.detach() for t in tensors_in(tensors) if t.numel() == 1]
-            self._step.losses.append(float(sum(loss.double().sum() for loss in losses)))
+            if losses:  # else the first stages of a pipeline go back from what they have sent
+                self._step.losses.append(float(sum(loss.double().sum() for loss in losses)))
         return original(tensors, *args, **kwargs)
 
     def _prepare(self, original: Any, run: Run, *things: Any) -> Any:
@@ -193,6 +194,7 @@ class ScriptRecorder:
         if self._stepping:
             return
         step = self._step
+        step.collectives = self._calls.collectives
         step.calls, tensors = self._calls.take()
         weights = self._weights()
         step.digests |= digests(weights, "weight")

@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["start", "forward", "loss", "backward", "update", "buffers", "files"]
-"""The phases of a step, in their order; "start" lies before the first, "files" after the last."""
+Phase = Literal["batches", "start", "forward", "loss", "backward", "update", "buffers", "files"]
+"""Phases in their order; "batches" and "start" lie before the first step, "files" after the last.
+"""
 
 CauseClass = Literal[
     "scale",  # all gradients are the same multiple
     "missing reduction",  # ranks step with gradients of their own
     "weights of samples",  # samples count otherwise than on one device
+    "same samples",  # all ranks compute the same ones, each on its own
     "wrong gradient",  # a module's backward pass, or what becomes of its gradient
     "missing gradient",  # a parameter has none, or zeros
     "not zeroed",  # gradients of earlier steps are in it
@@ -57,6 +59,8 @@ class ScriptDifference:
     @property
     def what(self) -> str:
         """Return words for it: "step 2, backward, layers.1.proj.weight"."""
+        if self.phase == "batches":
+            return "the samples of the ranks"
         name = self.parameter or ("the loss" if self.phase == "loss" else self.module)
         if name is None:
             name = "the gradient of the loss"

@@ -15,14 +15,9 @@ from shoal.launch.start import start
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.precheck import check
 from shoal.testing.world import World
+from shoal.verification.script.batch_axes import axes_of_batches
 from shoal.verification.script.likely_cause import NO_CAUSE
-from shoal.verification.script.loader_batches import axes_of_batches
-from shoal.verification.script.perturbation import (
-    RUNS,
-    WEIGHT_UNITS,
-    measured,
-    rounding_unit,
-)
+from shoal.verification.script.perturbation import RUNS, measured
 from shoal.verification.script.recorded_process import (
     Arithmetic,
     RecordingPlan,
@@ -141,9 +136,10 @@ class _Recording:
             records = read_run(self.many)
         return records
 
-    def reference(self, name: str, perturb: tuple[float, int] | None = None) -> Path:
-        """Run alone; return the folder of the record."""
+    def reference(self, name: str, seed: int | None = None) -> Path:
+        """Run alone; return the folder of the record. Args: seed: of the perturbation, if any."""
         folder = self.folder / name
+        perturb = None if seed is None else (str(self.one), seed)
         plan = replace(self._plan(folder), like=str(self.many), perturb=perturb)
         self._run(1, plan, {"SHOAL_STRATEGY": "single"})
         return folder
@@ -152,10 +148,8 @@ class _Recording:
         """Return the given tolerance in float64, else measured ones."""
         if self.precision == "fp64":
             return Tolerances(tolerance)
-        unit = rounding_unit(self.one, "forward")
-        weight_unit = WEIGHT_UNITS * rounding_unit(self.one, "weight")
-        moved = [self.reference(f"perturbed-{seed}", (unit, seed)) for seed in range(RUNS)]
-        return measured(self.one, moved, max(unit, tolerance), max(weight_unit, tolerance))
+        moved = [self.reference(f"perturbed-{seed}", seed) for seed in range(RUNS)]
+        return measured(self.one, moved, tolerance)
 
     def _plan(self, folder: Path) -> RecordingPlan:
         return RecordingPlan(

@@ -26,6 +26,9 @@ from shoal.verification.script.run_record import (
 from shoal.verification.script.script_report import Phase, ScriptDifference
 from shoal.verification.script.tolerances import Tolerances
 
+ROWS = "rows of the output"
+"""A name under which the tolerance for rows of the last output's gradient is kept."""
+
 
 class RecordedRun:
     """A recorded run on disk. Args: folder: of the record. ranks: its indices."""
@@ -94,6 +97,22 @@ class StepComparison:
         )
         return (expected, versions) if versions else None
 
+    def last_output_gradient(self) -> tuple[Tensor, Tensor] | None:
+        """Return the gradient of the last output that has one: of one process, of the ranks.
+
+        Scalars are left out: they are losses that models return.
+        """
+        for index in range(len(self.calls) - 1, -1, -1):
+            for output in range(self.calls[index].outputs):
+                pair = self.output("backward", index, output)
+                if pair is not None and pair[0].dim():
+                    return pair[0], pair[1][0]
+        return None
+
+    def direction(self, parameter: str) -> float:
+        """Return the tolerance of the direction of a gradient; of rows of outputs for `ROWS`."""
+        return self._tolerances.of_direction(self.step, parameter)
+
     def _forward(self) -> list[ScriptDifference]:
         places = [(i, o) for i, call in enumerate(self.calls) for o in range(call.outputs)]
         pairs = {place: self.output("forward", *place) for place in places}
@@ -117,13 +136,14 @@ class StepComparison:
 
     def _loss(self) -> list[ScriptDifference]:
         expected = sum(self.reference.losses)
-        each = [sum(step.losses) for step in self.ranks]
-        if not self.reference.losses or not self.index.losses:
+        # Of a pipeline only the last stage may have one.
+        each = [sum(step.losses) for step in self.ranks if step.losses]
+        if not self.reference.losses or not each:
             return []
         # Under Shoal each rank has the global mean, elsewhere the loss of its own rows.
         given = sum(each) / len(each)
         by_shoal = self._records[0].by_shoal
-        worst = max((abs(value - expected) for value in each), default=0.0)
+        worst = max(abs(value - expected) for value in each)
         distance = worst if by_shoal else abs(given - expected)
         error = distance / max(abs(expected), 1e-12)
         line = self.index.lines.get("backward", "")

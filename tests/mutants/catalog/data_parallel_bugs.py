@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.mutants.data_parallel import DataParallel
 from tests.mutants.loop import IGNORED, Batch, count, token_losses
-from tests.mutants.mutant import OF_LOSS, planted
+from tests.mutants.mutant import OF_LOSS, OF_SAMPLES, planted
 
 
 @planted("gradients are summed over the ranks, not averaged", module="head", cause="scale")
@@ -20,7 +20,7 @@ class SumForMean(DataParallel):
     "the mean over ranks is divided by their number once more",
     module="head",
     cause="scale",
-    links=("pytorch/torchtune#2172",),
+    links=("meta-pytorch/torchtune#2172",),
 )
 class DividedTwice(DataParallel):
     def average(self, flat: Tensor) -> Tensor:
@@ -160,8 +160,8 @@ class LateHead(DataParallel):
 
 @planted(
     "both ranks read the same rows: the sampler does not know the rank",
-    module=(OF_LOSS, "head"),
-    cause="weights of samples",
+    module=OF_SAMPLES,
+    cause="same samples",
     links=("Smith42/astroPT#64",),
 )
 class SameRows(DataParallel):

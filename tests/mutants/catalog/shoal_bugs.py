@@ -37,8 +37,11 @@ class WithShoal(Loop):
                 self.loss(tokens, labels).backward()
                 self.optimizer.step()
             return
-        precision = "bf16" if self.autocast else "fp64"
-        run = init_with_place(self.strategy, precision=precision, announce=lambda _: None)
+        run = init_with_place(
+            self.strategy,
+            precision=self.precision,
+            announce=lambda _: None,
+        )
         self.autocast = False  # the run does it
         self.model, self.optimizer, loader = run.prepare(self.model, self.optimizer, loader)
         for tokens, labels in loader:
@@ -48,7 +51,7 @@ class WithShoal(Loop):
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over rows."""
-        output = self.call(tokens).flatten(0, 1).to(torch.get_default_dtype())
+        output = self.call(tokens).flatten(0, 1).float()
         return F.cross_entropy(output, labels.flatten())
 
 

@@ -31,6 +31,8 @@ model: nn.Module = net
 if KIND == "sharded":
     fully_shard(net.body)
     fully_shard(net)
+elif KIND == "partly sharded":  # and nothing reduces the gradients of the others
+    fully_shard(net.body)
 elif KIND != "apart":
     model = DistributedDataParallel(net)
 draws = torch.Generator().manual_seed(1)

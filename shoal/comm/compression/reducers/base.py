@@ -93,8 +93,9 @@ class ErrorFeedback:
 
 
 def uncompressed_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:
-    """Return the bytes that one rank sends for an uncompressed mean of `count` elements.
+    """Return the bytes that one rank sends for an uncompressed mean of `count` elements, at most.
 
-    `rank_order_mean` and a ring send the same.
+    `rank_order_mean` and a ring send the same. Some ranks send a few elements less where `count` is
+    no multiple of the number of ranks.
     """
     return 2 * (ranks - 1) * -(-count // ranks) * dtype.itemsize

@@ -1,0 +1,1 @@
+"""`--kubernetes`: one JobSet, whose pods start the ranks."""

@@ -1,0 +1,15 @@
+"""The watchdog of a run: what each rank does, read from outside, and who is late.
+
+    rank 0   ProgressWriter ──> word ─┐                    ┌─> HangDetector        a rank is late
+    rank 1   ProgressWriter ──> word ─┼─> ProgressMemory ──┤
+    rank 2   ProgressWriter ──> word ─┘   (the launcher)   └─> StragglerDetector   a rank is slow
+
+progress_word.py      the layout of the memory, and the phases of a run
+progress_writer.py    a rank writes its word: at each phase, and at each collective
+progress_memory.py    the launcher makes the memory and reads it
+hang_detector.py      words and time in, the late rank out; no clock, no process
+straggler_detector.py times of steps in, the slow rank out; no clock, no process
+
+A rank does nothing for it but to write. So it is seen also while it sleeps, is stopped, or is in C
+with the interpreter locked.
+"""

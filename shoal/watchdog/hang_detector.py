@@ -1,0 +1,190 @@
+"""Detection of a rank that does not come, from progress words and time. No clock and no process.
+
+    rank 0   waits in call 7 of its group ──┐ waits for      rank 1 is the late one: its own word
+    rank 2   waits in call 7 of its group ──┴───────> rank 1   has not changed for the limit either
+
+A rank that waits is never called late while another one that it waits for goes on, or has not been
+silent for its own limit yet. If all wait for each other, they make different calls, or the network
+carries nothing: then the one that is in the earliest call is named.
+
+Silence is counted in looks: between two of them at most MAX_LOOK_S counts. So nobody is late
+because the launcher itself was stopped, or the host was suspended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.watchdog.progress_word import (
+    FIRST,
+    RECV,
+    SEND,
+    SERVERS,
+    THREAD_WAITS,
+    WAITS,
+    Phase,
+    RankProgress,
+)
+
+MAX_LOOK_S = 2.0
+SLOW_FACTOR = 10.0
+"""The limit is so many times longer in a first step, where a compiler may work, in a save, and for
+code of the user's between steps.
+"""
+STEP_FACTOR = 3.0
+"""No rank is late before it has been silent for so many times its longest step."""
+SLOWEST_BYTES_PER_S = 10e6
+"""A collective may take the time of its bytes at this speed, besides the limit."""
+NUMBER_BYTES = 8
+SLOW_PHASES = (Phase.START, Phase.BETWEEN, Phase.SAVE, Phase.END)
+NEEDS_WAITER = (Phase.START, Phase.BETWEEN, Phase.END)
+"""Phases in which a rank may do anything for as long as it likes, while nobody waits for it."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that does not come.
+
+    Attributes:
+        late: the rank.
+        waiter: a rank that waits for it; None if nobody does.
+        silent_s: time for which the late rank's word has not changed.
+        limit_s: the limit that it has passed.
+        is_deadlock: the late rank waits too, in another call.
+        progress: of all ranks.
+    """
+
+    late: int
+    waiter: int | None
+    silent_s: float
+    limit_s: float
+    is_deadlock: bool
+    progress: Mapping[int, RankProgress]
+
+
+class HangDetector:
+    """Judges the words of all ranks of a run, look after look.
+
+    Args: limit_s: the limit, greater than 0.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._words: dict[int, object] = {}
+        self._silent_s: dict[int, float] = {}
+        self._last_s: float | None = None
+
+    def look(
+        self, now_s: float, progress: Mapping[int, RankProgress], paused: bool = False
+    ) -> Hang | None:
+        """Return the hang that the words show, if there is one.
+
+        Args:
+            now_s: the time on any clock that goes forward.
+            progress: of the ranks that live.
+            paused: all ranks are stopped, or one is in a debugger: this look counts no time.
+        """
+        passed_s = 0.0 if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        counted_s = 0.0 if paused else min(max(passed_s, 0.0), MAX_LOOK_S)
+        for rank, each in progress.items():
+            if self._words.get(rank) != each.word:
+                self._words[rank] = each.word
+                self._silent_s[rank] = 0.0
+            else:
+                self._silent_s[rank] += counted_s
+        return self._judge(progress)
+
+    def _judge(self, progress: Mapping[int, RankProgress]) -> Hang | None:
+        longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
+        limits = {rank: self._limit_s(each, longest_s) for rank, each in progress.items()}
+        silent = {rank for rank in progress if self._silent_s[rank] >= limits[rank]}
+        if not silent:
+            return None
+        edges = {rank: waits_for(rank, progress) for rank in progress}
+        for rank in sorted(silent, key=lambda rank: (-self._silent_s[rank], rank)):
+            reached = _reached(rank, edges)
+            if not reached <= silent:
+                continue
+            late, is_deadlock = _late(reached, edges, progress)
+            waiters = [waiter for waiter in sorted(edges) if late in edges[waiter]]
+            is_needed = is_deadlock or any(waiter in silent for waiter in waiters)
+            if not is_needed and progress[late].word.phase in NEEDS_WAITER:
+                continue
+            waiter = waiters[0] if waiters else None
+            silent_s = self._silent_s[late]
+            return Hang(late, waiter, silent_s, limits[late], is_deadlock, dict(progress))
+        return None
+
+    def _limit_s(self, progress: RankProgress, longest_step_s: float) -> float:
+        word = progress.word
+        limit_s = max(self.limit_s, STEP_FACTOR * longest_step_s)
+        if word.waits and word.kind != SERVERS:
+            return limit_s + word.length * NUMBER_BYTES / SLOWEST_BYTES_PER_S
+        is_slow = word.flags & FIRST or word.phase in SLOW_PHASES
+        return limit_s * SLOW_FACTOR if is_slow else limit_s
+
+
+def longest_step_s(progress: RankProgress) -> float:
+    """Return the longest of a rank's last steps, in seconds; 0 before the third one.
+
+    The first steps may have been compiled, and say nothing of later ones.
+    """
+    return max((times.total_ns for times in progress.steps if times.step > 2), default=0) * 1e-9
+
+
+def waits_for(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
+    """Return the ranks without which `rank` cannot go on.
+
+    A thread of torch may wait without a word of it. So a rank also counts as waiting for those that
+    have begun fewer calls of a group of theirs.
+    """
+    own = progress[rank]
+    word, others = own.word, progress.keys() - {rank}
+    if word.flags & (WAITS | THREAD_WAITS):
+        if word.kind in (SEND, RECV):
+            return {word.peer} & others if word.peer >= 0 else set(others)
+        if word.kind == SERVERS:
+            return {other for other in others if not progress[other].word.waits}
+        members = _members(own, word.group, progress)
+        behind = {m for m in members if progress[m].calls.get(word.group, 0) < word.call}
+        return behind or {m for m in members if not progress[m].word.waits}
+    return {
+        member
+        for group, calls in own.calls.items()
+        for member in _members(own, group, progress)
+        if progress[member].calls.get(group, 0) < calls
+    }
+
+
+def _members(own: RankProgress, group: int, progress: Mapping[int, RankProgress]) -> set[int]:
+    """Return the other members of a group that live."""
+    if group not in own.groups:
+        return set()
+    ranks = own.groups[group].ranks
+    return {rank for rank in ranks if rank in progress and progress[rank] is not own}
+
+
+def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
+    """Return the ranks that a rank waits for, directly or not, and itself."""
+    found, remaining = {rank}, [rank]
+    while remaining:
+        new = edges[remaining.pop()] - found
+        found |= new
+        remaining += new
+    return found
+
+
+def _late(
+    reached: set[int], edges: Mapping[int, set[int]], progress: Mapping[int, RankProgress]
+) -> tuple[int, bool]:
+    """Return the rank for which all others of these wait, and True if it waits as well."""
+    computing = [rank for rank in reached if not progress[rank].word.waits]
+    sinks = [rank for rank in reached if not edges[rank]]
+    for candidates in ([r for r in computing if r in sinks], computing):
+        if candidates:
+            return min(candidates, key=lambda rank: (progress[rank].word.since_ns, rank)), False
+    # All wait: the one that is in the earliest call.
+    late = min(sinks or reached, key=lambda rank: (progress[rank].word.call, rank))
+    return late, True

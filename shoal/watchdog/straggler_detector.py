@@ -1,0 +1,182 @@
+"""Detection of a rank that is slower than the others, from the times of their steps.
+
+    together    ranks end each step together: the slow one waits least, and the others wait for it
+    pipeline    waits are normal: a rank is compared with those of its stage, else with itself
+    alone       no rank waits for another: busy times are compared
+
+No clocks are compared, for each rank measures its own times. No clock and no process is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from shoal.watchdog.progress_word import RankProgress, StepTimes
+
+WINDOW, REQUIRED, REQUIRED_OF_TWO = 20, 18, 20
+"""In so many of the last steps a rank must be the slowest one; of two ranks one always is. By
+chance that happens to one of three ranks in a window of a million.
+"""
+SKIPPED_STEPS = 3
+"""The first steps of a process compile, and fill caches."""
+WAITED_SHARE, WAITED_SHARE_OF_TWO = 0.3, 0.5
+"""The part of a step for which the others wait, by median; and where there is one other."""
+BUSY_FACTOR = 1.5
+BASELINE_STEPS = 100
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that is slower than others.
+
+    Attributes:
+        rank: the rank.
+        step: the last step that was looked at.
+        part: where it takes longer: "data" or "compute".
+        more_s: time by which it takes longer in this part, in a step.
+        step_s: the median step of the ranks.
+        than: the ranks with which it was compared; empty if with itself before.
+    """
+
+    rank: int
+    step: int
+    part: str
+    more_s: float
+    step_s: float
+    than: tuple[int, ...]
+
+    def describe(self, world: int) -> str:
+        """Return the sentence for the user."""
+        others = f"than rank{'s' if len(self.than) > 1 else ''} {_listed(self.than)}"
+        if not self.than:
+            others = f"than in its first {BASELINE_STEPS} steps"
+        doing = "waits for data" if self.part == "data" else "computes"
+        return (
+            f"rank {self.rank} of {world} is slow: in each of its last {WINDOW} steps (to step "
+            f"{self.step} of this start) it {doing} {self.more_s * 1e3:.3g} ms longer {others}; "
+            f"a step takes {self.step_s * 1e3:.3g} ms"
+        )
+
+
+class StragglerDetector:
+    """Looks at the steps of all ranks, and names each slow rank once."""
+
+    def __init__(self) -> None:
+        self._named: set[int] = set()
+        self._first: dict[int, dict[int, float]] = {}
+
+    def look(self, progress: Mapping[int, RankProgress]) -> list[SlowRank]:
+        """Return the ranks that are found slow now, and were not before."""
+        steps = {rank: _settled(each.steps) for rank, each in progress.items()}
+        found = []
+        for rank, each in progress.items():
+            if rank in self._named or len(steps[rank]) < WINDOW:
+                continue
+            slow = self._compare(rank, each, progress, steps)
+            if slow is not None:
+                self._named.add(rank)
+                found.append(slow)
+        return found
+
+    def _compare(
+        self,
+        rank: int,
+        own: RankProgress,
+        progress: Mapping[int, RankProgress],
+        steps: Mapping[int, Sequence[StepTimes]],
+    ) -> SlowRank | None:
+        others = [other for other in progress if other != rank and len(steps[other]) >= WINDOW]
+        if own.pacing == "together":
+            if len(others) < len(progress) - 1 or not others:
+                return None
+            return _least_waiting(rank, others, steps)
+        if own.pacing == "pipeline":
+            others = [other for other in others if progress[other].stage == own.stage]
+        if others:
+            return _busier(rank, others, steps)
+        return self._than_before(rank, steps[rank]) if own.pacing == "pipeline" else None
+
+    def _than_before(self, rank: int, steps: Sequence[StepTimes]) -> SlowRank | None:
+        """Compare the last steps of a rank with its first ones."""
+        first = self._first.setdefault(rank, {})
+        for times in steps:
+            if len(first) < BASELINE_STEPS:
+                first.setdefault(times.step, times.busy_ns)
+        if len(first) < BASELINE_STEPS or steps[-WINDOW].step <= max(first):
+            return None
+        usual_ns = median(first.values())
+        last = steps[-WINDOW:]
+        if sum(times.busy_ns > BUSY_FACTOR * usual_ns for times in last) < REQUIRED:
+            return None
+        more_ns = median(times.busy_ns for times in last) - usual_ns
+        step_s = median(times.total_ns for times in last) * 1e-9
+        return SlowRank(rank, last[-1].step, "compute", more_ns * 1e-9, step_s, ())
+
+
+def _settled(steps: Sequence[StepTimes]) -> list[StepTimes]:
+    return [times for times in steps if times.step > SKIPPED_STEPS]
+
+
+def _least_waiting(
+    rank: int, others: Sequence[int], steps: Mapping[int, Sequence[StepTimes]]
+) -> SlowRank | None:
+    """Return the rank if the others wait for it in nearly all of the last common steps."""
+    tables = {each: {times.step: times for times in steps[each]} for each in (rank, *others)}
+    common = sorted(set.intersection(*(set(table) for table in tables.values())))[-WINDOW:]
+    if len(common) < WINDOW:
+        return None
+    own = tables[rank]
+    is_least = [
+        all(own[step].waited_ns < tables[other][step].waited_ns for other in others)
+        for step in common
+    ]
+    excess_ns = median(
+        median(tables[other][step].waited_ns for other in others) - own[step].waited_ns
+        for step in common
+    )
+    step_ns = median(own[step].total_ns for step in common)
+    share = WAITED_SHARE if len(others) > 1 else WAITED_SHARE_OF_TWO
+    required = REQUIRED if len(others) > 1 else REQUIRED_OF_TWO
+    if sum(is_least) < required or excess_ns <= share * step_ns:
+        return None
+    windows = {each: [table[step] for step in common] for each, table in tables.items()}
+    return _slow_rank(rank, others, windows)
+
+
+def _busier(
+    rank: int, others: Sequence[int], steps: Mapping[int, Sequence[StepTimes]]
+) -> SlowRank | None:
+    """Return the rank if it computes longer than the others in nearly all of its last steps."""
+    windows = {each: steps[each][-WINDOW:] for each in (rank, *others)}
+    usual_ns = median(times.busy_ns for other in others for times in windows[other])
+    if sum(times.busy_ns > BUSY_FACTOR * usual_ns for times in windows[rank]) < REQUIRED:
+        return None
+    return _slow_rank(rank, others, windows)
+
+
+def _slow_rank(
+    rank: int, others: Sequence[int], windows: Mapping[int, Sequence[StepTimes]]
+) -> SlowRank:
+    """Return the rank with the part of a step in which it exceeds the others most."""
+
+    def excess_ns(part: str) -> float:
+        own, rest = (
+            median(
+                times.data_ns if part == "data" else times.busy_ns - times.data_ns
+                for each in ranks
+                for times in windows[each]
+            )
+            for ranks in ((rank,), others)
+        )
+        return own - rest
+
+    part = max(("data", "compute"), key=excess_ns)
+    last = windows[rank]
+    step_s = median(times.total_ns for times in last) * 1e-9
+    return SlowRank(rank, last[-1].step, part, excess_ns(part) * 1e-9, step_s, tuple(others))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

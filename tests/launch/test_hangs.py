@@ -1,0 +1,148 @@
+"""Ranks that do not come, and processes that die besides ranks: real processes, real signals.
+
+Where a rank hangs for ever, the run goes on because the launcher sees it, tells of it, and starts
+all ranks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hang_targets
+import pytest
+
+from shoal.errors import UsageError
+from shoal.launch.control_channel import ControlServer
+from shoal.launch.failure import from_exception
+from shoal.launch.job_spec import JobSpec
+from shoal.launch.local import run as run_once
+from shoal.launch.rank_monitor import EXIT_HANG
+from shoal.launch.restarting import run_with_restarts
+from shoal.watchdog import hang_limit
+
+NOTE = "2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)"
+
+
+def run(folder: Path, target: Callable[..., None], *arguments: Any, limit_s: float = 0) -> int:
+    job = JobSpec(
+        target,
+        (str(folder), "first", *arguments),
+        (str(folder), "again", *arguments),
+        lambda _: [],
+        lambda: None,
+        {hang_limit.VARIABLE: str(limit_s)},
+        (),
+    )
+    with ControlServer(folder, "claimed") as control:
+        return run_with_restarts(job, 2, control, restarts=3)
+
+
+def ended(folder: Path) -> list[str]:
+    return [(folder / f"ended.{rank}").read_text() for rank in range(2)]
+
+
+def test_a_rank_that_sleeps_in_its_step_is_told_with_its_stack_and_the_run_goes_on(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.hangs, "sleep", limit_s=1.5) == 0
+    assert ended(tmp_path) == ["again", "again"]
+    told = capfd.readouterr().err
+    headline = (
+        "rank 1 of 2 did not come: it is in the forward pass, while rank 0 waits for it in "
+        "all_reduce("
+    )
+    assert told.startswith(headline)
+    assert "The stack of rank 1 (process " in told
+    assert re.search(r'hang_targets.py", line \d+ in in_step', told)
+    assert "The stack of rank 0 (process " in told
+    assert "; " + NOTE in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "strategy", "told"),
+    [
+        ("gil", "ddp", "it is in the forward pass"),
+        ("stop", "ddp", "stopped by a signal"),
+        ("data", "ddp", "it is in the wait for data"),
+        ("skip", "ddp", "while rank 0 waits for it in barrier"),
+        ("sleep", "zero3", "it is in the forward pass"),
+        ("data", "zero3", "it is in the wait for data"),
+        ("sleep", "local=2", "it is in the forward pass"),
+        ("sleep", "server=1", "it is in the forward pass"),
+        ("gil", "server=1", "it is in the forward pass"),
+    ],
+)
+def test_every_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path, capfd, fault, strategy, told):
+    assert run(tmp_path, hang_targets.hangs, fault, strategy, limit_s=3.0) == 0
+    assert ended(tmp_path) == ["again", "again"]
+    printed = capfd.readouterr().err
+    assert "rank 1 of 2 did not come: " in printed
+    assert told in printed
+    assert NOTE in printed
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_resume_ends_with_an_exit_code_of_its_own(tmp_path, capfd):
+    code = run_once(
+        hang_targets.hangs,
+        (str(tmp_path), "first", "sleep"),
+        2,
+        {hang_limit.VARIABLE: "1.5"},
+        "first",
+    )
+    assert code == EXIT_HANG == 124
+    assert "rank 1 of 2 did not come" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_slow_first_step_is_no_hang(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.hangs, "slow first step", limit_s=1.5) == 0
+    assert ended(tmp_path) == ["first", "first"]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_once_and_the_run_goes_on(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.spins_off_steps, limit_s=30) == 0
+    assert ended(tmp_path) == ["first", "first"]
+    told = capfd.readouterr().err
+    assert told.count("rank 1 of 2 is slow: in each of its last 20 steps") == 1
+    assert told.count("\n") == 1
+
+
+def test_the_death_of_the_fork_server_is_named_and_the_run_goes_on(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.loses_the_fork_server) == 0
+    told = capfd.readouterr().err
+    expected = r"note: the fork server \(process \d+\), from which ranks are started, was killed by"
+    assert re.match(expected + " SIGKILL; " + re.escape(NOTE), told)
+
+
+def test_the_death_of_the_spawner_of_helpers_is_named_and_the_run_goes_on(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.loses_its_spawner) == 0
+    told = capfd.readouterr().err
+    assert told.startswith("note: rank 0 of 2 lost the process from which its helpers, such as")
+    assert f"it was killed by SIGKILL; {NOTE}" in told
+
+
+@pytest.mark.slow
+def test_the_death_of_a_data_loader_worker_is_named_and_the_run_goes_on(tmp_path, capfd):
+    assert run(tmp_path, hang_targets.loses_a_loader_worker) == 0
+    told = capfd.readouterr().err
+    assert told.startswith("note: rank 1 of 2 lost a process of its own: DataLoader")
+    assert NOTE in told
+
+
+def test_a_lost_loader_worker_is_found_below_the_error_that_wraps_it() -> None:
+    text = "DataLoader worker (pid 815) is killed by signal: Killed"
+    try:
+        try:
+            raise RuntimeError(f"{text}. ")
+        except RuntimeError as error:
+            raise UsageError("a value of another rank") from error
+    except UsageError as error:
+        failure = from_exception(1, error)
+    assert failure.is_loss
+    assert failure.summary(2) == f"rank 1 of 2 lost a process of its own: {text}"
+    assert not from_exception(1, RuntimeError("DataLoader worker raised")).is_loss

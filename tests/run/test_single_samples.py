@@ -1,0 +1,47 @@
+"""A BatchNorm that is given one sample, where one device's batch has more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import PeerLost, UsageError
+from shoal.testing import world
+
+
+def single_samples(strategies: list[str]) -> list[str]:
+    found = []
+    for strategy in strategies:
+        run = shoal.init(strategy, announce=lambda _: None)
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.randn(2, 6)), batch_size=2)
+        net, optimizer, batches = run.prepare(net, optimizer, loader)
+        (batch,) = batches
+        with pytest.raises(UsageError) as caught:
+            run.forward_backward(lambda x, net=net: net(x).square().mean(), *batch)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_batchnorm_with_one_sample_on_a_rank_is_refused_with_cures() -> None:
+    for found in world.run(2, single_samples, ["ddp", "zero3"]):
+        for text in found:
+            assert text.startswith("a BatchNorm was given one sample")
+            assert "sync_batchnorm=True" in text
+
+
+def one_stage_tells(strategy: str) -> str:
+    try:
+        return single_samples([strategy])[0]
+    except PeerLost as error:
+        return str(error)
+
+
+def test_so_is_one_in_the_micro_batches_of_a_pipeline() -> None:
+    assert "a BatchNorm was given one sample" in str(
+        world.run(2, one_stage_tells, "pipeline=2,microbatches=2")
+    )

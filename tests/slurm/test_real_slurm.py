@@ -1,0 +1,225 @@
+"""`--slurm` on a real Slurm of four nodes: submitted, followed, stopped, requeued, cancelled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
+
+from shoal.config import to_yaml
+
+pytestmark = pytest.mark.slow
+SHOAL = [sys.executable, "-m", "shoal"]
+PATIENT = {**MLP, "data.name": "patient"}
+SCRIPT = """
+import os, sys, time
+import torch
+from torch import distributed
+distributed.init_process_group("gloo")
+total = torch.tensor(float(os.environ["RANK"]))
+distributed.all_reduce(total)
+print("sum", total.item(), "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+"""
+
+
+@pytest.fixture
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a blank in its name, from which jobs are submitted."""
+    directory = tmp_path / "my jobs"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def shoal(
+    cluster: SlurmCluster, *words: object, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    command = [*SHOAL, *map(str, words)]
+    return subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def start(cluster: SlurmCluster, *words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*SHOAL, *map(str, words)],
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def only_job(cluster: SlurmCluster) -> str:
+    """The id of the job in the queue."""
+    return wait_for(lambda: cluster.call("squeue", "-h", "-o", "%i"))
+
+
+def wait_for(found: Callable[[], object], timeout: float = 150) -> str:
+    limit = time.monotonic() + timeout
+    while not (value := found()):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    return str(value)
+
+
+def start_now(cluster: SlurmCluster, job: str) -> None:
+    """Spare the two minutes that Slurm leaves a requeued job for its nodes' epilogues."""
+    wait_for(lambda: cluster.call("squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING BeginTime")
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def test_a_script_without_shoal_is_one_world_on_four_nodes(
+    cluster: SlurmCluster, in_directory: Path
+) -> None:
+    Path("plain script.py").write_text(SCRIPT)
+    ended = shoal(
+        *(cluster, "launch", "--slurm", "--nodes", 4, "--ntasks-per-node", 2, "--time", 10),
+        *("--sbatch-option=--comment=x", "plain script.py", "--time", "a b"),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("sum 28.0 of 8 ['--time', 'a b']") == 1
+    (log,) = in_directory.glob("plain-script-*.out")
+    assert log.read_text() == ended.stdout
+
+
+def test_the_exit_code_of_a_failing_rank_is_that_of_the_command(
+    cluster: SlurmCluster, in_directory: Path
+) -> None:
+    Path("fails.py").write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '2' else 0)\n")
+    ended = shoal(cluster, "launch", "--slurm", "--nodes", 4, "fails.py")
+    assert ended.returncode == 7
+    assert "n3: task 2: Exited with exit code 7" in ended.stdout
+    assert "FAILED, exit code 7" in ended.stderr
+
+
+def test_a_partition_that_is_not_there_is_said_in_one_line(
+    cluster: SlurmCluster, in_directory: Path
+) -> None:
+    Path("script.py").write_text("")
+    ended = shoal(cluster, "launch", "--slurm", "--partition", "nowhere", "script.py")
+    assert ended.returncode == 2
+    assert re.fullmatch(r"shoal: sbatch refused the job: .*invalid partition.*\n", ended.stderr), (
+        ended.stderr
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_cancels_the_job_and_waits_until_it_is_gone(
+    cluster: SlurmCluster, in_directory: Path, number: int
+) -> None:
+    Path("sleeps.py").write_text(
+        "import os, time\nopen(f'pid-{os.getpid()}', 'w')\ntime.sleep(300)\n"
+    )
+    with start(cluster, "launch", "--slurm", "--nodes", 2, "sleeps.py") as running:
+        job = only_job(cluster)
+        wait_for(lambda: len(list(in_directory.glob("pid-*"))) == 2)
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 128 + number
+    assert f"job {job} is cancelled" in said
+    assert cluster.call("squeue", "-h") == ""
+    pids = [int(path.name.removeprefix("pid-")) for path in in_directory.glob("pid-*")]
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_a_cancelled_job_that_saves_is_not_requeued(
+    cluster: SlurmCluster, in_directory: Path
+) -> None:
+    Path("saves.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "pathlib.Path('up').touch()\n"
+        "time.sleep(300)\n"
+    )
+    with start(cluster, "launch", "--slurm", "saves.py") as running:
+        job = only_job(cluster)
+        wait_for(Path("up").exists)
+        cluster.call("scancel", job)  # by hand, so that the command is told by Slurm
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 75
+    assert f"job {job}: CANCELLED" in said
+    assert cluster.call("squeue", "-h") == ""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a job that nobody has stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = folder / "job.yaml"
+    config.write_text(to_yaml(tiny(folder / "run", PATIENT)))
+    # The log goes to the directory from which the job is submitted.
+    ended = subprocess.run(
+        [*SHOAL, "train", str(config), "--slurm", "--nodes", "2"],
+        cwd=folder,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "run"
+
+
+def test_a_run_at_its_time_limit_saves_is_requeued_and_ends_with_the_undisturbed_weights(
+    cluster: SlurmCluster, in_directory: Path, undisturbed: Path
+) -> None:
+    config = Path("patient.yaml")
+    config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
+    # Step 3 of the first start waits for the signal, which comes 30 to 90 s before the limit.
+    command = ("train", config, "--slurm", "--nodes", 2, "--time", 2)
+    with start(cluster, *command) as running:
+        job = only_job(cluster)
+        start_now(cluster, job)
+        out, said = running.communicate(timeout=300)
+    assert running.returncode == 0, out + said
+    assert "stopped at step 3, and saved; the same command goes on from there" in out
+    assert "resumed from" in out
+    assert out.count("the job's script ends with exit code 0") == 1
+    assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
+
+
+def test_a_preempted_run_saves_and_ends_with_the_undisturbed_weights(
+    cluster: SlurmCluster, in_directory: Path, undisturbed: Path
+) -> None:
+    config = Path("patient.yaml")
+    config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
+    with start(cluster, "train", config, "--slurm", "--nodes", 2) as running:
+        job = only_job(cluster)
+        wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
+        urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "true")
+        cluster.call("srun", *urgent)
+        start_now(cluster, job)
+        out, said = running.communicate(timeout=300)
+    assert running.returncode == 0, out + said
+    assert "stopped at step 3, and saved" in out
+    assert "resumed from" in out
+    assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
+
+
+def test_a_killed_rank_starts_all_again_in_the_same_job(
+    cluster: SlurmCluster, in_directory: Path, undisturbed: Path
+) -> None:
+    config = Path("patient.yaml")
+    config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
+    with start(cluster, "train", config, "--slurm", "--nodes", 2) as running:
+        wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
+        victim, other = (
+            int(path.suffix.removeprefix(".")) for path in in_directory.glob("waiting.*")
+        )
+        os.kill(victim, signal.SIGKILL)
+        # It waits for a signal in its data set; from there it goes on to the victim's gradients.
+        os.kill(other, signal.SIGTERM)
+        out, said = running.communicate(timeout=300)
+    assert running.returncode == 0, out + said
+    assert "a rank was killed (exit code 137); restart 1 of 3" in out
+    assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))

@@ -1,0 +1,207 @@
+"""`--slurm` with commands that behave as Slurm's do: from the command line to the exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_slurm_commands
+import pytest
+from cli_calls import shoal
+
+from shoal.launch.cluster_work import ClusterWork
+from shoal.launch.slurm import batch_script, follow_job
+from shoal.launch.slurm.slurm_options import SlurmOptions
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with the state of the only job, submitted in a directory with a blank."""
+    monkeypatch.setattr(follow_job, "LOG_S", 0.02)
+    monkeypatch.setattr(follow_job, "SOON_S", 0.05)
+    folder = fake_slurm_commands.install(tmp_path, monkeypatch)
+    (tmp_path / "my jobs").mkdir()
+    monkeypatch.chdir(tmp_path / "my jobs")
+    return folder
+
+
+def test_a_script_runs_as_one_world_with_its_own_words_and_shows_rank_0(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a script.py").write_text(
+        "import os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')\n"
+        "print(*(os.environ[name] for name in names), int(os.environ['MASTER_PORT']) > 1000)\n"
+        "print(os.environ['SHOAL_STRATEGY'], sys.argv[1:])\n"
+    )
+    # Of the job from which this one is submitted, and of a user who wants other things by default.
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "default")
+    words = ("--slurm", "--nodes", 2, "--strategy", "zero3", "a script.py", "--time", "it's $x")
+    status, out, err = shoal(capsys, "launch", *words)
+    assert status == 0, err
+    assert out.splitlines() == [
+        "0 2 0 1 n1 True",
+        """zero3 ['--time', "it's $x"]""",
+        "shoal: the job's script ends with exit code 0",
+    ]
+    assert "job 12 is submitted; its log: a-script-12.out" in err
+    inherited = (slurm / "environment").read_text().splitlines()
+    assert "SBATCH_SIGNAL" not in inherited
+    assert "SBATCH_ACCOUNT" in inherited
+
+
+def test_the_code_of_the_rank_that_fails_is_that_of_the_command(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("fails.py").write_text("import os, sys\nsys.exit(7 * int(os.environ['RANK']))\n")
+    status, _, err = shoal(capsys, "launch", "--slurm", "--nodes", 2, "fails.py")
+    assert status == 7
+    assert "job 12: FAILED, exit code 7; its log: fails-12.out" in err
+
+
+def test_a_run_that_was_stopped_and_has_saved_goes_on_in_the_queue(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("saves.py").write_text(
+        "import os, sys\nprint('start', count := int(os.environ['SLURM_RESTART_COUNT']))\n"
+        "sys.exit(75 if count < 2 else 0)\n"
+    )
+    status, out, _ = shoal(capsys, "launch", "--slurm", "saves.py")
+    assert status == 0
+    assert [line for line in out.splitlines() if "start" in line] == [f"start {n}" for n in "012"]
+    status, out, _ = shoal(capsys, "launch", "--slurm", "--requeues", 0, "saves.py")
+    assert status == 75
+    assert "saved, and not requeued; submit the job again to go on" in out
+
+
+def test_ctrl_c_cancels_and_a_run_that_saves_then_is_not_requeued(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("waits.py").write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"os.kill({os.getpid()}, signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    status, _, err = shoal(capsys, "launch", "--slurm", "waits.py")
+    assert status == 130
+    assert err.endswith("shoal: cancelling job 12\nshoal: job 12 is cancelled\n")
+    assert "CANCELLED" in (slurm / "state").read_text()
+    assert not (slurm / "requeue").exists()
+
+
+def test_the_log_tells_the_exit_code_of_a_job_that_slurm_has_forgotten(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "forgotten").touch()
+    Path("fails.py").write_text("import sys\nsys.exit(9)\n")
+    status, _, err = shoal(capsys, "launch", "--slurm", "fails.py")
+    assert status == 9
+    assert "job 12: ended, exit code 9" in err
+
+
+def test_a_rank_that_was_killed_starts_all_again_in_the_same_job(slurm: Path) -> None:
+    Path("dies.py").write_text(
+        "import os, pathlib, signal\n"
+        "if not pathlib.Path('died').exists():\n"
+        "    pathlib.Path('died').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    work = ClusterWork("job", ("dies.py",), {}, False, None, 3)
+    script = batch_script.render(
+        SlurmOptions(1, 1, None, None, None, None, None, "job", (), 20),
+        *(work, sys.executable, os.getcwd(), "shoal"),
+    )
+    (slurm / "state").write_text("JobState=RUNNING Reason=None")
+    environment = {**os.environ, "SLURM_JOB_ID": "12"}
+    ended = subprocess.run(
+        ["bash"], input=script, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "a rank was killed (exit code 137); restart 1 of 3" in ended.stderr
+
+
+def test_what_slurm_refuses_is_said_in_one_line(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("script.py").touch()
+    status, _, err = shoal(capsys, "launch", "--slurm", "--partition", "nowhere", "script.py")
+    assert status == 2
+    assert err == (
+        "shoal: sbatch refused the job: sbatch: error: Batch job submission failed: "
+        "Invalid partition name specified\n"
+    )
+
+
+def test_a_dry_run_prints_the_script_of_train_and_submits_nothing(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--slurm", "--nodes", 2, "--ntasks-per-node", 2, "--time", "04:00:00", "--dry-run")
+    more = ("--sbatch-option=--constraint=a100", "--train.epochs", 3, "--out", "my runs/x")
+    status, out, _ = shoal(capsys, "train", "digits", *words, *more)
+    assert status == 0
+    assert not (slurm / "script").exists()
+    assert "#SBATCH --time=04:00:00\n#SBATCH --signal=TERM@120\n#SBATCH --requeue\n" in out
+    assert "#SBATCH --constraint=a100\n" in out
+    assert "srun --ntasks=4 --kill-on-bad-exit=0 \\\n" in out
+    assert "-m shoal train digits --train.epochs 3 --out 'my runs/x'\n" in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
+
+
+def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(slurm))
+    words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon", "--image", "i")
+    more = ("--partition", "a b", "--sbatch-option=--nodes=3", "--sbatch-option=--array=1-3")
+    wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
+    status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
+    assert status == 2
+    for part in (
+        "--image: not with --slurm",
+        "-n 3: it counts processes of this machine",
+        "--nodes: 'x' is no whole number",
+        "--ntasks-per-node: 0 must be",
+        "strategy 'zero4'",
+        "there is no script missing.py",
+        "--time soon: that is no time limit",
+        "--partition 'a b'",
+        "--sbatch-option '--nodes=3': give --nodes to this command itself",
+        "--sbatch-option '--array=1-3': the batch script sets --array itself",
+        "there is no sbatch, scontrol, scancel on the PATH",
+    ):
+        assert part in err, err
+    status, _, err = shoal(capsys, "train", "digits", "--slurm", "--strategy", "single,x=1")
+    assert status == 2
+    assert "there is no sbatch" in err
+    assert "strategy" in err
+
+
+def test_servers_on_several_machines_need_a_directory_for_their_key(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "digits", "--slurm", "--nodes", 2, "--dry-run", "--strategy", "server=1")
+    status, _, err = shoal(capsys, *words)
+    assert status == 2
+    assert "Set SHOAL_SERVER_DIRECTORY to a directory that all of them share" in err
+    monkeypatch.setenv("SHOAL_SERVER_DIRECTORY", "/shared/my keys")
+    assert "export SHOAL_SERVER_DIRECTORY='/shared/my keys'\n" in shoal(capsys, *words)[1]
+
+
+def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = shoal(capsys, "train", "digits", "--nodes", 2, "--dry-run")
+    assert status == 2
+    assert err == "shoal: --nodes, --dry-run: only with --slurm or --kubernetes\n"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [(None, 120), ("0", 120), ("1", 15), ("2", 30), ("1:30", 22), ("4:00:00", 120), ("1-0", 120)],
+)
+def test_ranks_are_told_of_the_time_limit_in_time(time: str | None, seconds: int) -> None:
+    options = SlurmOptions(1, 1, None, time, None, None, None, "job", (), 20)
+    assert options.notice_s() == seconds
+    assert list(options.problems()) == []
