@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 IFF_UP = 0x1
 # Linux has the family as a 16-bit number; BSD and macOS have a length byte before an 8-bit one.
@@ -60,7 +61,8 @@ def addresses_that_are_up() -> list[HostAddress]:
         library.freeifaddrs(first)
 
 
-def _addresses(entry: ctypes._Pointer[_InterfaceAddress]) -> Iterator[HostAddress]:
+def _addresses(entry: Any) -> Iterator[HostAddress]:
+    """Yield the addresses of a linked list, from the one to which `entry` points."""
     while entry:
         one = entry.contents
         packed = _packed(one.address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +43,9 @@ def host_problems(
 def host_notes(connections: HostConnections) -> list[str]:
     """Return what the user should know, and what does not keep the run from starting."""
     known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
-    return preflight.notes(known, time.time())
+    # The first host may have told its facts long before the last one.
+    received_s = [connections.received_s[host] for host in connections.connected]
+    return preflight.notes(known, received_s)
 
 
 def find_meeting(

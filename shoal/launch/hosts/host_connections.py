@@ -7,6 +7,7 @@ import random
 import select
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
@@ -49,6 +50,7 @@ class HostConnections:
         session: the driver's side of the protocol.
         printer: of the output of ranks.
         facts: of the hosts that are connected, by number.
+        received_s: the driver's clock when these came, to compare clocks.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class HostConnections:
         self.session = DriverSession(len(hosts), lease_times())
         self.printer = LinePrinter()
         self.facts: dict[int, HostFacts] = {}
+        self.received_s: dict[int, float] = {}
         self._python = python
         self._specification = specification
         self._clients: dict[int, SshClient] = {}
@@ -226,6 +229,7 @@ class HostConnections:
     def _note_facts(self, host: int, facts: object) -> None:
         try:
             self.facts[host] = HostFacts.from_json(facts)
+            self.received_s[host] = time.time()
         except ValueError as error:
             raise LaunchError(f"host {self.name(host)}: its facts are none: {error}") from error
 

@@ -113,16 +113,16 @@ def _release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def notes(hosts: Checked, now_s: float | None = None) -> list[str]:
+def notes(hosts: Checked, received_s: Sequence[float] = ()) -> list[str]:
     """Return what the user should know and what does not keep the run from starting.
 
     Args:
-        now_s: the driver's clock when the facts came; clocks are compared with it. None leaves
-            them out.
+        received_s: for each host the driver's clock when its facts came, with which that host's
+            clock is compared. Empty leaves clocks out.
     """
     found = []
-    for host, facts in hosts:
-        late_s = 0.0 if now_s is None else facts.time_s - now_s
+    for index, (host, facts) in enumerate(hosts):
+        late_s = facts.time_s - received_s[index] if received_s else 0.0
         if abs(late_s) > CLOCK_S:
             side = "ahead" if late_s > 0 else "behind"
             found.append(f"host {host.name}: its clock is {abs(late_s):.0f} s {side}")

@@ -1,0 +1,185 @@
+"""`shoal launch --hosts` on real hosts: namespaces with an ssh server each."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from namespaces import Hosts, needs_hosts
+
+pytestmark = [pytest.mark.slow, needs_hosts]
+
+HERE = Path(__file__).parent
+END_S = 60.0
+LEFT_S = 10.0
+DISTURBING = (
+    "Host node*\n  RemoteCommand tmux\n  RequestTTY force\n  LocalForward 8080 localhost:80\n"
+    "  ExitOnForwardFailure yes\n  ControlMaster auto\n  ControlPersist 600\n"
+    "  ControlPath /mnt/master-%n\n"
+)
+WAITS = """
+import os, pathlib, signal, subprocess, sys, time
+subprocess.Popen(["sleep", "600"])
+pathlib.Path(f"ready.{os.environ['RANK']}").write_text("")
+if "--fails" in sys.argv and os.environ["RANK"] == "1":
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    print("the disk is on fire", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(600)
+"""
+MEETS = """
+import os, sys, time, torch, torch.distributed as dist
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29500", rank=rank, world_size=world)
+for _ in range(20):
+    number = torch.tensor([float(sys.argv[1])])
+    dist.all_reduce(number)
+    assert number.item() == world * float(sys.argv[1])
+    time.sleep(0.05)
+print("met", sys.argv[1])
+"""
+
+
+class Launch:
+    """`shoal launch` on the desk, in the directory that all hosts see."""
+
+    def __init__(self, hosts: Hosts, *words: str) -> None:
+        self._hosts = hosts
+        program = [sys.executable, "-m", "shoal", "launch", *words]
+        self.process = hosts.start(
+            hosts.desk,
+            ["sh", "-c", 'cd "$0" && exec "$@"', str(hosts.shared), *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=END_S)
+        return self.process.returncode, stdout.decode(), stderr.decode()
+
+    def wait_until_ready(self, ranks: int = 2) -> None:
+        end_s = time.monotonic() + END_S
+        while len(list(self._hosts.shared.glob("ready.*"))) < ranks:
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command itself, not to what entered the desk for it."""
+        for pid in self._hosts.desk.pids() - self._hosts.desk.first_pids:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"\0launch\0" in line and b"\0shoal\0" in line:
+                subprocess.run(["kill", f"-{number}", str(pid)], check=True)
+                return
+        raise AssertionError("there is no such command")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(tmp_path / "hosts", 2, names="debian", ssh_config=DISTURBING) as hosts:
+        (hosts.shared / "waits.py").write_text(WAITS)
+        yield hosts
+
+
+@pytest.mark.parametrize(
+    ("network", "names"), [("one", "debian"), ("two", "debian"), ("two", "none"), ("v6", "none")]
+)
+def test_ranks_of_all_hosts_compute_what_one_process_does(tmp_path: Path, network, names):
+    with Hosts(tmp_path / "hosts", 3, network, names) as hosts:
+        shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
+        words = ["--hosts", "node1:1,node2:2,node3:1", "--output", "all"]
+        code, stdout, stderr = Launch(hosts, *words, "train.py").end()
+        assert code == 0, stderr
+        assert sorted(line.split(" of 4 ")[0] for line in stdout.splitlines()) == [
+            "0",
+            "[rank 1 on node2] 1",
+            "[rank 2 on node2] 2",
+            "[rank 3 on node3] 3",
+        ]
+        assert hosts.leftovers(LEFT_S) == {}
+
+
+def test_noise_of_login_shells_and_a_hostfile_of_windows_disturb_nothing(hosts: Hosts):
+    """With the settings of DISTURBING, too."""
+    shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
+    hosts.write(hosts.nodes[0], ".bashrc", "echo Welcome; read -t 1 eaten; printf 'no newline'\n")
+    hosts.run(hosts.nodes[1], ["tee", "/mnt/home/tcsh/.tcshrc"], "echo Welcome\n")
+    lines = "\ufeffnode1:1\r\ntcsh@node2 slots=1 # by another shell\r\n"
+    (hosts.shared / "hostfile").write_bytes(lines.encode())
+    code, stdout, stderr = Launch(hosts, "--hostfile", "hostfile", "train.py").end()
+    assert code == 0, stderr
+    assert stdout.startswith("0 of 2 ")
+    assert hosts.leftovers(LEFT_S) == {}
+
+
+def test_problems_of_all_hosts_are_told_before_any_rank_starts(tmp_path: Path):
+    alias = "Host again\n  HostName node2\n"
+    with Hosts(tmp_path / "hosts", 3, ssh_config=alias) as hosts:
+        known = (hosts.folder / "known_hosts").read_text().splitlines()
+        (hosts.folder / "known_hosts").write_text("\n".join([known[1], known[2]]) + "\n")
+        (hosts.shared / "waits.py").write_text(WAITS)
+        words = ["--hosts", "node1:1,node2:1,node3:1,absent:1", "waits.py"]
+        code, stdout, stderr = Launch(hosts, *words).end()
+        assert (code, stdout) == (1, "")
+        assert "node3: ssh says: " in stderr
+        assert "Host key verification failed" in stderr
+        assert "absent: ssh says: " in stderr
+        assert "node1" not in stderr
+        assert list(hosts.shared.glob("ready.*")) == []
+        assert hosts.leftovers(LEFT_S) == {}
+
+
+def test_a_rank_that_dies_is_named_with_its_host_and_ends_the_others(hosts: Hosts):
+    launch = Launch(hosts, "--hosts", "node1:1,node2:1", "waits.py", "--fails")
+    launch.wait_until_ready()
+    (hosts.shared / "go").write_text("")
+    code, _, stderr = launch.end()
+    assert code == 128 + signal.SIGSEGV, stderr
+    assert "rank 1 of 2 on node2" in stderr
+    assert "SIGSEGV" in stderr
+    assert "the disk is on fire" in stderr
+    assert hosts.leftovers(LEFT_S) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_on_any_host_when_the_command_is_ended(hosts: Hosts, number):
+    launch = Launch(hosts, "--hosts", "node1:1,node2:1", "waits.py")
+    launch.wait_until_ready()
+    launch.signal(number)
+    launch.end()
+    assert hosts.leftovers(LEFT_S) == {}
+
+
+@pytest.mark.parametrize("fault", [Hosts.cut, Hosts.lose])
+def test_a_host_that_is_gone_is_named_and_no_process_is_left(
+    hosts: Hosts, fault: Callable[[Hosts, object], None]
+):
+    launch = Launch(hosts, "--hosts", "node1:1,node2:1", "waits.py")
+    launch.wait_until_ready()
+    node = hosts.nodes[1]
+    fault(hosts, node)
+    code, _, stderr = launch.end()
+    assert code != 0
+    assert "node2" in stderr
+    left = hosts.leftovers(LEFT_S)
+    # The ssh server of a host without its link notices that after many minutes.
+    assert [line for lines in left.values() for line in lines if "sshd" not in line] == []
+
+
+def test_two_jobs_on_the_same_hosts_never_meet(hosts: Hosts):
+    """Not even where both name one address and port."""
+    (hosts.shared / "meets.py").write_text(MEETS)
+    launches = [Launch(hosts, "--hosts", "node1:1,node2:1", "meets.py", str(n)) for n in (1, 2)]
+    for number, launch in enumerate(launches, 1):
+        code, stdout, stderr = launch.end()
+        assert (code, stdout) == (0, f"met {number}\n"), stderr
+    assert hosts.leftovers(LEFT_S) == {}
