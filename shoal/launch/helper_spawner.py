@@ -113,7 +113,8 @@ class HelperSpawner:
                         self.codes[pid] = code
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
-        if not self._is_closed and (end := self._end_of_spawner()):
+        end = "" if self._is_closed else self._end_of_spawner()
+        if end and not self._is_closed:  # `close` may have come meanwhile
             own_reporter().lost(
                 "lost the process from which its helpers, such as parameter servers, are forked "
                 f"(process {self._pid}): it {end}"
