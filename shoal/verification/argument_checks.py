@@ -20,7 +20,7 @@ def check_arguments(
 
     Args:
         functions: each is to stand at the top of a module.
-        counts: whole numbers from 1 on.
+        counts: integers; `verify_job` refuses those below 1.
     """
     problems = list(_problems(functions, counts, strategy, tolerance))
     if problems:
@@ -35,14 +35,12 @@ def _problems(
             yield f"{name}: {function!r} is no function"
         elif not _can_be_sent(function):
             yield (
-                f"{name}: {function!r} does not stand at the top of a module, from which every "
-                "process imports it. Give it a name there: def ..."
+                f"{name}: {function!r} must be a function at the top of a module, from which "
+                "every process imports it"
             )
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
             yield f"{name}: {count!r} is no integer"
-        elif count < 1:
-            yield f"{name}={count}: it must be at least 1"
         elif name == "ranks" and count > MOST_RANKS:
             yield f"{name}={count}: it must be at most {MOST_RANKS:,}, which are processes here"
     if not isinstance(strategy, str):

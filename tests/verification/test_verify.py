@@ -144,7 +144,7 @@ def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyP
         ),
         (
             (lambda: model(), batch, F.cross_entropy),
-            LaunchError,
+            UsageError,
             "must be a function at the top of a module",
         ),
     ],
