@@ -53,10 +53,7 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     from shoal.launch.hosts.ssh_hosts import parse_hosts, read_hostfile
 
     if options.hosts is None and options.hostfile is None:
-        given = [name for name in ALONE if getattr(options, name)]
-        if given:
-            name = given[0].replace("_", "-")
-            raise UsageError(f"--{name} is about several hosts. Name them by --hosts or --hostfile")
+        _check_none_given(options)
         return None
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
@@ -71,14 +68,27 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
         interface=options.interface,
         min_hosts=options.min_hosts,
     )
-    if options.processes is not None and options.processes != found.processes:
-        raise UsageError(
-            f"-n {options.processes}: the hosts have {found.processes} ranks "
-            f"({', '.join(map(str, hosts))}; 1 where the list says no number). Leave -n out."
-        )
-    if found.min_hosts is not None and found.min_hosts > len(hosts):
-        raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(hosts)} hosts")
+    _check_numbers(options.processes, found)
     return found
+
+
+def _check_none_given(options: argparse.Namespace) -> None:
+    """Raise UsageError if an option is about several hosts, and none is named."""
+    given = [name for name in ALONE if getattr(options, name)]
+    if given:
+        name = given[0].replace("_", "-")
+        raise UsageError(f"--{name} is about several hosts. Name them by --hosts or --hostfile")
+
+
+def _check_numbers(processes: int | None, found: HostsOptions) -> None:
+    """Raise UsageError if -n or --min-hosts does not go with the hosts."""
+    if processes is not None and processes != found.processes:
+        raise UsageError(
+            f"-n {processes}: the hosts have {found.processes} ranks "
+            f"({', '.join(map(str, found.hosts))}; 1 where the list says no number). Leave -n out."
+        )
+    if found.min_hosts is not None and found.min_hosts > len(found.hosts):
+        raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(found.hosts)} hosts")
 
 
 def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
