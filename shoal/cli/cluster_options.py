@@ -23,7 +23,7 @@ VALUES = {
     "gres": ("LIST", "Slurm: what each node must have, e.g. gpu:4"),
     "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
     "job-name": ("NAME", "the job's name (default: that of the experiment or script)"),
-    "python": ("PATH", "interpreter on the machines (Slurm: this one; Kubernetes: python3)"),
+    "python": ("PATH", "interpreter on the machines (Kubernetes: python3; else this one)"),
     "image": ("IMAGE", "Kubernetes: the container's image, with Shoal and the script"),
     "namespace": ("NAME", "Kubernetes: where the job runs"),
     "workdir": ("DIR", "Kubernetes: the directory in which ranks run (default: the image's)"),
@@ -62,7 +62,10 @@ def is_asked(options: argparse.Namespace) -> bool:
     """
     if options.slurm or options.kubernetes:
         return True
-    if given := _given(options, (*VALUES, *LISTS, *FLAGS)):
+    # Hosts that are reached by ssh have an interpreter too.
+    has_hosts = options.hosts is not None or options.hostfile is not None
+    values = [name for name in VALUES if name != "python" or not has_hosts]
+    if given := _given(options, (*values, *LISTS, *FLAGS)):
         raise UsageError(f"{', '.join(given)}: only with --slurm or --kubernetes")
     return False
 

@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
 
 SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
-ALONE = ("hostfile", "python", "env", "address", "interface", "min_hosts")
+ALONE = ("env", "address", "interface", "min_hosts")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options; --python is one of `cluster_options`."""
     group = parser.add_argument_group("several hosts, by ssh")
     group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
     group.add_argument(
         "--hostfile", type=argument_types.path, help="file with one host a line: a, b:2, c slots=2"
     )
-    group.add_argument("--python", help="Python there (default: the path of this one)")
     group.add_argument(
         "--env",
         action="append",

@@ -21,7 +21,7 @@ HOME = PACKAGE / "platform" / "torch_private"
 PRIVATE_OF_OTHERS = {
     *("_replace", "_asdict", "_fields"),  # named tuples
     *("_exit", "_getframe", "_current_frames"),  # os, sys
-    *("_run_exitfuncs", "_actions"),  # atexit, argparse
+    *("_run_exitfuncs", "_actions", "_Pointer"),  # atexit, argparse, ctypes
 }
 
 
