@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from shoal.plotting.curves import STYLE, refuse_suffix, write_figure
 from shoal.verification.script.script_report import ScriptReport
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, as in shoal.plotting.curves.
@@ -40,19 +42,33 @@ def _figure(report: ScriptReport) -> Figure:
         drawn = [_drawn(error) for error in errors.values()]
         style: dict[str, Any] = {"color": COLORS[name], "alpha": 0.85, "clip_on": False}
         axes.plot(drawn, [*errors], MARKERS[name], ms=5, label=name, **style)
-    first = report.first
-    if first is not None and first.allowed:
-        axes.axvline(first.allowed, color="#555555", lw=1, ls="--", label="tolerance of the first")
     names = [name for name, _, _ in layers]
-    if first is not None and first.module in names:
-        place = names.index(first.module)
-        axes.axhspan(place - 0.5, place + 0.5, color="#F0E442", alpha=0.4, lw=0, label="the first")
+    place = _mark_first(axes, report, names)
     every = -(-len(layers) // MAX_LABELS) or 1
-    shown = {i for i, name in enumerate(names) if i % every == 0}
-    if first is not None and first.module in names:
-        shown.add(names.index(first.module))
-    axes.set_yticks(sorted(shown), [names[i] or "the model" for i in sorted(shown)])
+    shown = sorted({*range(0, len(names), every), *([] if place is None else [place])})
+    axes.set_yticks(shown, [names[i] or "the model" for i in shown])
     axes.set_ylim(len(layers) - 0.5, -0.5)
+    _scale_errors(axes)
+    figure.legend(loc="outside lower center", ncols=4)
+    axes.set_title(_title(report), loc="left")
+    return figure
+
+
+def _mark_first(axes: Axes, report: ScriptReport, names: Sequence[str]) -> int | None:
+    """Mark the first difference and its tolerance; return its place among the layers, if any."""
+    first = report.first
+    if first is None:
+        return None
+    if first.allowed:
+        axes.axvline(first.allowed, color="#555555", lw=1, ls="--", label="tolerance of the first")
+    if first.module not in names:
+        return None
+    place = names.index(first.module)
+    axes.axhspan(place - 0.5, place + 0.5, color="#F0E442", alpha=0.4, lw=0, label="the first")
+    return place
+
+
+def _scale_errors(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_xlim(LOWEST, HIGHEST)
     powers = range(-16, 1, 2)
@@ -62,9 +78,6 @@ def _figure(report: ScriptReport) -> Figure:
     )
     axes.minorticks_off()
     axes.set_xlabel("relative error to one process; gradients: of a module's own parameters")
-    figure.legend(loc="outside lower center", ncols=4)
-    axes.set_title(_title(report), loc="left")
-    return figure
 
 
 def _series(report: ScriptReport) -> dict[str, dict[int, float]]:

@@ -84,21 +84,23 @@ def _tried_alone(optimizer: Optimizer) -> OptimizerAnswer:
     shapes: list[tuple[int, ...]] = [(ROWS, COLUMNS), (COLUMNS, ROWS)]
     for dtype in _dtypes(optimizer):
         for sparse in (False, True):
-            sample = _Sample(shapes, dtype, 0, sparse)
+            samples = [_Sample(shapes, dtype, 0, sparse, only) for only in (None, 0, 1)]
             try:
-                return _compared_alone(optimizer, sample)
+                return _compared_alone(optimizer, *samples)
             except Exception as error:  # noqa: BLE001 - it may raise anything
                 failure = failure or error
     return _not_tried(failure)
 
 
-def _compared_alone(optimizer: Optimizer, sample: _Sample) -> OptimizerAnswer:
+def _compared_alone(
+    optimizer: Optimizer, sample: _Sample, first: _Sample, second: _Sample
+) -> OptimizerAnswer:
     """Compare the steps of two tensors together with those of each alone, in every group."""
     before = torch.get_rng_state()
     together = _steps(optimizer, sample, None)
     draws = not torch.equal(before, torch.get_rng_state())
-    first, second = (_steps(optimizer, sample.only(index), None) for index in (0, 1))
-    alone = [tensor for pair in zip(first, second, strict=True) for tensor in pair]
+    each = _steps(optimizer, first, None), _steps(optimizer, second, None)
+    alone = [tensor for pair in zip(*each, strict=True) for tensor in pair]
     answer = _answer(optimizer, sample, together, alone)
     if answer.is_elementwise is not False:
         return answer
@@ -135,10 +137,18 @@ def _dtypes(optimizer: Optimizer) -> list[torch.dtype]:
 
 
 class _Sample:
-    """Small tensors with their gradients, whole or as one of two halves."""
+    """Small tensors with their gradients, whole or as one of two halves.
+
+    Args: only: the index of the one tensor that is kept; None for all.
+    """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, dim: int, sparse: bool
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        dim: int,
+        sparse: bool,
+        only: int | None = None,
     ) -> None:
         self._dim, self._sparse = dim, sparse
         generator = torch.Generator().manual_seed(0)
@@ -150,15 +160,9 @@ class _Sample:
                 scale = scale + 2.0 * torch.arange(shape[1])
             return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
-        self._values = [numbers(shape) for shape in shapes]
-        self._gradients = [[numbers(shape) for shape in shapes] for _ in range(STEPS)]
-
-    def only(self, index: int) -> _Sample:
-        """Return a sample of one of the tensors, with its gradients."""
-        one = copy.copy(self)
-        one._values = [self._values[index]]
-        one._gradients = [[gradients[index]] for gradients in self._gradients]
-        return one
+        kept = slice(None) if only is None else slice(only, only + 1)
+        self._values = [numbers(shape) for shape in shapes][kept]
+        self._gradients = [[numbers(shape) for shape in shapes][kept] for _ in range(STEPS)]
 
     def values(self, half: int | None) -> list[Tensor]:
         """Return the values at the beginning; `half` 0 or 1, None for the whole."""

@@ -109,12 +109,11 @@ class HangDetector:
                 continue
             late, is_deadlock = _late(reached, edges, progress)
             waiters = [waiter for waiter in sorted(edges) if late in edges[waiter]]
-            is_needed = is_deadlock or any(waiter in silent for waiter in waiters)
-            if not is_needed and progress[late].word.phase in NEEDS_WAITER:
-                continue
-            waiter = waiters[0] if waiters else None
-            silent_s = self._silent_s[late]
-            return Hang(late, waiter, silent_s, limits[late], is_deadlock, dict(progress))
+            is_needed = is_deadlock or not silent.isdisjoint(waiters)
+            if is_needed or progress[late].word.phase not in NEEDS_WAITER:
+                waiter = next(iter(waiters), None)
+                silent_s = self._silent_s[late]
+                return Hang(late, waiter, silent_s, limits[late], is_deadlock, dict(progress))
         return None
 
     def _limit_s(self, progress: RankProgress, longest_step_s: float) -> float:

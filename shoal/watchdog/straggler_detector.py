@@ -119,29 +119,32 @@ def _settled(steps: Sequence[StepTimes]) -> list[StepTimes]:
     return [times for times in steps if times.step > SKIPPED_STEPS]
 
 
+def _common_steps(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]] | None:
+    """Return the last steps that all ranks have taken; None if they are fewer than a window."""
+    tables = {rank: {times.step: times for times in taken} for rank, taken in steps.items()}
+    common = sorted(set.intersection(*(set(table) for table in tables.values())))[-WINDOW:]
+    if len(common) < WINDOW:
+        return None
+    return {rank: [table[step] for step in common] for rank, table in tables.items()}
+
+
 def _least_waiting(
     rank: int, others: Sequence[int], steps: Mapping[int, Sequence[StepTimes]]
 ) -> SlowRank | None:
     """Return the rank if the others wait for it in nearly all of the last common steps."""
-    tables = {each: {times.step: times for times in steps[each]} for each in (rank, *others)}
-    common = sorted(set.intersection(*(set(table) for table in tables.values())))[-WINDOW:]
-    if len(common) < WINDOW:
+    windows = _common_steps({each: steps[each] for each in (rank, *others)})
+    if windows is None:
         return None
-    own = tables[rank]
-    is_least = [
-        all(own[step].waited_ns < tables[other][step].waited_ns for other in others)
-        for step in common
-    ]
-    excess_ns = median(
-        median(tables[other][step].waited_ns for other in others) - own[step].waited_ns
-        for step in common
-    )
-    step_ns = median(own[step].total_ns for step in common)
+    own = windows[rank]
+    waited_ns = [[windows[other][i].waited_ns for other in others] for i in range(WINDOW)]
+    pairs = list(zip(own, waited_ns, strict=True))
+    least_often = sum(times.waited_ns < min(theirs) for times, theirs in pairs)
+    excess_ns = median(median(theirs) - times.waited_ns for times, theirs in pairs)
+    step_ns = median(times.total_ns for times in own)
     share = WAITED_SHARE if len(others) > 1 else WAITED_SHARE_OF_TWO
     required = REQUIRED if len(others) > 1 else REQUIRED_OF_TWO
-    if sum(is_least) < required or excess_ns <= share * step_ns:
+    if least_often < required or excess_ns <= share * step_ns:
         return None
-    windows = {each: [table[step] for step in common] for each, table in tables.items()}
     return _slow_rank(rank, others, windows)
 
 

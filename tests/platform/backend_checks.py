@@ -17,7 +17,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.platform.torch_private import mixed_backends, typed_futures
-from shoal.platform.torch_private.c10d import add_backend, backend_for, timeout_of
+from shoal.platform.torch_private.c10d import (
+    add_backend,
+    backend_for,
+    num_collectives,
+    timeout_of,
+)
 from shoal.testing import world
 
 CPU, CUDA, XPU = torch.device("cpu"), torch.device("cuda"), torch.device("xpu")
@@ -196,11 +201,23 @@ def _continues_without_a_warning(continuation: Any) -> bool:
     return len(future.wait()) == 1 and continuation() is continuation()
 
 
+def _counts_messages() -> bool:
+    """The default group here is Shoal's, which does not count; then the sum says so."""
+    group = dist.new_group(backend="gloo")
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(2), group=group)
+    counted = group._get_sequence_number_for_group() == before + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.platform.torch_private.c10d.process_groups", lambda: [group])
+        return counted and num_collectives() == before + 1
+
+
 def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
     return lambda _: all(world.run(ranks, function))
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
+    "c10d.num_collectives": _over(2, _counts_messages),
     "c10d.timeout_of": _over(1, _timeout_of),
     "mixed_backends.BACKEND_TYPES": _backend_types,
     "mixed_backends.configured_backends": _over(2, _configured_backends),

@@ -22,6 +22,13 @@ from shoal.verification.script.run_record import (
 )
 
 
+def _first_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[list[Any]]:
+    """Return for each rank the tensors of the first batch of each loader."""
+    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
+    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
+    return [[t for column in columns for t in column[rank] or ()] for rank in range(len(ranks))]
+
+
 def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
     """Return for each rank its axes: ranks of the same batches are a tensor group.
 
@@ -29,9 +36,7 @@ def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str,
     that take batches from elsewhere. The stages of a pipeline are one group: they take one batch
     and call different modules, each on what another one has sent.
     """
-    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
-    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
-    taken = [[t for column in columns for t in column[rank] or ()] for rank in range(len(ranks))]
+    taken = _first_batches(folder, ranks)
     groups: list[list[int]] = []
     for rank, record in enumerate(ranks):
         for members in groups:
@@ -81,6 +86,17 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )
 
 
+def _have_same_inputs(ranks: Sequence[RankRecord]) -> bool:
+    """Return True if the model of each rank is given the same in all common steps."""
+    numbers = range(1, min(len(record.steps) for record in ranks) + 1)
+    given = [inputs(ranks[0], number) for number in numbers]
+    return bool(given[0]) and all(
+        equal(inputs(record, number), given[number - 1])
+        for record in ranks[1:]
+        for number in numbers
+    )
+
+
 def repeat_samples(folder: Path, ranks: Sequence[RankRecord]) -> bool:
     """Return True if all ranks compute the same outputs of the same samples, each on its own.
 
@@ -88,16 +104,9 @@ def repeat_samples(folder: Path, ranks: Sequence[RankRecord]) -> bool:
     """
     if len(ranks) < 2 or not all(record.steps for record in ranks):
         return False
-    first = ranks[0]
-    numbers = range(1, min(len(record.steps) for record in ranks) + 1)
     if any(step.collectives != 0 for record in ranks for step in record.steps):
         return False
-    given = [inputs(first, number) for number in numbers]
-    if not given[0] or any(
-        not equal(inputs(record, number), given[number - 1])
-        for record in ranks[1:]
-        for number in numbers
-    ):
+    if not _have_same_inputs(ranks):
         return False
     outputs = [_outputs(folder, record) for record in ranks]
     return bool(outputs[0]) and all(

@@ -127,6 +127,35 @@ def _loss(
     )
 
 
+def _without_gradient(step: StepComparison, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parameters that one process has a gradient of, and the ranks have none."""
+    expected, given = step.expected.below("gradient"), step.given.below("gradient")
+    return tuple(
+        name for name in names if name in expected and (name not in given or not given[name].any())
+    )
+
+
+def _of_parameters(
+    wrong: tuple[str, ...], steps: list[StepComparison], known: dict[str, GradientRatio]
+) -> ScriptCause | None:
+    """Return the cause that some wrong parameters show by themselves; None if none does."""
+    step = steps[-1]
+    unknown = tuple(name for name in wrong if name not in step.index.gradients)
+    if unknown and step.index.gradients:
+        return ScriptCause(
+            "not updated",
+            f"the optimizer does not hold {_listed(unknown)}, as it does on one process.",
+            parameters=unknown,
+        )
+    if kept := tuple(name for name in wrong if _is_earlier(steps, name)):
+        return _not_zeroed(kept)
+    if missing := _without_gradient(step, wrong):
+        return _missing(missing)
+    if apart := tuple(name for name in wrong if name in step.apart()):
+        return _not_reduced(apart, wrong, known)
+    return None
+
+
 def _backward(
     first: ScriptDifference,
     found: list[ScriptDifference],
@@ -135,25 +164,9 @@ def _backward(
 ) -> ScriptCause:
     step = steps[-1]
     wrong = tuple(d.parameter for d in found if d.phase == "backward" and d.parameter)
-    expected, given = step.expected.below("gradient"), step.given.below("gradient")
-    known = ratios(expected, given)
-    unknown = tuple(name for name in wrong if name not in step.index.gradients)
-    if unknown and step.index.gradients:
-        return ScriptCause(
-            "not updated",
-            f"the optimizer does not hold {_listed(unknown)}, as it does on one process.",
-            parameters=unknown,
-        )
-    kept = tuple(name for name in wrong if _is_earlier(steps, name))
-    if kept:
-        return _not_zeroed(kept)
-    missing = tuple(
-        name for name in wrong if name in expected and (name not in given or not given[name].any())
-    )
-    if missing:
-        return _missing(missing)
-    if apart := tuple(name for name in wrong if name in step.apart()):
-        return _not_reduced(apart, wrong, known)
+    known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
+    if cause := _of_parameters(wrong, steps, known):
+        return cause
     factor = common_factor(known, step.direction)
     if factor is not None and len(wrong) > 1:
         return _scale(factor, ranks)

@@ -35,6 +35,24 @@ SAME_DRAWS = (
 MAX_OTHERS = 20  # differences beside the first one in a report
 
 
+def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
+    """Return sentences about the two runs, beside their differences."""
+    ranks = candidate.ranks
+    records = (*ranks, *reference.ranks)
+    notes = list(dict.fromkeys(note for record in records for note in record.notes))
+    if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
+        notes.append(SAME_BATCHES)
+    if _draw_the_same(ranks):
+        notes.append(SAME_DRAWS)
+    count = min(reference.steps, candidate.steps)
+    if count and reference.steps != candidate.steps:
+        notes.append(
+            f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
+            f"{count} are compared."
+        )
+    return notes
+
+
 def compare_runs(
     reference_dir: str | Path,
     candidate_dir: str | Path,
@@ -59,24 +77,13 @@ def compare_runs(
     if not ranks[0].by_shoal:
         for record, axes in zip(ranks, axes_of_batches(candidate.folder, ranks), strict=True):
             record.axes = axes
-    notes = list(
-        dict.fromkeys(note for record in (*ranks, *reference.ranks) for note in record.notes)
-    )
-    if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
-        notes.append(SAME_BATCHES)
-    if _draw_the_same(ranks):
-        notes.append(SAME_DRAWS)
+    notes = _notes(reference, candidate)
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
         return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
     count = min(reference.steps, candidate.steps)
     if count == 0:
         return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
-    if reference.steps != candidate.steps:
-        notes.append(
-            f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
-            f"{count} are compared."
-        )
     found, steps = _until_difference(reference, candidate, count, tolerances)
     largest = max((error for step in steps for error in step.errors.values()), default=None)
     layers = list(_layers(steps[-1]))
