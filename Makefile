@@ -84,7 +84,7 @@ verified: $(VENV)/.demo  ## Write docs/verified.md anew: every strategy against 
 scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script under every strategy.
 	$(BIN)/python -m tests.scripts.report docs/scripts.md
 
-mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: some ten minutes.
+mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: a minute or two on two idle cores.
 	$(BIN)/python -m tests.mutants.report docs/mutants.json
 
 house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
