@@ -114,9 +114,10 @@ def test_an_error_in_a_loop_without_shoal_is_classified(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2"])
-def test_low_precision_has_tolerances_of_its_own(strategy: str) -> None:
-    report = shoal.verify_script(LOOP, ranks=2, strategy=strategy, precision="bf16")
+def test_low_precision_has_tolerances_of_its_own(strategy: str, precision: str) -> None:
+    report = shoal.verify_script(LOOP, ranks=2, strategy=strategy, precision=precision)
     assert report.verdict == "exact", str(report)
     assert report.largest is not None
     assert report.largest > 1e-6
